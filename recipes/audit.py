@@ -5,18 +5,20 @@ python recipes/audit.py run=runs/demo step=120 text=full
 """
 
 import sys
+from pathlib import Path
 
 from hfdist.config.cli.audit import AuditRequest, audit_recipe
 from hfdist.config.run import RunConfig
 
 
 @audit_recipe
-def main(request: AuditRequest, config: RunConfig) -> None:
-    """Open the run's data, ledger and checkpoints, and print what was asked for."""
+def main(request: AuditRequest, configs: dict[Path, RunConfig]) -> None:
+    """Open the runs' data, ledgers and checkpoints, and print what was asked for."""
     # Imported here, so that --help and a misspelt key need no torch.
     from hfdist.verify.audit.run import describe_step, open_past_run, prove_once
 
-    run = open_past_run(request.run, config)
+    first, *others = configs.items()
+    run = open_past_run(*first, dict(others))
     if request.step is None:
         lines = prove_once(run)
     else:

@@ -35,6 +35,8 @@ class Participants:
     """Of what each of them has learned."""
     resting: list[int]
     """Islands that do not train in the next round."""
+    there: list[int]
+    """Islands that take part in the round that follows."""
     sources: Mapping[int, tuple[int, list[str]]]
     """By the index of an island that gets the state of another: that other, and the addresses of its own ranks."""
 
@@ -46,6 +48,7 @@ class Participants:
             members={int(index): list(addresses) for index, addresses in value["members"].items()},
             weights={int(index): float(weight) for index, weight in value["weights"].items()},
             resting=[int(index) for index in value["resting"]],
+            there=[int(index) for index in value["there"]],
             sources={int(index): (int(source), list(own)) for index, (source, own) in value["sources"].items()},
         )
 
@@ -114,7 +117,8 @@ class Member:
 
     def arrive(self, arrival: Arrival) -> dict[str, Any] | None:
         """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended."""
-        self.send({"at": [arrival.step, arrival.outer_step, arrival.digest, arrival.weight, arrival.rests]})
+        place = [arrival.step, arrival.outer_step, arrival.digest]
+        self.send({"at": [*place, arrival.weight, arrival.rests, arrival.read]})
         return self.wait_for("round")
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
@@ -132,11 +136,16 @@ class Member:
         connection = self._connection
         return connection is None or connection.is_broken.is_set() or number in connection.aborted
 
-    def finish(self, number: int, *, is_ok: bool) -> bool:
-        """Tell whether this island has all, and wait for all others; give whether the exchange counts."""
+    def finish(self, number: int, *, is_ok: bool) -> dict[int, Any] | None:
+        """Tell whether this island has all, and wait for all others.
+
+        Returns:
+            What each member has read of the data, if the exchange counts.
+        """
         assert self._connection is not None
         self.send({"done": number, "ok": is_ok})
-        return self._connection.wait_for("commit", number) is not None
+        answer = self._connection.wait_for("commit", number)
+        return None if answer is None else {int(index): read for index, read in answer["read"].items()}
 
     def tell_done(self, number: int) -> None:
         """Tell that this island has got the state of another."""

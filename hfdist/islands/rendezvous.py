@@ -29,6 +29,8 @@ class Arrival:
     """Of what it has learned, in the mean of all."""
     rests: bool = False
     """Whether it does not train in this round, and waits for what the others learn."""
+    read: Any = None
+    """What it has read of the data, for the others."""
 
     @property
     def outer(self) -> tuple[int, str]:
@@ -51,6 +53,8 @@ class _Rendezvous:
     """Of islands that get the state of a member: that member, by their index."""
     missing: set[int]
     """Members that do not have all yet; once it is empty the exchange counts."""
+    read: dict[int, Any]
+    """What each member has read of the data."""
 
 
 class Rendezvous:
@@ -73,13 +77,14 @@ class Rendezvous:
     def take(self, island: Island, rank: int, message: dict[str, Any], payload: bytes) -> None:
         """Take what a rank has sent."""
         if "at" in message:
-            step, outer_step, digest, weight, rests = message["at"]
+            step, outer_step, digest, weight, rests, read = message["at"]
             self._arrivals[island.index] = Arrival(
                 step=int(step),
                 outer_step=int(outer_step),
                 digest=str(digest),
                 weight=float(weight),
                 rests=bool(rests),
+                read=read,
             )
             self._meet()
         elif "done" in message:
@@ -119,18 +124,19 @@ class Rendezvous:
         self._number += 1
         if starting:
             # They have nothing to exchange yet. All others wait for them.
-            nobody: dict[str, Any] = {"members": {}, "sources": {}, "weights": {}}
+            nobody: dict[str, Any] = {"members": {}, "sources": {}, "weights": {}, "there": sorted(starting)}
             self._tell(starting, {"round": self._number, "resting": self._draw_resting(starting)} | nobody)
             return
         last = max(arrival.step for arrival in alike.values())
         members = sorted(index for index, arrival in alike.items() if arrival.step == last)
         others = sorted(index for index in arrivals if index not in members)
         sources = {joiner: members[place % len(members)] for place, joiner in enumerate(others)}
-        self._under_way = _Rendezvous(self._number, members, sources, set(members))
+        read = {index: arrivals[index].read for index in members}
+        self._under_way = _Rendezvous(self._number, members, sources, set(members), read)
         addresses = {index: self._islands[index].addresses for index in (*members, *others)}
         message = {"round": self._number, "members": {index: addresses[index] for index in members}}
         message |= {"weights": {index: arrivals[index].weight for index in members}}
-        message |= {"resting": self._draw_resting([*members, *others])}
+        message |= {"resting": self._draw_resting([*members, *others]), "there": sorted(arrivals)}
         self._tell([*members, *others], message | {"sources": {j: [s, addresses[j]] for j, s in sources.items()}})
         text = f"step {last}: islands {', '.join(map(str, members))} exchange"
         self._say(text + (f"; {', '.join(map(str, others))} will get their state" if others else ""))
@@ -152,7 +158,7 @@ class Rendezvous:
                 return
             under_way.missing.discard(index)
             if not under_way.missing:
-                self._tell(under_way.members, {"commit": number})
+                self._tell(under_way.members, {"commit": number, "read": under_way.read})
         elif index in under_way.sources:
             del under_way.sources[index]
             self._say(f"island {index} takes part")

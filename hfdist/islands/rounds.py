@@ -17,6 +17,7 @@ from hfdist.collectives import gather_json, on_all_ranks, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.data.cache import digest_of
 from hfdist.errors import ConfigError, NumericsError, PeerError
+from hfdist.islands.data_share import DataShare
 from hfdist.islands.member import Participants, make_member
 from hfdist.islands.outer import OuterOptimizer, is_finite
 from hfdist.islands.rendezvous import Arrival
@@ -59,6 +60,7 @@ class Rounds:
         job: what must be the same on all islands, by key.
         outer: of this rank.
         list_pieces: gives all that a rank of an island has, outer state included, anew each time.
+        data_share: of the stream that all islands read; None: each has data of its own.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Rounds:
         job: dict[str, Any],
         outer: OuterOptimizer,
         list_pieces: Callable[[], list[Piece]],
+        data_share: DataShare | None,
     ) -> None:
-        self._config, self._outer, self._list_pieces = config, outer, list_pieces
+        self._config, self._outer, self._list_pieces, self._data_share = config, outer, list_pieces, data_share
         assert config.address is not None
         self._transport = Transport(_own_host(config.address, config.timeout_seconds), config.codec)
         addresses = gather_json(self._transport.address)
@@ -83,6 +86,12 @@ class Rounds:
     def is_open(self) -> bool:
         """Whether an exchange is under way."""
         return self._exchange is not None
+
+    @property
+    def deals(self) -> bool:
+        """Whether the exchange under way gives data to other islands, so that nothing is read meanwhile."""
+        participants = None if self._exchange is None else self._exchange.participants
+        return participants is not None and self._data_share is not None and self._data_share.deals(participants.there)
 
     @property
     def open_step(self) -> int:
@@ -139,6 +148,8 @@ class Rounds:
                 break
             self._come(one)
         self._exchange, participants = None, one.participants
+        if participants is not None and one.takes_nothing and self._data_share is not None:
+            self._data_share.begin(participants.there)
         self.rests = participants is not None and self._config.index in participants.resting
         if participants is not None and participants.members:
             self._transport.forget(participants.number)
@@ -193,6 +204,7 @@ class Rounds:
             digest=digest_of(gather_json(self._outer.digest())),
             weight=one.weight,
             rests=one.rests,
+            read=None if self._data_share is None else self._data_share.read(),
         )
         answer = gather_json(self._member.arrive(arrival) if rank() == 0 else None)[0]
         return None if answer is None else Participants.from_json(answer)
@@ -206,10 +218,12 @@ class Rounds:
         except AbortedError:
             logger.debug("rendezvous %d is aborted", participants.number)
         is_ok = all(gather_json(mean is not None))
-        counts = gather_json(rank() == 0 and self._member.finish(participants.number, is_ok=is_ok))[0]
-        if not counts or mean is None:
+        read = gather_json(self._member.finish(participants.number, is_ok=is_ok) if rank() == 0 else None)[0]
+        if read is None or mean is None:
             return False
         self._outer.take(mean, one.step, one.fragment)
+        if self._data_share is not None:
+            self._data_share.deal({int(index): value for index, value in read.items()}, participants.there)
         return True
 
     def _hand_over(self, participants: Participants, state: Callable[[], dict[str, Any]]) -> None:

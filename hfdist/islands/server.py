@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hfdist.config.islands import IslandMethod
@@ -59,6 +60,8 @@ class IslandServer:
 
     async def serve(self) -> None:
         """Serve until it is cancelled."""
+        # One thread for all that torch does: in a process that was forked, its first calls in two threads fail.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, thread_name_prefix="parameters"))
         server = await asyncio.start_server(self._hear, sock=self._listener, limit=MOST_BYTES)
         async with server:
             while True:

@@ -16,6 +16,7 @@ from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.schema import plain
 from hfdist.data.cache import digest_of
+from hfdist.islands.data_share import DataShare
 from hfdist.islands.outer import OuterOptimizer
 from hfdist.islands.parameter_client import GradientRecorder, ParameterClient
 from hfdist.islands.proximal import ProximalTerm
@@ -113,6 +114,10 @@ class RoundIsland(Island):
         self._outer: OuterOptimizer | None = None
         self._rounds: Rounds | None = None
         self._proximal: ProximalTerm | None = None
+        self._data_share: DataShare | None = None
+        """None: each island has data of its own."""
+        self._saves = False
+        """Whether it saves behind the next step."""
         self._lr = 0.0
         self._num_targets = 0.0
         """Since the last exchange."""
@@ -141,9 +146,14 @@ class RoundIsland(Island):
         trainer = self._trainer
         own = ("index", "address", "timeout_seconds", "staleness", "method", "count", "codec")
         job = self._job(self._outer.layout, *(name for name in plain(self._config) if name not in own))
-        self._rounds = Rounds(self._config, job, self._outer, lambda: list(trainer.checkpointer.pieces()))
+        stream, keeper, share = trainer.token_stream, trainer.checkpointer, None
+        if stream is not None and stream.shares is not None:
+            share = DataShare(stream, trainer.strategy.topology.data_size, keeper.merged_cursor, keeper.write_ledger)
+        self._data_share = share
+        self._rounds = Rounds(self._config, job, self._outer, lambda: list(keeper.pieces()), share)
         self._begin(self._outer.step)
         self._end(state, control)
+        self._saves |= control.should_save
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the rate of the step: behind it the schedule has the next one."""
@@ -158,6 +168,8 @@ class RoundIsland(Island):
         if self._proximal is not None:
             self._proximal.step(self._lr)
             self._trainer.engine.after_load()
+        control.should_save |= self._saves
+        self._saves = False
         # A checkpoint has no exchange that is under way.
         is_saved = control.should_save or self._trainer.checkpointer.replicates_at(state.global_step)
         is_due = rounds.is_open and state.global_step >= rounds.open_step + config.overlap
@@ -172,7 +184,7 @@ class RoundIsland(Island):
             self._end(state, control)
         elif step % config.exchange_every == 0:
             self._begin(step, step // config.exchange_every % config.fragments)
-            if config.overlap == 0 or is_saved:
+            if config.overlap == 0 or is_saved or rounds.deals:
                 self._end(state, control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -194,15 +206,25 @@ class RoundIsland(Island):
         trainer = self._trainer
         while True:
             with self._waiting():
-                found = self._rounds.end(lambda: trainer.checkpointer.progress_state() | {"step": state.global_step})
+                found = self._rounds.end(lambda: self._state(state))
                 trainer.engine.after_load()
             if found is not None:
                 self._go_on_from(found, state, control)
+                if self._data_share is not None:
+                    self._data_share.go_on_as(found["cursor"])
+                    # Its last checkpoint counts what it had read before, and its ledger does not any more.
+                    control.should_save |= self._trainer.args.save_strategy != "no"
             if not self._rounds.rests or state.global_step >= state.max_steps:
                 break
             self._begin(self._outer.step, rests=True)
         if self._proximal is not None:
             self._proximal.begin_round()
+
+    def _state(self, state: TrainerState) -> dict[str, Any]:
+        """What another island needs besides tensors to go on as this one."""
+        keeper = self._trainer.checkpointer
+        cursor = None if self._data_share is None else keeper.merged_cursor().to_json()
+        return {**keeper.progress_state(), "step": state.global_step, "cursor": cursor}
 
 
 class ParameterIsland(Island):

@@ -262,8 +262,8 @@ class DistributedTrainerMixin(_Trainer):
             self.islands.begin()
         if came_from is not None:
             self.checkpointer.restore(came_from)
-        elif self.token_stream is not None:
-            # A run that was killed before its first checkpoint may have left records.
+        elif self.token_stream is not None and self.token_stream.shares is None:
+            # A run that was killed before its first checkpoint may have left records. Those of an island may count.
             self.token_stream.truncate_ledger()
         self.restart_figures()
         return prepared

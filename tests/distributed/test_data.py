@@ -88,7 +88,7 @@ def test_batches_without_targets_take_no_step_and_are_not_the_end(tmp_path, sour
     folder = pretrain(tmp_path, 2, *settings)
     run = open_past_run(folder, compose_config([*SMALL, f"run.dir={folder}", *settings]))
     num_steps = len(losses(folder))
-    ((step, cursor),) = run.cursors.items()
+    ((step, cursor),) = run.cursors
     assert step == num_steps
     _, batches = batches_of_steps(run.ledger, 2)
     assert len(batches) == num_steps

@@ -20,8 +20,9 @@ Prove from a run's ledger that it read every document as often as planned, or sh
 python recipes/audit.py run=runs/NAME                    the proof; exit code 3 where it fails
 python recipes/audit.py run=runs/NAME step=120           the documents behind optimizer step 120 (the first is 1)
 python recipes/audit.py run=runs/NAME step=120 text=full ... with all the text that the step read
+python recipes/audit.py run=runs/A,runs/B                the proof of islands, which have read one stream
 
-run=FOLDER        a run's folder, with config.yaml, ledger and checkpoints
+run=FOLDER        a run's folder, with config.yaml, ledger and checkpoints; several of islands, with commas
 step=N            a whole number >= 1
 text=short|full   how much text to show of each piece of a document; default: short
 --offline         open no connection to the Hub
@@ -37,22 +38,22 @@ _CONFIG = "config"
 class AuditRequest:
     """What is to be audited."""
 
-    run: Path
-    """A run's folder."""
+    runs: tuple[Path, ...]
+    """The folder of a run; of islands one of each."""
     step: int | None = None
     """As the Trainer counts them: the first is 1; None: the whole run."""
     shows_all_text: bool = False
     is_offline: bool = False
 
 
-def audit_recipe(main: Callable[[AuditRequest, RunConfig], None]) -> Callable[[], None]:
-    """Make `main(request, config of the run)` a command that ends with a documented exit code."""
+def audit_recipe(main: Callable[[AuditRequest, dict[Path, RunConfig]], None]) -> Callable[[], None]:
+    """Make `main(request, configs of the runs)` a command that ends with a documented exit code."""
 
     def audit(arguments: list[str]) -> None:
         request = parse_request(arguments)
         if request.is_offline:
             go_offline()
-        main(request, compose_config(name=_CONFIG, extra_dir=request.run))
+        main(request, {run: compose_config(name=_CONFIG, extra_dir=run) for run in request.runs})
 
     return as_command(_HELP, audit)
 
@@ -68,11 +69,8 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
     if num_processes > 1:
         found, hint = f"{num_processes} processes", f"python recipes/audit.py {' '.join(arguments)}"
         raise ConfigError("an audit takes one process", where="accelerate launch", found=found, hint=hint)
-    run, step, text = (
-        find_run(values["run"], (f"{_CONFIG}.yaml",), "run"),
-        values.get("step"),
-        values.get("text", "short"),
-    )
+    runs = tuple(find_run(run, (f"{_CONFIG}.yaml",), "run") for run in values["run"].split(","))
+    step, text = values.get("step"), values.get("text", "short")
     if step is not None and not (step.isdecimal() and int(step) >= 1):
         allowed = "a whole number >= 1, as in step=120"
         raise ConfigError("this is no step", where=f"step ({COMMAND_LINE})", found=step, allowed=allowed)
@@ -80,7 +78,7 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
         where, near = f"text ({COMMAND_LINE})", nearest(text, _TEXTS, "text={}", cutoff=0.0)
         raise ConfigError("no such value", where=where, found=text, allowed=", ".join(_TEXTS), hint=near)
     return AuditRequest(
-        run=run,
+        runs=runs,
         step=None if step is None else int(step),
         shows_all_text=text == "full",
         is_offline=read_flag(values, "offline"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from hfdist.data.order.shares import Shares
 from hfdist.errors import CheckpointError
 
 FORMAT = 3
@@ -40,6 +41,8 @@ class LaneState(NamedTuple):
     digest: int
     """Of the records of all sequences so far: see `records.chain`."""
     pools: tuple[Progress, ...]
+    sequences: int
+    """Given so far, with those without a target that come behind its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,16 @@ class Cursor:
     samples: int
     """Sequences that the whole run has consumed."""
     lanes: dict[int, LaneState]
+    next_lane: int
+    """Gives the next sequence."""
+    shares: Shares | None = None
+    """Of the lanes, if several runs read them."""
 
     def to_json(self) -> dict[str, Any]:
         """Give a value for JSON."""
+        even = {lane: _turns(self.samples, lane, self.num_lanes) for lane in self.lanes}
+        counts = {lane: state.sequences for lane, state in self.lanes.items()}
+        uneven = {"sequences": [counts[lane] for lane in sorted(counts)], "next": self.next_lane}
         return {
             "format": FORMAT,
             "identity": self.identity,
@@ -67,6 +77,9 @@ class Cursor:
                 [lane, f"{state.digest:016x}", *([*pool.place, *pool[1:]] for pool in state.pools)]
                 for lane, state in sorted(self.lanes.items())
             ],
+            # Else they follow from the samples.
+            **({} if counts == even and self.shares is None else uneven),
+            **({} if self.shares is None else {"shares": self.shares.to_json()}),
         }
 
     @classmethod
@@ -76,45 +89,59 @@ class Cursor:
             if (found := value["format"]) != FORMAT:
                 what = "the data cursor has another format"
                 raise CheckpointError(what, where="cursor.format", found=found, allowed=str(FORMAT))
+            num_lanes, samples = int(value["lanes"]), _natural(value["samples"])
+            lanes = [_natural(lane) for lane, *_ in value["places"]]
+            counts = value.get("sequences") or [_turns(samples, lane, num_lanes) for lane in lanes]
             return cls(
                 identity=str(value["identity"]),
                 contents=str(value["contents"]),
-                num_lanes=int(value["lanes"]),
-                samples=_natural(value["samples"]),
-                lanes={_natural(lane): _lane_state(digest, pools) for lane, digest, *pools in value["places"]},
+                num_lanes=num_lanes,
+                samples=samples,
+                lanes={
+                    lane: _lane_state(digest, pools, _natural(count))
+                    for (lane, digest, *pools), count in zip(value["places"], counts, strict=True)
+                },
+                next_lane=_natural(value.get("next", samples % num_lanes)),
+                shares=None if value.get("shares") is None else Shares.from_json(value["shares"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError("the data cursor is damaged", where="cursor", found=value) from error
 
     @staticmethod
-    def merge(cursors: Sequence[Cursor], *, islands: int = 1) -> Cursor:
+    def merge(cursors: Sequence[Cursor], *, readers: int = 1) -> Cursor:
         """Join the cursors of all data ranks; ranks that share a data rank bring the same lanes.
 
-        `islands` is how many runs share the lanes, of which these are one's.
+        `readers` is how many runs read the lanes, if each knows its own only.
 
         CheckpointError: they are of different runs or places, or leave lanes out.
         """
         first = cursors[0]
         lanes: dict[int, LaneState] = {}
         for cursor in cursors:
-            if (cursor.identity, cursor.samples) != (first.identity, first.samples):
+            place = cursor.identity, cursor.samples, cursor.next_lane, cursor.shares
+            if place != (first.identity, first.samples, first.next_lane, first.shares):
                 raise CheckpointError("the data ranks stand at different places", where="cursor", found=cursor.samples)
             if cursor.contents != first.contents:
                 what = "the files that the data ranks read do not hold the same"
                 raise CheckpointError(what, where="data.sources", hint="the same files on each machine")
             lanes |= cursor.lanes
-        if len(lanes) * islands != first.num_lanes or not all(0 <= lane < first.num_lanes for lane in lanes):
-            found = f"{len(lanes)} of {first.num_lanes // islands} lanes"
+        if len(lanes) * readers != first.num_lanes or not all(0 <= lane < first.num_lanes for lane in lanes):
+            found = f"{len(lanes)} of {first.num_lanes // readers} lanes"
             raise CheckpointError("lanes are missing", where="cursor", found=found)
         return replace(first, lanes=lanes)
 
 
-def _lane_state(digest: str, pools: Sequence[Sequence[int]]) -> LaneState:
+def _turns(samples: int, lane: int, num_lanes: int) -> int:
+    """How many of the first samples are of a lane, where all lanes take turns."""
+    return (samples - lane + num_lanes - 1) // num_lanes
+
+
+def _lane_state(digest: str, pools: Sequence[Sequence[int]], given: int) -> LaneState:
     progress = []
     for pool in pools:
         epoch, position, offset, sequences, tokens, documents = map(_natural, pool)
         progress.append(Progress(Place(epoch, position, offset), sequences, tokens, documents))
-    return LaneState(digest=int(digest, 16), pools=tuple(progress))
+    return LaneState(digest=int(digest, 16), pools=tuple(progress), sequences=given)
 
 
 def _natural(value: Any) -> int:

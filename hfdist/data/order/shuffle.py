@@ -139,11 +139,6 @@ class LaneOrder:
         return units, np.cumsum(self._unit_blocks[units])
 
 
-def lanes_of_rank(data_rank: int, data_size: int, lanes: int) -> list[int]:
-    """Lanes that a data rank serves, in the order in which it serves them."""
-    return list(range(data_rank, lanes, data_size))
-
-
 def workers_that_fit(workers: int, rank_lanes: int) -> int:
     """Largest number of workers, at most `workers`, of which each can own whole lanes of a rank."""
     return max((n for n in range(1, workers + 1) if rank_lanes % n == 0), default=0)

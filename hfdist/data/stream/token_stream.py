@@ -28,7 +28,8 @@ from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain
-from hfdist.data.order.shuffle import LaneOrder, Mixture, lanes_of_rank, workers_that_fit
+from hfdist.data.order.shares import Shares
+from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
 from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, unbundle
 from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import Packed, Plan, open_lanes
@@ -52,8 +53,9 @@ _Item = tuple[_Sent | None, HfdistError | None]
 class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     """Sequences of one data rank: input_ids, position_ids and labels of shape [sequence_length], int64.
 
-    Sequence s of data rank r is sequence s * data_size + r of the run. If every source has a limit of epochs, it ends
-    once all documents of this rank's lanes were given. Under `data.packing=none` a sequence is one document, with
+    Sequence s of data rank r is sequence s * data_size + r of the run. If several runs share the lanes, `deal` says who
+    reads which. If every source has a limit of epochs, it ends once all documents of this
+    rank's lanes were given. Under `data.packing=none` a sequence is one document, with
     attention_mask in place of position_ids.
 
     Args:
@@ -62,7 +64,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         config: `data.*`.
         data_rank: of this process.
         data_size: number of data ranks; divides the lanes.
-        global_batch_size: sequences in a step of the run, by which `data.anneal` counts.
+        global_batch_size: sequences in a step of all runs together, by which `data.anneal` counts.
+        run: number of this run, and how many share the lanes.
 
     Raises:
         ConfigError: token files that another tokenizer made, or `data.anneal` without `global_batch_size`.
@@ -77,6 +80,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         data_rank: int = 0,
         data_size: int = 1,
         global_batch_size: int | None = None,
+        run: tuple[int, int] = (0, 1),
     ) -> None:
         self.corpus, self.config = corpus, config
         self.ledger: Ledger | None = None
@@ -86,25 +90,69 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._encoders = Encoders(tokenizer, config.chat)
         check_token_sources(config.sources, self._encoders)
         self._global_batch_size = global_batch_size
-        self._data_rank, self._data_size = data_rank, data_size
+        self._data_rank, self._data_size, (self._run, self._num_runs) = data_rank, data_size, run
         self.plan = _make_plan(corpus, tokenizer, config, global_batch_size)
         self.identity = _identity(corpus, self._encoders, config, global_batch_size)
         """Hash of all that decides which token stands where."""
-        self.lanes = lanes_of_rank(data_rank, data_size, config.lanes)
-        start = LaneState(digest=0, pools=(Progress(),) * len(corpus.pools))
-        self._states = dict.fromkeys(self.lanes, start)
-        self._num_sequences = 0
-        """Given by this data rank."""
+        self.num_deals = 0
+        """How often other lanes came to this rank, or others of their sequences."""
+        self._take(self._beginning(0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the cursor of this rank's lanes, behind what was given (not what was read ahead)."""
+        """Give the cursor of this rank's lanes, behind what was given (not what was read ahead).
+
+        If several runs share the lanes, it has also those of the others, as of the last `deal`.
+        """
         return Cursor(
             identity=self.identity,
             contents=self.corpus.inventory.digest,
             num_lanes=self.config.lanes,
-            samples=self._num_sequences * self._data_size,
-            lanes=dict(self._states),
+            samples=self._samples,
+            lanes=self._states | self._of_others,
+            # A run to which no lane was dealt may begin at another's cursor, and gets some.
+            next_lane=self.lanes_of_run[self._turn * self._data_size] if self.lanes_of_run else 0,
+            shares=self.shares,
         ).to_json()
+
+    def _beginning(self, samples: int) -> Cursor:
+        """Where all lanes begin, after so many sequences of other data."""
+        start = LaneState(
+            digest=0, pools=(Progress(),) * len(self.corpus.pools), sequences=samples // self.config.lanes
+        )
+        return Cursor(
+            identity=self.identity,
+            contents=self.corpus.inventory.digest,
+            num_lanes=self.config.lanes,
+            samples=samples,
+            lanes=dict.fromkeys(range(self.config.lanes), start),
+            next_lane=0,
+        )
+
+    def _lanes_at(self, cursor: Cursor) -> tuple[Shares | None, list[int], list[int]]:
+        """Give the shares at a cursor, the lanes of this run, and those of this rank."""
+        shares, of_run = None, list(range(cursor.num_lanes))
+        if self._num_runs > 1:
+            fits = cursor.shares is not None and cursor.shares.count == self._num_runs
+            shares = cursor.shares if fits else Shares.at_home(cursor.num_lanes, self._num_runs)
+            assert shares is not None
+            of_run = shares.lanes_of(self._run)
+        if len(of_run) % self._data_size != 0:
+            what = "the data ranks cannot share the lanes that this run reads evenly"
+            found = f"{len(of_run)} lanes for {self._data_size} data ranks"
+            raise CheckpointError(what, where="cursor.shares", found=found, hint="the layout of the checkpoint")
+        return shares, of_run, of_run[self._data_rank :: self._data_size]
+
+    def _take(self, cursor: Cursor) -> None:
+        """Stand at a cursor."""
+        self.shares, self.lanes_of_run, self.lanes = self._lanes_at(cursor)
+        self._states = {lane: cursor.lanes[lane] for lane in self.lanes}
+        self._of_others = {}
+        if self._num_runs > 1:
+            self._of_others = {lane: own for lane, own in cursor.lanes.items() if lane not in self.lanes_of_run}
+        self._samples = cursor.samples
+        """Sequences that all runs have read, if all are as far as this one."""
+        self._turn = _place(cursor, self.lanes_of_run) // self._data_size
+        """Of the lanes of this rank: which one gives the next sequence."""
 
     def load_state_dict(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
         """Resume behind `state`: of this rank, or merged from any number of ranks.
@@ -122,13 +170,44 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             self._begin_anew(cursor)
             return
         self.corpus.inventory.check(cursor.contents, self._ledger_folder(ledger), may_change=self.may_begin_anew)
-        if cursor.samples % self._data_size != 0:
+        _, lanes_of_run, lanes = self._lanes_at(cursor)
+        if _place(cursor, lanes_of_run) % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
-        for lane in self.lanes:
+        for lane in lanes:
             self._check(lane, cursor.lanes.get(lane))
-        self._states = {lane: cursor.lanes[lane] for lane in self.lanes}
-        self._num_sequences = cursor.samples // self._data_size
-        self.truncate_ledger()
+        self._take(cursor)
+        if self.shares is None:
+            # Else it begins once it knows what counts.
+            self.truncate_ledger()
+
+    def deal(self, cursor: Cursor) -> None:
+        """Read the lanes that are this run's by now.
+
+        Args:
+            cursor: states of all lanes, with the shares that hold from here on.
+        """
+        before = self.lanes_of_run
+        self._take(cursor)
+        if self.lanes_of_run != before:
+            self._turn = 0
+            self.num_deals += 1
+
+    def go_on_as(self, cursor: Cursor) -> None:
+        """Go on at the place of another run. What this one has read since its last exchange does not count.
+
+        Args:
+            cursor: of the other run: all lanes, with the shares that hold from here on.
+        """
+        self._take(cursor)
+        self._turn = 0
+        self.num_deals += 1
+        if self.ledger is not None:
+            self.ledger.go_back({lane: self._counted(lane) for lane in range(self.config.lanes)})
+
+    def _counted(self, lane: int) -> int:
+        """Up to which sequence of a lane the records of this run count."""
+        assert self.shares is not None
+        return self.shares.ends.get(lane, {}).get(self._run, 0)
 
     def check_identity(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
         """Refuse the cursor of other data, unless these may be read from their beginning. Changes nothing.
@@ -160,15 +239,15 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """Read the new data from their beginning, and count on from where a step and a round of lanes begin."""
         logger.warning("the data, the tokenizer or data.* have changed since the checkpoint: they are read anew")
         whole = math.lcm(self.config.lanes, self._global_batch_size or 1)
-        self._num_sequences = -(-before.samples // whole) * whole // self._data_size
+        self._take(self._beginning(-(-before.samples // whole) * whole))
         if self.ledger is not None:
             self.ledger.set_aside(self.lanes, before.samples)
 
     def truncate_ledger(self) -> None:
         """Truncate the ledger to where this stream stands: a run that was killed has written more."""
         if self.ledger is not None:
-            full_rounds, rest = divmod(self._num_sequences, len(self.lanes))
-            self.ledger.go_back({lane: full_rounds + (turn < rest) for turn, lane in enumerate(self.lanes)})
+            others = {lane: self._counted(lane) for lane in self._of_others}
+            self.ledger.go_back(others | {lane: state.sequences for lane, state in self._states.items()})
 
     def _check(self, lane: int, state: LaneState | None) -> None:
         places = [] if state is None else [progress.place for progress in state.pools]
@@ -237,36 +316,37 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
 
     def lanes_of_worker(self, worker: int, num_workers: int) -> list[int]:
         """Lanes that a worker reads from here on, in the order of their turns."""
-        number = self._num_sequences + worker
-        return [self.lanes[turn % len(self.lanes)] for turn in range(number, number + len(self.lanes), num_workers)]
+        first = self._turn + worker
+        return [self.lanes[turn % len(self.lanes)] for turn in range(first, first + len(self.lanes), num_workers)]
 
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
         """Give sequences worker, worker + num_workers, ... from here on; num_workers divides the lanes of this rank."""
         documents = Documents(self.corpus, self._encoders, open_token_cache(self.config), self.config)
-        number = self._num_sequences + worker
-        turns = self.lanes_of_worker(worker, num_workers)
-        lanes = open_lanes(self.plan, documents, {lane: self._states[lane].pools for lane in turns})
-        for lane in itertools.cycle(lanes.values()):
-            yield lane.next(number * self._data_size + self._data_rank)
-            number += num_workers
+        states = {lane: self._states[lane] for lane in self.lanes_of_worker(worker, num_workers)}
+        lanes = open_lanes(self.plan, documents, {lane: state.pools for lane, state in states.items()})
+        for turn in itertools.count():
+            for number, lane in lanes.items():
+                yield lane.next((states[number].sequences + turn) * self.config.lanes + number)
 
     def next_batch(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
         """Stack sequences to a batch, and advance the cursor and the ledger."""
         for lane, pool, sequence in packed:
             if pool is not None:
                 self._note(lane, pool, sequence)
-            self._num_sequences += 1
+            else:
+                self._states[lane] = self._states[lane]._replace(sequences=self._states[lane].sequences + 1)
+            self._samples += self._data_size * self._num_runs
+            self._turn = (self._turn + 1) % len(self.lanes)
         return collate([sequence for _, _, sequence in packed], self.plan.packing, self.plan.shape)
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
-        (digest, pools), records = self._states[lane], sequence.records
-        # The lane's turn: each round of this rank serves each of its lanes once.
-        records["sequence"] = self._num_sequences // len(self.lanes)
+        (digest, pools, number), records = self._states[lane], sequence.records
+        records["sequence"] = number
         _, num_sequences, num_tokens, num_documents = pools[pool]
         num_documents += int(np.count_nonzero(records["first_token"] == 0))
         after = Progress(sequence.next_place, num_sequences + 1, num_tokens + sequence.num_tokens, num_documents)
         pools = (after,) if len(pools) == 1 else (*pools[:pool], after, *pools[pool + 1 :])
-        self._states[lane] = LaneState(chain(digest, records), pools)
+        self._states[lane] = LaneState(chain(digest, records), pools, number + 1)
         if self.ledger is not None:
             self.ledger.add(lane, records, sequence.problems)
 
@@ -284,9 +364,13 @@ class StreamLoader:
 
     def __iter__(self) -> Generator[dict[str, torch.Tensor]]:
         """Start the workers, which end with the iterator."""
-        sequences = self._sequences()
+        sequences, num_deals = self._sequences(), self.dataset.num_deals
         try:
             while True:
+                if self.dataset.num_deals != num_deals:
+                    # What was read ahead is of lanes that others read by now.
+                    sequences.close()
+                    sequences, num_deals = self._sequences(), self.dataset.num_deals
                 yield self.dataset.next_batch([next(sequences) for _ in range(self._batch_size)])
         finally:
             # Ends the workers now: an error would hold them until garbage is collected, and that takes five seconds.
@@ -432,6 +516,13 @@ def _identity(corpus: Corpus, encoders: Encoders, config: DataConfig, global_bat
         [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
     ]
     return digest_of([4, corpus.fingerprint, tokens, *settings, mixture])
+
+
+def _place(cursor: Cursor, lanes: list[int]) -> int:
+    """Which of a run's lanes gives the next sequence: the first one, if the run of the cursor had other lanes."""
+    shares, next_lane = cursor.shares, cursor.next_lane
+    before = list(range(cursor.num_lanes)) if shares is None else shares.lanes_of(shares.readers[next_lane])
+    return lanes.index(next_lane) if lanes == before else 0
 
 
 _LOG_EVERY_SECONDS = 30.0

@@ -94,7 +94,7 @@ class Checkpointer:
         begin = time.monotonic()
         trainer = self._trainer
         assert self.saver is not None
-        cursor = self._merged_cursor()
+        cursor = self.merged_cursor()
         if cursor is not None:
             # Before the checkpoint: a run that goes on from it does not log this again.
             self._log(
@@ -126,7 +126,7 @@ class Checkpointer:
         # A thread of another rank may be done a moment later; what it has set counts once none is busy.
         is_busy = any(gather_json(self.saver.is_busy))
         if not is_kept and not is_busy and self.saver.replicas is not None:
-            self._save(None, self._merged_cursor(), begin, {})
+            self._save(None, self.merged_cursor(), begin, {})
 
     def _save(self, path: Path | None, cursor: Cursor | None, begin_seconds: float, files: dict[str, bytes]) -> None:
         trainer = self._trainer
@@ -328,18 +328,19 @@ class Checkpointer:
         if (ledger := self._ledger) is not None:
             ledger.write_counted()
 
-    def _merged_cursor(self) -> Cursor | None:
+    def merged_cursor(self) -> Cursor | None:
         """Where the whole stream stands: each data rank knows only its own lanes."""
         stream = self._trainer.token_stream
         if stream is None:
             return None
-        of_ranks = map(Cursor.from_json, gather_json(stream.state_dict()))
         islands = self._trainer.options.islands
-        return Cursor.merge(list(of_ranks), islands=1 if islands is None else islands.shares)
+        knows_all = islands is None or stream.shares is not None
+        of_ranks = map(Cursor.from_json, gather_json(stream.state_dict()))
+        return Cursor.merge(list(of_ranks), readers=1 if knows_all else islands.shares)
 
     def data_reports(self) -> list[PoolReport]:
         """How much of each pool of documents the run has read."""
-        cursor = self._merged_cursor()
+        cursor = self.merged_cursor()
         return [] if cursor is None else report(cursor, self._trainer.train_dataset.plan)
 
     def last_held_out_loss(self) -> float | None:

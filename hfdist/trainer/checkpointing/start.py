@@ -106,15 +106,16 @@ def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
 
 
 def _check_share(before: Mapping[str, Any], config: RunConfig, checkpoint: Path) -> None:
-    """Refuse an island's checkpoint where another share of the data is read: it does not know where that stands."""
+    """Refuse a checkpoint that does not know where the lanes stand that are read here."""
     count, index, islands = before.get("count", 1), before.get("index", 0), config.islands
-    has_share = count > 1 and before.get("method") != IslandMethod.federated.name
-    if has_share and (count, index) != (islands.shares, islands.index):
+    has_share = count > 1 and before.get("method") == IslandMethod.parameter_server.name
+    is_alike = islands.method is IslandMethod.parameter_server and (islands.shares, islands.index) == (count, index)
+    if has_share and not is_alike:
         raise CheckpointError(
-            "the checkpoint of an island knows its own share of the data only",
+            "the checkpoint of an island of a parameter server knows its own share of the data only",
             where=str(checkpoint),
             found=f"island {index} of {count}",
-            allowed=f"islands.count={count} islands.index={index}",
+            allowed=f"islands=parameter_server islands.count={count} islands.index={index}",
             hint=f"a new run that begins with its weights: model=hub model.name={checkpoint}",
         )
 

@@ -377,14 +377,18 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         else:
             held_out = build_held_out(corpus, tokenizer, config.data)
     islands = config.islands
+    data_rank, data_size, run = topology.data_rank, topology.data_size, (islands.index, islands.shares)
+    if islands.method is IslandMethod.parameter_server:
+        # There are no rounds, at which lanes could be dealt: an island is some of the data ranks.
+        data_rank, data_size, run = data_rank * run[1] + run[0], data_size * run[1], (0, 1)
     stream = TokenStream(
         corpus,
         tokenizer,
         config.data,
-        # So that an island reads the same sequences in any layout.
-        data_rank=topology.data_rank * islands.shares + islands.index % islands.shares,
-        data_size=islands.shares * topology.data_size,
+        data_rank=data_rank,
+        data_size=data_size,
         global_batch_size=islands.shares * config.train.global_batch_size,
+        run=run,
     )
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:

@@ -142,9 +142,10 @@ class Audit:
         ledger: records of all lanes.
         corpus: that the run read.
         plan: of the run; only its orders, its mixture and its settings are used.
-        cursors: of the run's checkpoints, by their steps.
+        cursors: of the run's checkpoints, with their steps; of islands those of all runs.
         identity: of the run's data as they are now.
         global_batch_size: sequences in a step.
+        takes_turns: whether all lanes have given equally many sequences, as in one run.
 
     Raises:
         DataError: the data, the tokenizer or data.* have changed since.
@@ -155,15 +156,17 @@ class Audit:
         ledger: Sequence[Records],
         corpus: Corpus,
         plan: Plan,
-        cursors: Mapping[int, Cursor],
+        cursors: Iterable[tuple[int, Cursor]],
         *,
         identity: str,
         global_batch_size: int,
+        takes_turns: bool = True,
     ) -> None:
         begin = first_sample(ledger)
         # Earlier checkpoints are of what was read before the ledger begins.
-        self._cursors = {step: cursor for step, cursor in sorted(cursors.items()) if cursor.samples > begin}
-        for step, cursor in self._cursors.items():
+        later = [(step, cursor) for step, cursor in cursors if cursor.samples > begin]
+        self._cursors = sorted(later, key=lambda pair: pair[1].samples)
+        for step, cursor in self._cursors:
             if cursor.identity != identity:
                 raise DataError(
                     "the data, the tokenizer or data.* have changed since the run",
@@ -175,13 +178,23 @@ class Audit:
         self._ledger, self._corpus, self._plan = ledger, corpus, plan
         self._lanes = len(ledger)
         self.discrepancies, self.totals = Discrepancies(corpus), LedgerSums(corpus)
-        self._newest = self._cursors[max(self._cursors)] if self._cursors else None
+        # An island that has a parameter server knows its own lanes only.
+        self._newest = {lane: cursor.lanes[lane] for _, cursor in self._cursors for lane in cursor.lanes}
         self.first_sample = begin // global_batch_size * global_batch_size
         """Not 0: the run began from another run's checkpoint. A run begins with a whole step: a sequence of that step
         that has no records is missing."""
-        self.samples = self._newest.samples if self._newest is not None else _end_sample(ledger)
-        """Sequences of the run up to the end of what was audited."""
-        turns = np.full(max(self.samples - self.first_sample, 0), _NO_POOL)
+        end = _end_sample(ledger)
+        self._ends = [
+            self._newest[lane].sequences if lane in self._newest
+            else self._before(end, lane) if takes_turns
+            else int(own["sequence"][-1]) + 1 if len(own) else 0
+            for lane, own in enumerate(ledger)
+        ]  # fmt: skip
+        """Sequences of each lane up to the end of what was audited."""
+        begins = [self._before(self.first_sample, lane) for lane in range(self._lanes)]
+        self.num_sequences = sum(max(end - begin, 0) for begin, end in zip(begins, self._ends, strict=True))
+        last = max((number - 1) * self._lanes + lane for lane, number in enumerate(self._ends))
+        turns = np.full(max(last + 1 - self.first_sample, 0), _NO_POOL)
         finished = {lane: self._check_lane(lane, turns) for lane in range(self._lanes)}
         self._check_turns(turns, finished)
         self._check_plan()
@@ -195,7 +208,7 @@ class Audit:
         """Check one lane, and write the pools of its sequences into `turns`; returns the pools that it has finished."""
         records = self._ledger[lane]
         # A kill left what no checkpoint counts; the next start would truncate it.
-        records = records[records["sequence"] < self._num_in_lane(self.samples, lane)]
+        records = records[records["sequence"] < self._ends[lane]]
         records = self._readable(records, lane)
         lane_sequences = _LaneSequences(records)
         self._check_numbering(lane_sequences, lane)
@@ -205,8 +218,8 @@ class Audit:
         self.totals.add(records)
         return [pool for pool in range(len(self._plan.pools)) if self._check_pool(records, lane, pool)]
 
-    def _num_in_lane(self, samples: int, lane: int) -> int:
-        """How many of the first `samples` sequences of the run are a lane's."""
+    def _before(self, samples: int, lane: int) -> int:
+        """How many of the first `samples` sequences of a run are a lane's, if lanes take turns."""
         return (samples - lane + self._lanes - 1) // self._lanes
 
     def _readable(self, records: Records, lane: int) -> Records:
@@ -240,9 +253,12 @@ class Audit:
         # Of records that begin in the middle of a run, only those behind the first checkpoint can be compared.
         begins_inside = self.first_sample > 0
         digest, begin, last_step = 0, 0, 0
-        for step, cursor in self._cursors.items():
-            state = cursor.lanes[lane]
-            end = int(np.searchsorted(lane_sequences.numbers, self._num_in_lane(cursor.samples, lane)))
+        states = [(step, cursor.lanes[lane]) for step, cursor in self._cursors if lane in cursor.lanes]
+        for step, state in sorted(states, key=lambda pair: pair[1].sequences):
+            if state.sequences > self._ends[lane]:
+                # Of an island whose last steps do not count.
+                continue
+            end = int(np.searchsorted(lane_sequences.numbers, state.sequences))
             if not (begins_inside and last_step == 0):
                 if lane_sequences.digest(digest, begin, end) != state.digest:
                     self.discrepancies.add(
@@ -257,7 +273,7 @@ class Audit:
 
     def _check_pool(self, records: Records, lane: int, pool: int) -> bool:
         """Check the documents of a lane in one pool; returns whether the lane has finished the pool."""
-        place = None if self._newest is None else self._newest.lanes[lane].pools[pool].place
+        place = self._newest[lane].pools[pool].place if lane in self._newest else None
         own = records[records["pool"] == pool]
         check = PoolAudit(own, self._plan, pool, lane, place, begins_inside=self.first_sample > 0)
         check.check(self.discrepancies)
@@ -285,14 +301,17 @@ class Audit:
             (lane, pool): self._last_sample(turns, lane, pool) for lane in range(lanes) for pool in finished[lane]
         }
         if num_pools == 1 and not last_samples:
-            yield from (self.first_sample + np.flatnonzero(turns != 0)).tolist()
+            samples = self.first_sample + np.flatnonzero(turns != 0)
+            yield from samples[samples // lanes < np.array(self._ends)[samples % lanes]].tolist()
             return
         available = {
             lane: tuple(pool for pool in range(num_pools) if last_samples.get((lane, pool), 0) >= 0)
             for lane in range(lanes)
         }
         for sample, found in enumerate(turns.tolist(), self.first_sample):
-            lane = sample % lanes
+            number, lane = divmod(sample, lanes)
+            if number >= self._ends[lane]:
+                continue
             pool = self._plan.mixture.pick(sample, available[lane])
             if found != (_NO_POOL if pool is None else pool):
                 yield sample

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,26 +41,36 @@ class PastRun:
     """Records of all lanes."""
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
-    cursors: dict[int, Cursor]
-    """Of the checkpoints that are there, by their steps."""
+    cursors: list[tuple[int, Cursor]]
+    """Of the checkpoints that are there, behind their steps."""
 
 
-def open_past_run(folder: Path, config: RunConfig) -> PastRun:
+def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConfig] | None = None) -> PastRun:
     """Open what is needed, in the order in which mistakes are cheapest to find.
+
+    Args:
+        folder: of a run.
+        config: of it.
+        others: folders and configs of the islands with which it has read one stream.
 
     Raises:
         ConfigError, DataError: the run has no ledger, or its data are not what they were.
         CheckpointError: a checkpoint is damaged.
     """
     set_up_logging(Topology())
-    ledger = read_ledger(folder / LEDGER, config.data.lanes)
-    cursors = {
-        int(match[1]): Cursor.from_json(read_state(path.parent).get("cursor"))
-        for path in sorted((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+    runs = {folder: config, **(others or {})}
+    cursors = [
+        (int(match[1]), Cursor.from_json(read_state(path.parent).get("cursor")))
+        for one in runs
+        for path in sorted((one / CHECKPOINTS).glob(f"*/{MANIFEST}"))
         if (match := STEP_NAME.fullmatch(path.parent.name)) is not None
-    }
+    ]
+    cursors.sort(key=lambda pair: pair[1].samples)
+    newest = cursors[-1][1] if cursors else None
+    ledgers = {own.islands.index: read_ledger(one / LEDGER, config.data.lanes) for one, own in runs.items()}
+    ledger = next(iter(ledgers.values())) if len(ledgers) == 1 else join_ledgers(ledgers, newest)
     corpus = open_corpus(config.data)
-    changes = corpus.inventory.changes_since(cursors[max(cursors)].contents, folder / LEDGER) if cursors else []
+    changes = [] if newest is None else corpus.inventory.changes_since(newest.contents, folder / LEDGER)
     if changes:
         hint = "an audit needs the data as the run read them"
         raise DataError("files have changed since the run", where="; ".join(changes), hint=hint)
@@ -87,6 +97,20 @@ def read_ledger(folder: Path, lanes: int) -> list[Records]:
     return records
 
 
+def join_ledgers(ledgers: Mapping[int, list[Records]], newest: Cursor | None) -> list[Records]:
+    """Join the ledgers of islands: of each what counts. `newest` is the newest cursor of them all."""
+    joined: list[list[Records]] = [[] for _ in next(iter(ledgers.values()))]
+    for index, ledger in ledgers.items():
+        for lane, own in enumerate(ledger):
+            if newest is not None and newest.shares is not None:
+                # What an island has read since its last exchange is not in the weights of the others.
+                is_at = newest.lanes[lane].sequences if newest.shares.readers[lane] == index else 0
+                own = own[own["sequence"] < max(newest.shares.ends.get(lane, {}).get(index, 0), is_at)]
+            joined[lane].append(own)
+    parts = [np.concatenate(own) for own in joined]
+    return [own[np.argsort(own["sequence"], kind="stable")] for own in parts]
+
+
 def batches_of_steps(ledger: Sequence[Records], global_batch_size: int) -> tuple[int, NDArray[np.int64]]:
     """Find the global batch of each step: the next one with a target, since a batch without takes no step.
 
@@ -108,9 +132,18 @@ def prove_once(run: PastRun) -> Iterator[str]:
     Raises:
         DataError: not every document was read as planned, once all of it is told; or the data have changed.
     """
-    batch = run.config.train.global_batch_size
+    shares = run.config.islands.shares
+    batch = shares * run.config.train.global_batch_size
     stream = TokenStream(run.corpus, run.tokenizer, run.config.data, global_batch_size=batch)
-    audit = Audit(run.ledger, run.corpus, stream.plan, run.cursors, identity=stream.identity, global_batch_size=batch)
+    audit = Audit(
+        run.ledger,
+        run.corpus,
+        stream.plan,
+        run.cursors,
+        identity=stream.identity,
+        global_batch_size=batch,
+        takes_turns=shares == 1,
+    )
     yield from _summarize(run, audit)
     if audit.passed:
         yield "AUDIT: passed: every document was seen exactly as often as planned"
@@ -122,16 +155,16 @@ def prove_once(run: PastRun) -> Iterator[str]:
 
 
 def _summarize(run: PastRun, audit: Audit) -> Iterator[str]:
-    batch = run.config.train.global_batch_size
-    first_step, batches = batches_of_steps(run.ledger, batch)
-    num_steps = int(np.searchsorted(batches, -(-audit.samples // batch)))
-    steps = f"steps {first_step + 1} to {first_step + num_steps}"
-    lanes = f"{audit.samples - audit.first_sample:,} sequences of {run.config.data.lanes} lanes"
+    batch, islands = run.config.train.global_batch_size, run.config.islands.shares
+    first_step, batches = batches_of_steps(run.ledger, islands * batch)
+    num_steps = int(np.searchsorted(batches, -(-(audit.first_sample + audit.num_sequences) // batch)))
+    steps = f"steps {first_step + 1} to {first_step + num_steps}" if islands == 1 else f"{islands} islands"
+    lanes = f"{audit.num_sequences:,} sequences of {run.config.data.lanes} lanes"
     yield f"{run.folder}: {steps}, {lanes}, {audit.totals.tokens:,} tokens"
     if first_step:
         yield f"the run began from another run's checkpoint of step {first_step}; what came before is in its ledger"
     if run.cursors:
-        yield f"checkpoints compared: steps {', '.join(map(str, sorted(run.cursors)))}"
+        yield f"checkpoints compared: steps {', '.join(map(str, sorted({step for step, _ in run.cursors})))}"
     else:
         yield "there is no checkpoint to compare with: the last documents of each lane may be missing unnoticed"
     yield str(audit.totals)
@@ -150,6 +183,9 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
         DataError: a row cannot be read, or has changed.
     """
     data, batch = run.config.data, run.config.train.global_batch_size
+    if run.config.islands.shares > 1:
+        what = "the ledger of an island does not tell its steps apart: lanes come and go"
+        raise ConfigError(what, where="step (command line)", found=step, hint="the audit without step=")
     documents = Documents(run.corpus, Encoders(run.tokenizer, data.chat), open_token_cache(data), data)
     num_before, batches = batches_of_steps(run.ledger, batch)
     first, last = num_before + 1, num_before + len(batches)

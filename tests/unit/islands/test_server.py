@@ -28,8 +28,8 @@ def arrive(*arrivals):
     return [found.get(place) for place in range(len(arrivals))]
 
 
-def at(step, outer_step=0, digest="a"):
-    return Arrival(step=step, outer_step=outer_step, digest=digest)
+def at(step, outer_step=0, digest="a", read=None):
+    return Arrival(step=step, outer_step=outer_step, digest=digest, read=read)
 
 
 def test_the_first_rendezvous_waits_for_all_and_the_next_exchange():
@@ -43,10 +43,11 @@ def test_the_first_rendezvous_waits_for_all_and_the_next_exchange():
         (start,) = arrive((two, at(0)))
         first.join(10)
         assert start.members == {}
-        rendezvous = arrive((one, at(10)), (two, at(10)))
+        rendezvous = arrive((one, at(10, read="a")), (two, at(10, read="b")))
         assert [dict(participants.members) for participants in rendezvous] == [{0: ["0.0"], 1: ["1.0"]}] * 2
-        number = rendezvous[0].number
-        assert together(lambda: one.finish(number, is_ok=True), lambda: two.finish(number, is_ok=True)) == [True, True]
+        assert (start.there, rendezvous[0].there) == ([0, 1], [0, 1])
+        number, read = rendezvous[0].number, {0: "a", 1: "b"}
+        assert together(lambda: one.finish(number, is_ok=True), lambda: two.finish(number, is_ok=True)) == [read, read]
         one.leave()
         two.leave()
 
@@ -58,7 +59,8 @@ def test_who_has_other_outer_weights_gets_the_state_of_a_member():
         assert dict(rendezvous[2].members) == {0: ["0.0"], 1: ["1.0"]}
         assert dict(rendezvous[2].sources) == {2: (0, ["2.0"])}
         number = rendezvous[0].number
-        assert together(lambda: old.finish(number, is_ok=True), lambda: new.finish(number, is_ok=True)) == [True, True]
+        read = {0: None, 1: None}
+        assert together(lambda: old.finish(number, is_ok=True), lambda: new.finish(number, is_ok=True)) == [read, read]
         # Before the state has come no other rendezvous begins.
         next_one = threading.Thread(target=lambda: arrive((old, at(30, 20, "c")), (new, at(30, 20, "c"))))
         next_one.start()
@@ -77,7 +79,7 @@ def test_a_lost_member_aborts_an_exchange_and_the_rest_exchange_anew():
         first = arrive(*((one, at(10)) for one in members))
         number = first[0].number
         members[2].close()
-        assert together(*(lambda one=one: one.finish(number, is_ok=True) for one in members[:2])) == [False, False]
+        assert together(*(lambda one=one: one.finish(number, is_ok=True) for one in members[:2])) == [None, None]
         until(lambda: members[0].is_aborted(number))
         again = arrive(*((one, at(10)) for one in members[:2]))
         assert sorted(again[0].members) == [0, 1]
@@ -85,7 +87,7 @@ def test_a_lost_member_aborts_an_exchange_and_the_rest_exchange_anew():
         # One that could not exchange does the same.
         number = again[0].number
         ends = together(lambda: members[0].finish(number, is_ok=True), lambda: members[1].finish(number, is_ok=False))
-        assert ends == [False, False]
+        assert ends == [None, None]
         for one in members[:2]:
             one.leave()
 
@@ -96,7 +98,7 @@ def test_an_island_is_lost_with_any_of_its_ranks():
         other = member(address, 1)
         rendezvous = arrive((first, at(10)), (other, at(10)))
         second.close()
-        assert not other.finish(rendezvous[1].number, is_ok=True)
+        assert other.finish(rendezvous[1].number, is_ok=True) is None
         until(lambda: first.is_aborted(rendezvous[0].number))
         # Both ranks come back, and it is there again.
         first.connect()

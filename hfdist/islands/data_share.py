@@ -1,0 +1,66 @@
+"""An island's share of the one stream that all islands read; that of an island that has left is dealt to the others.
+
+What an island has read counts once an exchange counts. What it has read since is read again if it is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hfdist.data import Cursor, TokenStream
+
+
+class DataShare:
+    """Of one island. All its ranks call its methods together.
+
+    Args:
+        stream: of this rank.
+        data_size: data ranks of this island.
+        merge: gives the cursor of all lanes, from all ranks.
+        write_ledger: writes down what was read so far.
+    """
+
+    def __init__(
+        self, stream: TokenStream, data_size: int, merge: Callable[[], Cursor], write_ledger: Callable[[], None]
+    ) -> None:
+        self._stream, self._data_size, self._merge, self._write_ledger = stream, data_size, merge, write_ledger
+
+    def read(self) -> Any:
+        """Give what this island has read so far, as JSON, once it is written down."""
+        self._write_ledger()
+        cursor = self._merge()
+        return replace(cursor, lanes={lane: cursor.lanes[lane] for lane in self._stream.lanes_of_run}).to_json()
+
+    def deals(self, there: Sequence[int]) -> bool:
+        """Whether lanes come to other islands, if these ones are there."""
+        shares = self._stream.shares
+        assert shares is not None
+        return shares.dealt(there, self._data_size).readers != shares.readers
+
+    def begin(self, there: Sequence[int]) -> None:
+        """Begin to train, or go on, together with these islands."""
+        self._stream.truncate_ledger()
+        self.deal({}, there)
+
+    def deal(self, read: Mapping[int, Any], there: Sequence[int]) -> None:
+        """Count what islands have read, and deal all lanes to those that are there.
+
+        Args:
+            read: what `read` has given on each island whose exchange counts.
+            there: islands that take part in the round that follows.
+        """
+        cursor = self._merge()
+        shares, lanes = cursor.shares, dict(cursor.lanes)
+        assert shares is not None
+        for index, value in read.items():
+            found = Cursor.from_json(value)
+            shares = shares.counted(index, {lane: state.sequences for lane, state in found.lanes.items()})
+            # Own lanes may be further by now.
+            lanes |= {lane: state for lane, state in found.lanes.items() if lane not in self._stream.lanes_of_run}
+        self._stream.deal(replace(cursor, lanes=lanes, shares=shares.dealt(there, self._data_size)))
+
+    def go_on_as(self, value: Any) -> None:
+        """Go on at the cursor of another island, as JSON."""
+        self._stream.go_on_as(Cursor.from_json(value))
