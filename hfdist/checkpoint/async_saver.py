@@ -231,6 +231,9 @@ class Saver:
         def report(written: Path, *, is_replica: bool) -> None:
             total_seconds = time.monotonic() - begin_seconds
             stalled = total_seconds if stall_seconds is None else stall_seconds
+            if is_replica and path is not None:
+                # It is that of the checkpoint.
+                stalled = 0.0
             num_bytes = contents.plan.num_bytes
             self._reports.append(SaveReport(written, step, num_bytes, stalled, total_seconds, is_replica))
 

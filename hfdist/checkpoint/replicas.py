@@ -31,8 +31,8 @@ from hfdist.checkpoint.random_state import RANDOM_STEM, random_file
 from hfdist.checkpoint.read import ByteRange
 from hfdist.checkpoint.regions import balance_by_bytes, list_first
 from hfdist.checkpoint.write import Contents, write_folder
-from hfdist.collectives import control_group, on_all_ranks, on_rank_zero, rank
-from hfdist.errors import CheckpointError, ConfigError, ResourceError
+from hfdist.collectives import control_group, gather_json, on_all_ranks, on_rank_zero, rank
+from hfdist.errors import CheckpointError, ConfigError, HfdistError, ResourceError
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,10 @@ class Replicas:
         """Whether a path is one of a replica of this line."""
         return checkpoint.parent == self.folder
 
+    def give_up(self, checkpoint: Path) -> None:
+        """Remove what this machine has of a replica that cannot be read: the next start is from elsewhere."""
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
     def remove(self) -> None:
         """Remove all: the run has ended, and what it needs is on the disk."""
         if self._memories.leads:
@@ -191,10 +195,16 @@ class Replicas:
                 break
             holders = [number for number, replicas in enumerate(of_memory) if (step, digest) in replicas]
             path = self.folder / step_name(step)
-            if self._verify(path, holders):
+            if not self._verify(path, holders):
+                continue
+            try:
                 self._lay_out(path, holders)
                 parts = read_manifest(path).parts()
                 self._bring(path, parts, {number for number, part in enumerate(parts) if _is_small(part)})
+            except (HfdistError, OSError) as error:
+                # All ranks have raised, each in its own words.
+                self.passed_over.append(f"{path.name}: {gather_json(str(error))[0]}")
+            else:
                 return path
         return None
 
@@ -222,7 +232,7 @@ class Replicas:
             parts, own_ranks = read_manifest(path).parts(), self._memories.ranks(self._memories.own)
             numbers = [(n, parts[n].num_bytes, range(len(own_ranks))) for n in _read_held(path, len(parts))]
             own = balance_by_bytes(numbers, len(own_ranks))[own_ranks.index(rank())]
-            good = [number for number in own if is_intact(path, parts[number])]
+            good = [number for number in own if _can_be_read(path, parts[number])]
             return [len(parts), good, [_describe(parts[number]) for number in sorted({*own} - {*good})]]
 
         checked = on_all_ranks(check)
@@ -326,6 +336,12 @@ def _read_held(path: Path, num_parts: int) -> list[int]:
     with suppress(OSError, CheckpointError, TypeError):
         return [number for number in read_json(path / _HELD) if type(number) is int and 0 <= number < num_parts]
     return []
+
+
+def _can_be_read(path: Path, part: Part) -> bool:
+    with suppress(OSError):
+        return is_intact(path, part)
+    return False
 
 
 def _is_small(part: Part) -> bool:

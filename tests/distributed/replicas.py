@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import gather_json, rank
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
@@ -115,8 +114,3 @@ def flip_bit(replica: Path, name: str = "model.safetensors", place: int = -1) ->
     content = bytearray((replica / name).read_bytes())
     content[place] ^= 1
     (replica / name).write_bytes(bytes(content))
-
-
-def newest_on_disk(run_dir: Path) -> Path:
-    """The checkpoint that the kill has left."""
-    return run_dir / "checkpoints" / step_name(SAVED)

@@ -1,14 +1,18 @@
 """A killed run goes on from memory as from the disk, bit by bit; and from the disk where memory has nothing sound."""
 
+import errno
+import shutil
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from hfdist.checkpoint.folder import step_name
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
-from hfdist.testing import run_ranks
+from hfdist.testing import RankFailed, run_ranks
+from hfdist.trainer.checkpointing import checkpointer
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed import kills
 from tests.distributed.layout_changes import LAYOUTS
@@ -72,6 +76,33 @@ def test_a_machine_that_is_lost_costs_no_step(tmp_path, cache_dir):
     config = compose_config([*SETTINGS, *layout.overrides, f"run.dir={run}"])
     *_, verdict = run_ranks(lambda: list(prove_once(open_past_run(run, config))), 1, group=False)[0]
     assert verdict.startswith("AUDIT: passed")
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_a_replica_that_is_newer_than_the_others(tmp_path, cache_dir):
+    layout = LAYOUTS["fsdp2 x2"]
+    live(tmp_path, layout, killed_after=KILLED)
+    saved = tmp_path / "run/checkpoints" / step_name(SAVED)
+    newest = shutil.copytree(saved, saved.with_name(step_name(KILLED + 1)))
+    flip_bit(newest)
+    assert resumes(live(tmp_path, layout)) == [(KILLED, True)]
+
+
+def test_a_replica_that_cannot_be_read_after_all_is_removed_and_the_next_start_is_from_the_disk(
+    tmp_path, cache_dir, monkeypatch
+):
+    layout, read = LAYOUTS["fsdp2 x2"], checkpointer.read_checkpoint
+    live(tmp_path, layout, killed_after=KILLED)
+
+    def read_or_fail(path, *arguments):
+        if "memory-0" in str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path, *arguments)
+
+    monkeypatch.setattr(checkpointer, "read_checkpoint", read_or_fail)
+    with pytest.raises(RankFailed, match="the same command starts from the disk"):
+        live(tmp_path, layout)
+    assert replicas_in(memory_of(0, tmp_path)) == []
+    assert resumes(live(tmp_path, layout))[-1] == (SAVED, False)
 
 
 def test_killed_at_any_moment_every_sequence_is_read_once(tmp_path, cache_dir):

@@ -386,8 +386,16 @@ class Checkpointer:
     def restore_weights(self, path: Path) -> dict[str, Any]:
         """Read weights and optimizer state into the engine; give the rest of the state. No resume by itself."""
         replicas = self._trainer.options.replicas
-        fetch = partial(replicas.fetch, path) if replicas is not None and replicas.holds(path) else None
-        state = read_checkpoint(path, self.pieces(), fetch)
+        if replicas is None or not replicas.holds(path):
+            state = read_checkpoint(path, self.pieces())
+        else:
+            try:
+                state = read_checkpoint(path, self.pieces(), partial(replicas.fetch, path))
+            except (CheckpointError, OSError) as error:
+                # Else each start would fail like this one.
+                replicas.give_up(path)
+                what, hint = "a replica in memory cannot be read", "the same command starts from the disk"
+                raise CheckpointError(what, where=str(path), found=error, hint=hint) from error
         self._trainer.engine.after_load()
         return state
 

@@ -54,7 +54,7 @@ def find_start(config: RunConfig, replicas: Replicas | None) -> Start:
     resume, checkpoints = config.checkpoint.resume, Path(config.run.dir) / CHECKPOINTS
     # A run that began from a path continues from its own checkpoints: launchers and schedulers repeat the command.
     goes_on_here = resume != "never" and (resume == "auto" or not _lies_in(Path(resume), checkpoints))
-    found = (_find_replica(replicas, checkpoints) or find_newest(checkpoints)) if goes_on_here else None
+    found = _find_newest(replicas, checkpoints) if goes_on_here else None
     if found is not None and resume != "auto":
         logger.warning("the run folder holds %s already: going on from it, and not from %s", found.name, resume)
     is_own = found is not None
@@ -82,12 +82,18 @@ def find_start(config: RunConfig, replicas: Replicas | None) -> Start:
     )
 
 
-def _find_replica(replicas: Replicas | None, checkpoints: Path) -> Path | None:
+def _find_newest(replicas: Replicas | None, checkpoints: Path) -> Path | None:
+    """Give the newest replica or checkpoint that verifies."""
     if replicas is None:
-        return None
+        return find_newest(checkpoints)
     # Not verified yet: that takes the time which a replica saves.
     newest = on_rank_zero(lambda: max((step_of(path.name) for path in list_checkpoints(checkpoints)), default=0))
-    return replicas.find(at_least=newest)
+    if (replica := replicas.find(at_least=newest)) is not None:
+        return replica
+    on_disk = find_newest(checkpoints)
+    step = 0 if on_disk is None else step_of(on_disk.name)
+    # The newest on the disk may be damaged.
+    return (replicas.find(at_least=step + 1) if step < newest else None) or on_disk
 
 
 def _lies_in(checkpoint: Path, folder: Path) -> bool:

@@ -1,20 +1,22 @@
 """Replicas in memory: what each machine holds, and from what is left of them a state comes back, or none does."""
 
+import errno
 import json
 import os
 import shutil
 import stat
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hfdist.checkpoint import Replicas, Saver, read_checkpoint, restore_random_state
+from hfdist.checkpoint import Replicas, Saver, read_checkpoint, replicas, restore_random_state
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.collectives import on_all_ranks, rank, world_size
 from hfdist.errors import CheckpointError, ConfigError
-from hfdist.testing import run_ranks
+from hfdist.testing import RankFailed, run_ranks
 from tests.unit.checkpoint.pieces import blank, whole
 
 SHARE = 32768
@@ -44,36 +46,38 @@ def open_replicas(folder, machines):
     return Replicas(memory, folder / "checkpoints")
 
 
-def _write(folder, machines, steps, in_background):
-    replicas = open_replicas(folder, machines)
-    replicas.begin_line(replicas.find(0))
-    saver = Saver(in_background=in_background, replicas=replicas)
+def _write(folder, machines, steps, in_background, before_step=None):
+    own = open_replicas(folder, machines)
+    own.begin_line(own.find(0))
+    saver = Saver(in_background=in_background, replicas=own)
     for step in steps:
+        if before_step is not None:
+            before_step(step)
         torch.manual_seed(100 * rank() + step)
         pieces, state = shares(float(step)), {"step": step}
         saver.save(None, step=step, pieces=pieces, state=state, begin_seconds=time.monotonic())
         saver.wait()
 
 
-def write(folder, machines=ON_THREE, steps=(1,), in_background=True):
-    run_ranks(_write, len(machines), folder, machines, steps, in_background)
+def write(folder, machines=ON_THREE, steps=(1,), in_background=True, before_step=None):
+    run_ranks(_write, len(machines), folder, machines, steps, in_background, before_step)
 
 
 def _read(folder, machines, at_least):
-    replicas = open_replicas(folder, machines)
-    found = replicas.find(at_least)
+    own = open_replicas(folder, machines)
+    found = own.find(at_least)
     if found is None:
-        return None, replicas.passed_over
-    found = replicas.begin_line(found)
+        return None, own.passed_over
+    found = own.begin_line(found)
     pieces = blank(shares())
-    state = read_checkpoint(found, pieces, partial(replicas.fetch, found))
+    state = read_checkpoint(found, pieces, partial(own.fetch, found))
     wanted = shares(float(state["step"]))
     assert all(torch.equal(a.view, b.view) for a, b in zip(pieces, wanted, strict=True))
     if restore_random_state(found):
         drawn = torch.rand(3)
         torch.manual_seed(100 * rank() + state["step"])
         assert torch.equal(drawn, torch.rand(3))
-    return state["step"], replicas.passed_over
+    return state["step"], own.passed_over
 
 
 def read(folder, machines=ON_THREE, at_least=0):
@@ -254,16 +258,74 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path, plant):
 
 def test_a_part_that_cannot_be_read_on_its_way_fails_on_all_ranks(story):
     def lose_between(folder):
-        replicas = open_replicas(folder, ON_THREE)
-        found = replicas.find(0)
+        own = open_replicas(folder, ON_THREE)
+        found = own.find(0)
         if rank() == 2:
             (found / MODEL).unlink()
         on_all_ranks(lambda: None)
         try:
-            read_checkpoint(found, blank(shares()), partial(replicas.fetch, found))
+            read_checkpoint(found, blank(shares()), partial(own.fetch, found))
         except CheckpointError as error:
             return error.what
 
     shutil.rmtree(story / "memory-1")
     whats = run_ranks(lose_between, 3, story)
     assert all("cannot be read" in what or "missing" in what or "damaged" in what for what in whats), whats
+
+
+@pytest.mark.parametrize(("sick", "step"), [(("memory-1",), 2), (("memory-0", "memory-1", "memory-2"), None)])
+def test_a_part_that_the_system_cannot_read_is_taken_from_the_other_copy(story, monkeypatch, sick, step):
+    is_intact = replicas.is_intact
+
+    def read_or_fail(path, part):
+        # Once: what comes from the other copy is checked, too.
+        replicas.is_intact = is_intact
+        if path.parents[2].name in sick:
+            raise OSError(errno.EIO, "Input/output error")
+        return is_intact(path, part)
+
+    monkeypatch.setattr(replicas, "is_intact", read_or_fail)
+    assert read(story)[0] == step
+
+
+# ---- memory that becomes full, or is taken away ----
+
+
+def leave_no_room(step):
+    """Beside the one that is written."""
+    replicas.psutil.virtual_memory = lambda: SimpleNamespace(available=0)
+
+
+def test_the_first_replica_must_find_room_for_another_and_those_behind_it_have_theirs(tmp_path):
+    with pytest.raises(RankFailed, match="the memory has no room for replicas of the state"):
+        write(tmp_path / "none", before_step=leave_no_room)
+    write(tmp_path / "one")
+    # A start from a replica: with the next one there are two, and then one again.
+    write(tmp_path / "one", steps=(2, 3), before_step=leave_no_room)
+    assert read(tmp_path / "one") == (3, [])
+
+
+def test_without_memory_for_one_rank_all_go_on_without_replicas(tmp_path):
+    def fill(step):
+        if step == 2 and rank() == 1:
+            pwrite = os.pwrite
+
+            def write_or_fail(*arguments):
+                os.pwrite = pwrite
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            os.pwrite = write_or_fail
+
+    write(tmp_path, steps=(1, 2, 3), before_step=fill)
+    assert read(tmp_path) == (1, [])
+    assert not list(tmp_path.rglob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_without_its_folder_training_goes_on_without_replicas(tmp_path, in_background):
+    def remove(step):
+        if step == 2 and rank() == 0:
+            shutil.rmtree(tmp_path / "memory-0")
+
+    write(tmp_path, (0, 0), (1, 2, 3), in_background, remove)
+    assert replicas_of(tmp_path, 0) == []
