@@ -31,6 +31,7 @@ from hfdist.collectives import on_rank_zero, rank
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import to_yaml
+from hfdist.config.islands import Codec, IslandsConfig, OuterRule
 from hfdist.config.model import Dtype, Init
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import EvaluateConfig, ExportConfig, LaunchConfig, RunConfig
@@ -300,6 +301,7 @@ def prepare_proof(config: RunConfig) -> Proof:
         run=replace(layout.run, dir=str(folder / "single")),
         launch=LaunchConfig(),
         strategy=StrategyConfig(data=1),
+        islands=IslandsConfig(),
         model=replace(
             model,
             name=str(folder / _ARCHITECTURE),
@@ -312,6 +314,7 @@ def prepare_proof(config: RunConfig) -> Proof:
     )
     description = (
         f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}; "
+        f"{f'one island, {config.islands.method.value}; ' if config.islands.is_used else ''}"
         f"{describe(make_small(config.optimizer))}; "
         f"{_NUM_STEPS} steps of {layout.train.global_batch_size} sequences x {layout.data.sequence_length} tokens"
     )
@@ -435,6 +438,7 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
         ),
         # Numbers of blocks of the asked model do not fit the small one.
         strategy=replace(config.strategy, blocks_per_stage=None),
+        islands=_one_island(config.islands),
         optimizer=_short_schedule(config.optimizer, asked, config.train.max_steps or _NUM_STEPS),
         train=replace(
             config.train,
@@ -450,6 +454,16 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
         report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_prompt=None),
         export=ExportConfig(),
     )
+
+
+def _one_island(islands: IslandsConfig) -> IslandsConfig:
+    """Alone, what changes the mathematics left out, and with exchanges within the few steps of a proof."""
+    if not islands.is_used:
+        return islands
+    alone = replace(islands, count=1, index=0, codec=Codec.fp32, overlap=0, mix=0.0, proximal=0.0, participation=1.0)
+    # The weights behind an exchange are those before it.
+    averaging = replace(alone, outer_optimizer=OuterRule.nesterov, outer_lr=1.0, outer_momentum=0.0)
+    return replace(averaging, every=2 * islands.fragments, staleness=0)
 
 
 def _most_stages(strategy: StrategyConfig) -> int:

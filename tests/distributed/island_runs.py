@@ -18,7 +18,7 @@ from typing import Any
 from hfdist.islands.member import Member
 from hfdist.islands.server import IslandServer
 from hfdist.trainer.run.builder import Run
-from tests.distributed.runs import pretrain
+from tests.distributed.runs import losses, pretrain, weights
 
 _FORK = multiprocessing.get_context("fork")
 MOST_SECONDS = 100
@@ -115,6 +115,25 @@ def run_islands(
 def difference(found, wanted):
     assert found.keys() == wanted.keys()
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def goes_on_as_if_nothing_had_been(folder, num_ranks, dies, *keys):
+    """Two islands that die, are started again, and end as others that nobody killed; `dies` is an `at_start`."""
+    through = run_islands(folder / "through", 2, num_ranks, *keys)
+    folders = [folder / f"island-{index}" for index in range(2)]
+    with served() as address:
+        for at_start in (dies, lambda: None):
+            islands = [
+                Island(own, num_ranks, *overrides_of(address, index, 2, *keys), at_start=at_start)
+                for index, own in enumerate(folders)
+            ]
+            ends = [island.wait() for island in islands]
+            for island in islands:
+                island.kill()
+    assert ends == [None, None]
+    for own, whole in zip(folders, through, strict=True):
+        assert losses(own)[-3:] == losses(whole)[-3:]
+        assert difference(weights(own), weights(whole)) == 0
 
 
 def before_steps(act):

@@ -21,6 +21,7 @@ from tests.distributed.island_runs import (
     before_steps,
     die_at,
     difference,
+    goes_on_as_if_nothing_had_been,
     overrides_of,
     run_islands,
     served,
@@ -180,22 +181,7 @@ SAVING = (
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "ddp")])
 def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
     """The checkpoint of step 6 stands in the middle of a round."""
-    keys = (f"strategy={layout}", *SHORT, *SAVING)
-    through = run_islands(tmp_path / "through", 2, num_ranks, *keys)
-    with served() as address:
-        folders = [tmp_path / f"island-{index}" for index in range(2)]
-        for at_start in (die_at(8), lambda: None):
-            islands = [
-                Island(folder, num_ranks, *overrides_of(address, index, 2, *keys), at_start=at_start)
-                for index, folder in enumerate(folders)
-            ]
-            ends = [island.wait() for island in islands]
-            for island in islands:
-                island.kill()
-    assert ends == [None, None]
-    for folder, whole in zip(folders, through, strict=True):
-        assert losses(folder)[-3:] == losses(whole)[-3:]
-        assert difference(weights(folder), weights(whole)) == 0
+    goes_on_as_if_nothing_had_been(tmp_path, num_ranks, die_at(8), f"strategy={layout}", *SHORT, *SAVING)
 
 
 def test_islands_begin_at_a_checkpoint_of_an_ordinary_run(tmp_path):

@@ -16,6 +16,7 @@ from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.trainer import DistributedTrainerMixin
 from hfdist.verify import parity
 from recipes.prove import main
+from tests.distributed.island_runs import served
 from tests.e2e.forked import run_forked
 
 pytestmark = pytest.mark.distributed
@@ -91,6 +92,20 @@ def test_right_layouts_pass(tmp_path, cache_dir, capfd, num_processes, layout, k
     [computed] = [line for line in said.splitlines() if line.startswith("computed by: ")]
     assert kernels in computed
     assert not (tmp_path / "prove").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "method"),
+    [("fsdp2", "streaming"), ("zero1", "parameter_server")],
+)
+def test_an_island_of_a_layout_passes(tmp_path, cache_dir, capfd, layout, method):
+    with served() as address:
+        prove(tmp_path, 2, f"strategy={layout}", f"islands={method}", "islands.count=2", f"islands.address={address}")
+    said = capfd.readouterr()
+    assert "one island, " in said.err
+    assert said.err.count("CERTIFICATE: passed") == 1
+    # Both runs in the layout have met the server.
+    assert said.out.count("with 2 ranks") == 2
 
 
 def drop_a_micro_batch():

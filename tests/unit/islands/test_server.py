@@ -173,3 +173,20 @@ def test_what_no_rank_would_send_ends_a_connection_and_nothing_else():
         one = member(address, 0)
         assert sorted(arrive((one, at(10)))[0].members) == [0]
         one.leave()
+
+
+def test_once_all_have_left_exchanges_have_another_mark():
+    """They are counted anew, and a message of an earlier one must not pass for one of a later one."""
+    with served(least=1) as (address, lines):
+        first, second = member(address, 0), member(address, 1)
+        assert first.nonce == second.nonce
+        first.leave()
+        until(lambda: any("island 0" in line and "ended" in line for line in lines))
+        back = member(address, 0, start="2")
+        assert back.nonce == second.nonce
+        back.leave()
+        second.leave()
+        until(lambda: sum("ended" in line for line in lines) == 3)
+        last = member(address, 0, start="3")
+        assert last.nonce != second.nonce
+        last.leave()
