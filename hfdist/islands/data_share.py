@@ -31,7 +31,9 @@ class DataShare:
         """Give what this island has read so far, as JSON, once it is written down."""
         self._write_ledger()
         cursor = self._merge()
-        return replace(cursor, lanes={lane: cursor.lanes[lane] for lane in self._stream.lanes_of_run}).to_json()
+        lanes = {lane: cursor.lanes[lane] for lane in self._stream.lanes_of_run}
+        # All have the same shares.
+        return replace(cursor, lanes=lanes, shares=None).to_json()
 
     def deals(self, there: Sequence[int]) -> bool:
         """Whether lanes come to other islands, if these ones are there."""

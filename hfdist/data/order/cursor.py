@@ -91,6 +91,10 @@ class Cursor:
                 raise CheckpointError(what, where="cursor.format", found=found, allowed=str(FORMAT))
             num_lanes, samples = int(value["lanes"]), _natural(value["samples"])
             lanes = [_natural(lane) for lane, *_ in value["places"]]
+            shares = None if value.get("shares") is None else Shares.from_json(value["shares"])
+            next_lane = _natural(value.get("next", samples % num_lanes))
+            if next_lane >= num_lanes or (shares is not None and sorted(shares.readers) != [*range(num_lanes)]):
+                raise ValueError("there are other lanes")
             counts = value.get("sequences") or [_turns(samples, lane, num_lanes) for lane in lanes]
             return cls(
                 identity=str(value["identity"]),
@@ -101,10 +105,10 @@ class Cursor:
                     lane: _lane_state(digest, pools, _natural(count))
                     for (lane, digest, *pools), count in zip(value["places"], counts, strict=True)
                 },
-                next_lane=_natural(value.get("next", samples % num_lanes)),
-                shares=None if value.get("shares") is None else Shares.from_json(value["shares"]),
+                next_lane=next_lane,
+                shares=shares,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             raise CheckpointError("the data cursor is damaged", where="cursor", found=value) from error
 
     @staticmethod

@@ -54,9 +54,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     """Sequences of one data rank: input_ids, position_ids and labels of shape [sequence_length], int64.
 
     Sequence s of data rank r is sequence s * data_size + r of the run. If several runs share the lanes, `deal` says who
-    reads which. If every source has a limit of epochs, it ends once all documents of this
-    rank's lanes were given. Under `data.packing=none` a sequence is one document, with
-    attention_mask in place of position_ids.
+    reads which. If every source has a limit of epochs, it ends once all documents of this rank's lanes were given.
+    Under `data.packing=none` a sequence is one document, with attention_mask in place of position_ids.
 
     Args:
         corpus: the documents.

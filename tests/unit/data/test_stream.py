@@ -280,6 +280,13 @@ class TestCursorChecks:
             {"places": [[lane, "x", [0] * 6] for lane in range(12)]},
             {"places": [[lane, "0"] for lane in range(12)]},
             {"places": [[lane, "0", [0] * 5] for lane in range(12)]},
+            {"lanes": 0},
+            {"next": 12},
+            {"sequences": [1]},
+            {"sequences": [-1] * 12},
+            {"shares": 1},
+            {"shares": {"count": 2, "lanes": []}},
+            {"shares": {"count": 2, "lanes": [[lane, 0, [[0]]] for lane in range(12)]}},
         ],
     )
     def test_a_damaged_one_is_refused(self, corpus, config, damage):
