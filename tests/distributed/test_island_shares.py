@@ -6,7 +6,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.data import LEDGER
 from hfdist.data.stream.ledger import read_records
 from hfdist.records import METRICS, read_lines
-from hfdist.testing import run_ranks
+from hfdist.testing import RankFailed, run_ranks
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.island_runs import (
     Island,
@@ -65,6 +65,9 @@ def test_what_a_lost_island_had_to_read_the_others_do(tmp_path, num_ranks, layou
         readers = [folder for folder in folders if len(read_records(folder / LEDGER, lane))]
         assert folders[2] in readers
         assert len(readers) == 2
+    with pytest.raises(RankFailed, match="other islands have read a part") as refused:
+        audit(folders[:2], *layout, *KEYS, "islands.count=3")
+    assert f"run={folders[0]},{folders[1]},FOLDER" in str(refused.value)
     said = audit(folders, *layout, *KEYS)
     assert said[-1].startswith("AUDIT: passed")
     # Two of 18 steps, and one of 6 before and 6 behind; its seventh is read by others.

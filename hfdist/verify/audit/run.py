@@ -18,6 +18,7 @@ from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import Records, Status
+from hfdist.data.order.shares import Shares
 from hfdist.data.packing.sequence import ids_and_labels
 from hfdist.data.stream.ledger import read_records
 from hfdist.data.tokenization.encoders import Encoders
@@ -67,6 +68,8 @@ def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConf
     ]
     cursors.sort(key=lambda pair: pair[1].samples)
     newest = cursors[-1][1] if cursors else None
+    if newest is not None and newest.shares is not None:
+        _check_islands(runs, newest.shares)
     ledgers = {own.islands.index: read_ledger(one / LEDGER, config.data.lanes) for one, own in runs.items()}
     ledger = next(iter(ledgers.values())) if len(ledgers) == 1 else join_ledgers(ledgers, newest)
     corpus = open_corpus(config.data)
@@ -95,6 +98,24 @@ def read_ledger(folder: Path, lanes: int) -> list[Records]:
             hint="an audit once the run has saved or ended",
         )
     return records
+
+
+def _check_islands(runs: Mapping[Path, RunConfig], shares: Shares) -> None:
+    """Refuse to go on without an island that has read some of the data."""
+    given = {own.islands.index for own in runs.values()}
+    wanted = {index for ends in shares.ends.values() for index in ends}
+    if wanted - given:
+        raise ConfigError(
+            "other islands have read a part of these data",
+            where="run (command line)",
+            found=f"the ledgers of {_list_islands(given)}",
+            allowed=f"those of {_list_islands(wanted)}",
+            hint=f"run={','.join([*map(str, runs), *('FOLDER' for _ in wanted - given)])}",
+        )
+
+
+def _list_islands(indices: set[int]) -> str:
+    return f"island{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))}"
 
 
 def join_ledgers(ledgers: Mapping[int, list[Records]], newest: Cursor | None) -> list[Records]:
