@@ -28,8 +28,10 @@ _WORDS = {
     "plan": "plan. recipe= run= --json --offline",
     "report": "out= port= --live",
     "serve": "port= host= least= silent_seconds=",
+    "sweep": "sweep= sweep. recipe= run.name= --offline",
 }
 """What may follow a command that has no config."""
+_MAY_BE_SWEPT, _MULTIRUN = ("pretrain", "finetune"), ("-m", "--multirun")
 _USAGE = """\
 hfdist COMMAND [flags] [key=value ...]
 
@@ -68,6 +70,10 @@ def main() -> None:
 
 
 def _call(name: str, arguments: list[str], recipes: dict[str, Path]) -> None:
+    given = [argument for argument in arguments if argument not in _MULTIRUN]
+    if name in _MAY_BE_SWEPT and given != arguments:
+        # As Hydra's users expect.
+        name, arguments = "sweep", ["sweep=grid", f"recipe={name}", *given]
     sys.argv = [f"{sys.argv[0]} {name}", *arguments]
     beside = recipes[name].parents[1]
     if beside == Path(__file__).resolve().parent:

@@ -185,7 +185,7 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         (
             "multirun",
             "one command is one run: under a launcher several runs in one process would share its process group",
-            "for lr in 1e-3 3e-4; do accelerate launch ... run.name=lr-$lr optimizer.lr=$lr; done",
+            "hfdist sweep sweep=grid optimizer.lr=1e-3,3e-4",
         ),
         ("config_path", _NO_FLAG, "--config-dir DIR adds a folder whose files win over the shipped ones"),
         ("experimental_rerun", _NO_FLAG, "--config-dir <run.dir> --config-name config starts from a run's config"),

@@ -31,7 +31,7 @@ MAX_NODES = 50_000
 MAX_DEPTH = 32
 HYDRA_KEYS = ("help", "job", "output_subdir", "run")
 """Of Hydra's own settings those that may stand in a file; none of them makes Hydra load or call anything."""
-NOT_GROUPS = ("cluster", "hardware", "launch", "plan")
+NOT_GROUPS = ("cluster", "hardware", "launch", "plan", "sweep")
 """Folders of `conf/` that hold no options of a run: of `hfdist job`, of `hfdist plan`, and of accelerate."""
 _MAPPING = "a YAML mapping: `key: value` lines"
 

@@ -74,7 +74,7 @@ def _prepare(text: str) -> GivenOverride:
         raise ConfigError(what, where=where, found=text, hint=hint)
     if override.is_sweep_override():
         given = text.partition("=")[2]
-        hint = f"one run for each value, in a loop of the shell; a list is '{key}=[{given}]'; "
+        hint = f"hfdist sweep sweep=grid {key}={given} for a run of each; a list is '{key}=[{given}]'; "
         hint += f"text with a comma is '{key}=\"{given}\"'"
         raise ConfigError("several values for one key: a run takes one", where=where, found=given, hint=hint)
     value = override.value()

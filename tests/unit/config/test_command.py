@@ -38,8 +38,8 @@ def test_flags_and_overrides_in_any_order():
 @pytest.mark.parametrize(
     ("arguments", "words", "hint"),
     [
-        (["--multirun", "a=1,2"], "one command is one run", "for lr in"),
-        (["-m"], "one command is one run", "for lr in"),
+        (["--multirun", "a=1,2"], "one command is one run", "hfdist sweep sweep=grid"),
+        (["-m"], "one command is one run", "hfdist sweep sweep=grid"),
         (["--config-path", "x"], "not available", "--config-dir"),
         (["--experimental-rerun", "x.pickle"], "not available", "--config-name config"),
         (["--learning_rate=1e-4"], "no such flag", "optimizer.lr=1e-4"),

@@ -79,8 +79,8 @@ MISTAKES = {
     "optimizer=adamw optimizer.lr=1": ("key=value", "argument of its own", "command line"),
     "=3": ("key=value", "optimizer.lr=1e-3", "command line"),
     "": ("key=value", "optimizer.lr=1e-3", "command line"),
-    "optimizer.lr=1e-3,1e-4": (None, "loop of the shell"),
-    "train.seed=range(1,3)": (None, "loop of the shell"),
+    "optimizer.lr=1e-3,1e-4": (None, "hfdist sweep"),
+    "train.seed=range(1,3)": (None, "hfdist sweep"),
     "~train.max_steps": (None, "train.max_steps=..."),
     "~nothing": (None, None),
     # references and missing values

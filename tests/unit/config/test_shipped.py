@@ -22,7 +22,17 @@ DOCUMENTED_IN |= {group: f"{group}/{NAMED.get(group, 'default')}.yaml" for group
 
 def test_the_folder_holds_exactly_these_groups():
     assert set(list_groups(CONF)) == set(GROUPS)
-    others = {"cluster", "hardware", "launch", "plan", "_sizes", "_hydra.yaml", "pretrain.yaml", "finetune.yaml"}
+    others = {
+        "cluster",
+        "hardware",
+        "launch",
+        "plan",
+        "sweep",
+        "_sizes",
+        "_hydra.yaml",
+        "pretrain.yaml",
+        "finetune.yaml",
+    }
     assert {path.name for path in CONF.iterdir()} == {*GROUPS, *others}
     for group in GROUPS:
         assert list_options(CONF, group), group

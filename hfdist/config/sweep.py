@@ -1,0 +1,70 @@
+"""`sweep.*`: how many trials a sweep makes, how their values are chosen, and where they run.
+
+The comments of conf/sweep/*.yaml say what each key means. A sweep's keys are no part of a run's config: a trial is an
+ordinary run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from hfdist.config.composition.section import Section
+from hfdist.config.ranges import limited
+from hfdist.errors import ConfigError
+
+
+class Sampler(Enum):
+    """How the values of a trial are chosen."""
+
+    grid = "grid"
+    random = "random"
+    tpe = "tpe"
+
+
+class Direction(Enum):
+    """Which values of the metric are better."""
+
+    minimize = "minimize"
+    maximize = "maximize"
+
+
+@dataclass(kw_only=True)
+class SweepConfig:
+    """`sweep.*`."""
+
+    sampler: Sampler = Sampler.tpe
+    trials: int = limited(20, at_least=1)
+    metric: str = "eval_loss"
+    direction: Direction = Direction.minimize
+    seed: int = limited(0, at_least=0)
+    space: dict[str, str] = field(default_factory=dict)
+    rungs: int = limited(1, at_least=1)
+    factor: int = limited(3, at_least=2)
+    slots: int = limited(1, at_least=1)
+    devices: list[str] = field(default_factory=list)
+
+
+GROUP = "sweep"
+SECTION = Section(SweepConfig, GROUP)
+
+
+def compose_sweep(name: str, overrides: Sequence[str], own: Path | None) -> SweepConfig:
+    """Merge overrides such as `sweep.trials=50` over a preset, and check them.
+
+    Args:
+        name: of the preset.
+        overrides: of the command line.
+        own: a folder of the user's, laid out as `conf/`.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    path = SECTION.find(name, own, key=f"{GROUP} (command line)", hint=f"{GROUP}=tpe")
+    config: SweepConfig = SECTION.compose(path, overrides)
+    if config.devices and len(config.devices) != config.slots:
+        what, found = "each slot needs its devices", f"{len(config.devices)} for {config.slots} slots"
+        raise ConfigError(what, where="sweep.devices", found=found, hint='sweep.devices=\'["0,1","2,3"]\'')
+    return config

@@ -1,0 +1,171 @@
+"""The command line of `hfdist sweep`: which run, what varies, and how trials are chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from hfdist.atomic_write import write_atomically
+from hfdist.config.checks.preflight import check_run
+from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
+from hfdist.config.cli.arguments import as_command
+from hfdist.config.cli.command import go_offline
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.optimizer import Schedule
+from hfdist.config.run import AUTO, RunConfig
+from hfdist.config.schema import plain
+from hfdist.config.sweep import GROUP, SECTION, Sampler, SweepConfig, compose_sweep
+from hfdist.errors import ConfigError, PreemptedError
+from hfdist.sweep.controller import Controller, Sweep
+from hfdist.sweep.space import Space, as_override, is_sweep, parse_dimension
+from hfdist.topology import read_launcher
+from hfdist.trainer.run.run_lock import RunLock
+
+SETTINGS = "sweep.json"
+"""In the sweep's folder: what was asked when it began."""
+_PRESET = "tpe"
+_HELP = """\
+Train many runs that differ in some keys, and find the best. Each trial is a run of its own, in any layout.
+
+hfdist sweep run.name=lr model=tiny 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'
+hfdist sweep sweep=grid run.name=grid model=tiny optimizer.lr=1e-3,3e-3 strategy=choice(ddp,zero1) launch.processes=2
+hfdist sweep sweep=asha run.name=asha optimizer=adamw optimizer.schedule=constant 'optimizer.lr=interval(1e-4, 1e-2)'
+
+sweep=NAME          {presets}; default: {preset}
+{keys}
+
+{meanings}
+All other arguments are overrides of the runs' config, as `hfdist pretrain` takes them; those with several values vary.
+The same command goes on with a sweep that was stopped or killed. Its folder is run.dir.
+
+Exit codes: 0 it has ended, 75 it was told to stop, 2 a mistake in the config.
+"""
+
+
+def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sweep]:
+    """Read the command line, and check all that a trial will be; ConfigError: the first mistake."""
+    line = read_line(arguments, GROUP, SECTION.keys, (GROUP,))
+    if (launched := read_launcher().world_size) > 1:
+        what, hint = "a sweep starts the processes of its trials itself", "launch.processes=2, without a launcher"
+        raise ConfigError(what, where="the launcher", found=f"{launched} processes", hint=hint)
+    own = None if line.config_dir is None else Path(line.config_dir).expanduser()
+    config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
+    fixed = [text for text in line.overrides if not is_sweep(text)]
+    dimensions = [parse_dimension(key, values, "sweep.space") for key, values in config.space.items()]
+    for text in line.overrides:
+        if text not in fixed:
+            varied, _, words = text.partition("=")
+            dimensions.append(parse_dimension(varied, words, COMMAND_LINE))
+    space = Space(dimensions)
+    name = line.flags.get("--config-name") or line.recipe
+    compose = partial(_compose, fixed, name, line.config_dir)
+    base = compose([])
+    for example in space.examples():
+        run = compose([as_override(key, value) for key, value in example.items()])
+        check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
+        _check_rungs(config, run)
+    if config.sampler is Sampler.grid:
+        space.grid()
+    elif importlib.util.find_spec("optuna") is None:
+        what, hint = "this sampler needs a package that is not installed", "pip install 'optuna>=5', or sweep=grid"
+        raise ConfigError(what, where="sweep.sampler", found=config.sampler.value, hint=hint)
+    flags = [word for flag, value in line.flags.items() for word in ((flag, value) if value else (flag,))]
+    command = [sys.executable, "-m", "hfdist", line.recipe, *flags, *fixed]
+    return line, config, Sweep(folder=Path(base.run.dir), config=config, space=space, command=command, compose=compose)
+
+
+def _compose(fixed: Sequence[str], name: str, config_dir: str | None, own: Sequence[str]) -> RunConfig:
+    return compose_config([*fixed, *own], name=name, extra_dir=config_dir)
+
+
+def _check_rungs(config: SweepConfig, run: RunConfig) -> None:
+    """Refuse rungs for runs whose steps depend on how long they will be, or that cannot go on."""
+    if config.rungs == 1:
+        return
+    if run.optimizer.schedule is not Schedule.constant or run.optimizer.warmup_fraction is not None:
+        raise ConfigError(
+            "a trial that goes on to a later rung would have had another learning rate before",
+            where="optimizer.schedule, optimizer.warmup_fraction",
+            found=run.optimizer.schedule.value,
+            allowed="constant, with optimizer.warmup_steps or warmup_tokens",
+            hint="optimizer.schedule=constant optimizer.warmup_fraction=null, or sweep.rungs=1",
+        )
+    if run.train.max_steps is None:
+        raise ConfigError("rungs are shares of all tokens", where="train.max_steps", found=None, hint="a number")
+    if run.checkpoint.every is None:
+        what = "a trial goes on to a later rung from its checkpoint, and there is none"
+        raise ConfigError(what, where="checkpoint.every", found=None, hint="checkpoint=default, or sweep.rungs=1")
+
+
+def _sweep(arguments: list[str]) -> None:
+    """Run the sweep; exit code 75 where it was told to stop."""
+    line, config, sweep = parse_sweep(arguments)
+    if line.is_offline:
+        go_offline()
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(sweep.folder)
+    _keep_settings(sweep, config)
+    controller = Controller(sweep, say=_say)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        _say("told to stop: the trials save and stop")
+        controller.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    has_ended = controller.run()
+    _say(controller.table())
+    best = controller.best()
+    if best is not None:
+        own = " ".join(as_override(key, value) for key, value in best.values.items())
+        _say(f"best: {sweep.folder_of(best)}: {own}")
+    lock.release()
+    if not has_ended:
+        raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
+
+
+def _keep_settings(sweep: Sweep, config: SweepConfig) -> None:
+    """Write down what is asked, or refuse it where the sweep has begun otherwise."""
+    path = sweep.folder / SETTINGS
+    # Where and how many at a time does not matter.
+    asked = {key: value for key, value in plain(config).items() if key not in ("slots", "devices", "trials", "space")}
+    asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.command[3:])}
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = sorted(key for key in asked if asked[key] != before.get(key))
+        if changed:
+            raise ConfigError(
+                "the sweep in this folder has begun otherwise",
+                where=", ".join(f"{GROUP}.{key}" if key != "command" else "the runs' config" for key in changed),
+                found=str(sweep.folder),
+                hint="the command that it began with, or another run.name",
+            )
+        return
+    write_atomically(path, json.dumps(asked, indent=1).encode())
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _describe_keys() -> str:
+    """Give a line for each key, with its default and its comment in the preset."""
+    path = SECTION.options()[_PRESET]
+    rows = [line.partition("#") for line in path.read_text(encoding="utf-8").splitlines() if ": " in line]
+    given = [(f"{GROUP}.{value.strip().replace(': ', '=')}", words.strip()) for value, _, words in rows if value]
+    width = max(len(key) for key, _ in given)
+    return "\n".join(f"{key:<{width}}  {words}" for key, words in given)
+
+
+main = as_command(
+    _HELP.format(keys=_describe_keys(), meanings=MEANINGS, presets=" | ".join(SECTION.options()), preset=_PRESET),
+    _sweep,
+)

@@ -1,0 +1,228 @@
+"""The loop of a sweep: it starts trials in free slots, notes what they have reached, and asks what comes next.
+
+It keeps nothing that is not in the folder. Whoever is killed, the same command goes on: trials that still run are found
+again, and dead ones go on from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfdist.atomic_write import write_atomically
+from hfdist.config.run import RunConfig
+from hfdist.config.sweep import Direction, Sampler, SweepConfig
+from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
+from hfdist.sweep.book import Book, Result, Trial, rank_trials
+from hfdist.sweep.halving import next_promotion, tokens_of_rungs
+from hfdist.sweep.local import LOG, TrialProcess
+from hfdist.sweep.sampling import choose_values
+from hfdist.sweep.space import Space, as_override
+
+_AIM = "aim.json"
+"""In the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
+_POLL_SECONDS = 0.5
+_MOST_STARTS = 3
+"""Of a trial that is killed again and again on its way to one rung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What is swept."""
+
+    folder: Path
+    config: SweepConfig
+    space: Space
+    command: Sequence[str]
+    """Of a trial, without its own values."""
+    compose: Callable[[Sequence[str]], RunConfig]
+    """Gives the config of a run with these overrides."""
+
+    def folder_of(self, trial: Trial) -> Path:
+        """The run folder of a trial."""
+        return self.folder / f"trial-{trial.number:04d}"
+
+    def overrides_of(self, trial: Trial, rung: int) -> list[str]:
+        """What is the trial's own, on the way to the end of a rung."""
+        own = [*(as_override(key, value) for key, value in trial.values.items()), f"run.dir={self.folder_of(trial)}"]
+        if self.config.rungs == 1:
+            return own
+        config = self.compose(own)
+        steps = tokens_of_rungs(self.config, _tokens(config))[rung] / tokens_per_step(config)
+        return [*own, f"train.max_steps={max(1, math.ceil(steps))}", "checkpoint.allow_changes=true"]
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Tokens of an optimizer step."""
+    return config.train.global_batch_size * config.data.sequence_length
+
+
+def _tokens(config: RunConfig) -> int:
+    assert config.train.max_steps is not None
+    return config.train.max_steps * tokens_per_step(config)
+
+
+class Controller:
+    """Runs a sweep to its end.
+
+    Args:
+        sweep: what.
+        say: takes a line for people.
+    """
+
+    def __init__(self, sweep: Sweep, say: Callable[[str], None]) -> None:
+        self._sweep, self._say = sweep, say
+        self._config = sweep.config
+        self.book = Book(sweep.folder)
+        self._most = self._config.trials
+        if self._config.sampler is Sampler.grid:
+            self._most = min(self._most, len(sweep.space.grid()))
+        self._running: dict[int, TrialProcess] = {}
+        """By the number of the trial."""
+        self._starts: dict[tuple[int, int], int] = {}
+        """By trial and rung: so often this controller has started it."""
+        self._is_told_to_stop = False
+        still_running = TrialProcess.find_all()
+        for trial in self.book.trials:
+            folder = sweep.folder_of(trial).resolve()
+            if trial.failure is None and folder in still_running:
+                self._running[trial.number] = still_running[folder]
+                self._say(f"trial {trial.number} still runs")
+            elif self._is_begun(trial) and self._record_of(trial) is not None:
+                # It has ended while nobody looked.
+                self._note(trial, len(trial.results), None)
+
+    def stop(self) -> None:
+        """Tell all trials to save and to stop, and start no other ones."""
+        self._is_told_to_stop = True
+        for process in self._running.values():
+            process.stop()
+
+    def run(self) -> bool:
+        """Run until nothing is left to do, or until told to stop; give whether the sweep has ended."""
+        while True:
+            for number, process in list(self._running.items()):
+                if process.has_ended:
+                    del self._running[number]
+                    self._note(self.book.trials[number], process.rung, process.exit_code)
+            while not self._is_told_to_stop and (slot := self._free_slot()) is not None:
+                if not self._start_next(slot):
+                    break
+            if not self._running:
+                return not self._is_told_to_stop
+            time.sleep(_POLL_SECONDS)
+
+    def _free_slot(self) -> int | None:
+        taken = {process.slot for process in self._running.values()}
+        return next((slot for slot in range(self._config.slots) if slot not in taken), None)
+
+    def _start_next(self, slot: int) -> bool:
+        """Start what comes next; False: nothing does, before others have ended."""
+        trials = self.book.trials
+        begun = next((one for one in trials if self._is_begun(one)), None)
+        trial = begun or next_promotion(self._config, trials, self._running.keys())
+        if trial is None and len(trials) < self._most:
+            trial = self.book.begin(choose_values(self._config, self._sweep.space, trials))
+        if trial is None:
+            return False
+        rung, folder = len(trial.results), self._sweep.folder_of(trial)
+        self._starts[trial.number, rung] = self._starts.get((trial.number, rung), 0) + 1
+        command = [*self._sweep.command, *self._sweep.overrides_of(trial, rung)]
+        environment = {}
+        if self._config.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._config.devices[slot]
+        if self._config.slots > 1:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._config.slots)))
+        folder.mkdir(parents=True, exist_ok=True)
+        before = read_run(folder)
+        aim = {"rung": rung, "start": 0 if before is None else before.start}
+        write_atomically(folder / _AIM, json.dumps(aim).encode())
+        self._running[trial.number] = TrialProcess.start(command, folder, slot=slot, rung=rung, environment=environment)
+        values = " ".join(as_override(key, value) for key, value in trial.values.items())
+        self._say(f"trial {trial.number}{self._rung_text(rung)} begins: {values}")
+        return True
+
+    def _is_begun(self, trial: Trial) -> bool:
+        """Whether a trial was on its way to the end of a rung when it was ended."""
+        if trial.failure is not None or trial.number in self._running or len(trial.results) == self._config.rungs:
+            return False
+        rung, _ = self._aim_of(trial)
+        return rung == len(trial.results)
+
+    def _aim_of(self, trial: Trial) -> tuple[int, int]:
+        """Give to the end of which rung a trial was started last, and how many starts it had had before."""
+        try:
+            aim = json.loads((self._sweep.folder_of(trial) / _AIM).read_text(encoding="utf-8"))
+            return int(aim["rung"]), int(aim["start"])
+        except (OSError, ValueError, KeyError, TypeError):
+            # It was chosen, and not started.
+            return 0, 0
+
+    def _record_of(self, trial: Trial) -> RunRecord | None:
+        """Give the record of the trial's last start; None: it has not come so far as to write one."""
+        record = read_run(self._sweep.folder_of(trial))
+        return None if record is None or record.start <= self._aim_of(trial)[1] else record
+
+    def _note(self, trial: Trial, rung: int, exit_code: int | None) -> None:
+        """Note how a trial stands whose process has ended, with this code if it is known."""
+        folder, record = self._sweep.folder_of(trial), self._record_of(trial)
+        name = f"trial {trial.number}{self._rung_text(rung)}"
+        if record is not None and record.state is State.finished:
+            result = Result(step=record.step, tokens=record.tokens, value=last_value(folder, self._config.metric))
+            self.book.reach(trial, result)
+            shown = "no value" if result.value is None else f"{self._config.metric} {result.value:.4f}"
+            self._say(f"{name}: {shown}, {result.tokens:,} tokens")
+            if result.value is None:
+                self.book.fail(trial, f"metrics.jsonl has no {self._config.metric}")
+        elif self._is_told_to_stop or (record is not None and record.state is State.stopped):
+            self._say(f"{name} has stopped")
+        elif record is not None and record.state is State.failed:
+            self.book.fail(trial, record.error or f"exit code {record.exit_code}")
+            self._say(f"{name} has failed: {record.error}; {folder / LOG}")
+        elif record is None and exit_code is not None and exit_code > 0:
+            self.book.fail(trial, f"exit code {exit_code} before the run had begun")
+            self._say(f"{name} has failed before it had begun, with {exit_code}: {folder / LOG}")
+        elif self._starts.get((trial.number, rung), 0) >= _MOST_STARTS:
+            self.book.fail(trial, f"it was killed {_MOST_STARTS} times")
+            self._say(f"{name} was killed {_MOST_STARTS} times: {folder / LOG}")
+        else:
+            self._say(f"{name} was killed, and goes on")
+
+    def _rung_text(self, rung: int) -> str:
+        return "" if self._config.rungs == 1 else f" (rung {rung})"
+
+    def best(self) -> Trial | None:
+        """Give the best of the trials that have come furthest; None: none has a value."""
+        ranked = rank_trials(self.book.trials, maximize=self._config.direction is Direction.maximize)
+        return ranked[0] if ranked else None
+
+    def table(self) -> str:
+        """All trials, the best first."""
+        ranked = rank_trials(self.book.trials, maximize=self._config.direction is Direction.maximize)
+        others = [trial for trial in self.book.trials if trial not in ranked]
+        rows: list[list[str]] = [["trial", self._config.metric, "tokens", "rung", "values"]]
+        for trial in (*ranked, *others):
+            last = trial.results[-1] if trial.results else None
+            shown = "failed" if trial.failure is not None else "-"
+            value = shown if last is None or last.value is None else f"{last.value:.4f}"
+            values = " ".join(as_override(key, one) for key, one in trial.values.items())
+            rows.append(
+                [str(trial.number), value, f"{last.tokens:,}" if last else "0", str(len(trial.results)), values]
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join(
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
+        )
+
+
+def last_value(folder: Path, metric: str) -> float | None:
+    """Give the last value of a metric of a run; None: there is none, or it is not finite."""
+    found: list[Any] = [line[metric] for line in read_lines(folder / METRICS) if metric in line]
+    value = found[-1] if found else None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

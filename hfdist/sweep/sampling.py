@@ -1,0 +1,102 @@
+"""Which values the next trial gets: of a grid, at random, or by Optuna's tree-structured Parzen estimator."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from hfdist.config.sweep import Sampler, SweepConfig
+from hfdist.sweep.book import Trial
+from hfdist.sweep.space import Dimension, Space
+
+_MOST_STARTS = 10
+"""Trials at random before TPE chooses."""
+
+
+def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, Any]:
+    """Give the values of the trial behind these: a function of them, of the seed and of the number alone.
+
+    Trials without a result count as bad ones, so that those that run side by side differ.
+    """
+    number = len(trials)
+    if config.sampler is Sampler.grid:
+        return space.grid()[number]
+    # Imported here: only a sweep that chooses needs it.
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # A sampler with one seed would begin anew after each restart, and draw what it has drawn.
+    digest = hashlib.blake2b(f"{config.seed} {number}".encode(), digest_size=4).digest()
+    seed = int.from_bytes(digest, "little")
+    sampler: Any = optuna.samplers.RandomSampler(seed=seed)
+    if config.sampler is Sampler.tpe:
+        starts = min(_MOST_STARTS, max(config.trials // 4, 1))
+        # Each key by itself: with tens of trials that was better than all together (`multivariate`).
+        with warnings.catch_warnings(category=optuna.exceptions.ExperimentalWarning, action="ignore"):
+            sampler = optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=starts, multivariate=False, constant_liar=True
+            )
+    study = make_study(config, space, trials, sampler=sampler)
+    asked = study.ask()
+    values: dict[str, Any] = {}
+    for one in space.dimensions:
+        if one.holds(values):
+            values[one.key] = _suggest(asked, one)
+    return values
+
+
+def make_study(config: SweepConfig, space: Space, trials: Sequence[Trial], **options: Any) -> Any:
+    """Give an Optuna study of the trials, for its samplers and its tools."""
+    import optuna
+
+    study = optuna.create_study(direction=config.direction.value, **options)
+    for trial in trials:
+        study.add_trial(_as_optuna(config, space, trial))
+    return study
+
+
+def _as_optuna(config: SweepConfig, space: Space, trial: Trial) -> Any:
+    import optuna
+
+    dimensions = {one.key: one for one in space.dimensions if one.key in trial.values}
+    values = {result.tokens: result.value for result in trial.results if result.value is not None}
+    state, last = optuna.trial.TrialState.RUNNING, trial.value
+    if trial.failure is not None or (trial.results and last is None):
+        state = optuna.trial.TrialState.FAIL
+    elif last is not None:
+        is_whole = len(trial.results) == config.rungs
+        state = optuna.trial.TrialState.COMPLETE if is_whole else optuna.trial.TrialState.PRUNED
+    return optuna.trial.create_trial(
+        state=state,
+        value=last if state is optuna.trial.TrialState.COMPLETE else None,
+        params={key: _index(one, trial.values[key]) for key, one in dimensions.items()},
+        distributions={key: _distribution(one) for key, one in dimensions.items()},
+        intermediate_values=values,
+    )
+
+
+def _distribution(one: Dimension) -> Any:
+    from optuna import distributions
+
+    if one.choices:
+        # Of their places: a choice may be a list, which Optuna does not take.
+        return distributions.CategoricalDistribution(range(len(one.choices)))
+    if one.is_whole:
+        return distributions.IntDistribution(int(one.low), int(one.high), log=one.is_log)
+    return distributions.FloatDistribution(one.low, one.high, log=one.is_log)
+
+
+def _index(one: Dimension, value: Any) -> Any:
+    return one.choices.index(value) if one.choices else value
+
+
+def _suggest(asked: Any, one: Dimension) -> Any:
+    if one.choices:
+        return one.choices[asked.suggest_categorical(one.key, range(len(one.choices)))]
+    if one.is_whole:
+        return asked.suggest_int(one.key, int(one.low), int(one.high), log=one.is_log)
+    value = float(f"{asked.suggest_float(one.key, one.low, one.high, log=one.is_log):.6g}")
+    # Rounded, as it will be written.
+    return min(max(value, one.low), one.high)

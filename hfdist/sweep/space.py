@@ -1,0 +1,177 @@
+"""The space of a sweep: which keys vary, and among which values. It is written as Hydra writes sweeps.
+
+    optimizer.lr=tag(log, interval(1e-5, 1e-2))     between two numbers; log: each factor is as likely
+    optimizer.warmup_steps=int(interval(0, 100))    whole numbers
+    strategy=choice(ddp, zero1)                     one of these; also without the word
+    optimizer.weight_decay=interval(0.5, 0.99) if optimizer.name=sgd
+
+Each value is then checked as an override of a run is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, QuotedString, RangeSweep
+from hydra.errors import HydraException
+
+from hfdist.config.schema import all_keys, find_key, nearest_key
+from hfdist.errors import ConfigError, nearest
+
+_IF = " if "
+_NOT_SWEPT = ("run", "launch", "report", "checkpoint")
+_ALLOWED = "choice(a,b), range(1,9,2), interval(0,1), int(interval(1,8)), tag(log, interval(1e-5,1e-2))"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimension:
+    """A key that varies: one of `choices`, or a number between `low` and `high`."""
+
+    key: str
+    choices: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    is_log: bool = False
+    is_whole: bool = False
+    condition: tuple[str, str] | None = None
+    """Another key and its value, without which this one has no part in a trial."""
+
+    def examples(self) -> tuple[Any, ...]:
+        """Give values of which each other one is between two, or is one of them."""
+        return self.choices or ((int(self.low), int(self.high)) if self.is_whole else (self.low, self.high))
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether it has a part in a trial, whose other values are these."""
+        return self.condition is None or _text(values.get(self.condition[0])) == self.condition[1]
+
+
+def parse_dimension(key: str, text: str, where: str) -> Dimension:
+    """Read a key's values.
+
+    Raises:
+        ConfigError: this is not how values are written, or the key is none of a run, or must not vary.
+    """
+    place = f"{key} ({where})"
+    body, _, condition = text.partition(_IF)
+    if key.partition(".")[0] in _NOT_SWEPT:
+        raise ConfigError("this key must not vary", where=place, hint="a key of model, data, optimizer or train")
+    in_free_mapping = any(known.is_free and key.startswith(f"{known.name}.") for known in all_keys().values())
+    if find_key(key) is None and "." in key and not in_free_mapping:
+        near = nearest_key(key)
+        raise ConfigError(f"there is no key `{key}`", where=place, hint=None if near is None else f"{near}={body}")
+    try:
+        override = OverridesParser.create().parse_override(f"{key}={body.strip()}")
+    except HydraException as error:
+        raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED) from error
+    found = override._value if override.is_sweep_override() else None
+    when = None
+    if condition:
+        name, equals, value = condition.strip().partition("=")
+        if not equals or not value:
+            what, allowed = "this is no condition", "VALUES if KEY=VALUE"
+            raise ConfigError(what, where=place, found=condition, allowed=allowed)
+        when = (name, value)
+    if isinstance(found, IntervalSweep):
+        return _interval(key, found, when, place)
+    if isinstance(found, RangeSweep):
+        found = ChoiceSweep(list=list(found.range()))
+    if isinstance(found, ChoiceSweep) and found.list:
+        choices = tuple(item.text if isinstance(item, QuotedString) else item for item in found.list)
+        return Dimension(key=key, choices=choices, condition=when)
+    raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED)
+
+
+def _interval(key: str, found: IntervalSweep, condition: tuple[str, str] | None, place: str) -> Dimension:
+    low, high = float(found.start or 0), float(found.end or 0)
+    is_log, is_whole = "log" in found.tags, isinstance(found.start, int) and isinstance(found.end, int)
+    fits = math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or not is_log)
+    if not fits:
+        allowed = "interval(LOW, HIGH) with LOW < HIGH" + (" and LOW > 0" if is_log else "")
+        raise ConfigError("this interval has no values", where=place, found=f"{low:g} to {high:g}", allowed=allowed)
+    return Dimension(key=key, low=low, high=high, is_log=is_log, is_whole=is_whole, condition=condition)
+
+
+def is_sweep(text: str) -> bool:
+    """Whether an override of the command line has several values."""
+    body = text.partition(_IF)[0].strip()
+    try:
+        return bool(OverridesParser.create().parse_override(body).is_sweep_override())
+    except HydraException:
+        # Whoever composes it says what is wrong with it.
+        return False
+
+
+class Space:
+    """All dimensions of a sweep, those behind that have a condition on others.
+
+    Raises:
+        ConfigError: there are none, or a condition is on a key that does not vary so.
+    """
+
+    def __init__(self, dimensions: Sequence[Dimension]) -> None:
+        if not dimensions:
+            what, hint = "nothing varies", "'optimizer.lr=tag(log, interval(1e-4, 1e-2))'"
+            raise ConfigError(what, where="sweep.space", allowed=_ALLOWED, hint=hint)
+        self.dimensions = sorted(dimensions, key=lambda one: one.condition is not None)
+        choices = {one.key: [*map(_text, one.choices)] for one in dimensions if one.choices and one.condition is None}
+        for one in dimensions:
+            if one.condition is not None and one.condition[1] not in choices.get(one.condition[0], []):
+                name, wanted = one.condition
+                known = choices.get(name, [])
+                what = "the condition never holds" if known else "the condition is on a key that is no choice here"
+                allowed = ", ".join(known or sorted(choices)) or None
+                near = nearest(wanted, known, f"{name}={{}}")
+                raise ConfigError(what, where=one.key, found=f"{name}={wanted}", allowed=allowed, hint=near)
+
+    def grid(self) -> list[dict[str, Any]]:
+        """Give all combinations.
+
+        Raises:
+            ConfigError: an interval has too many values for that.
+        """
+        for one in self.dimensions:
+            if not one.choices:
+                what, hint = "a grid takes choices", f"{one.key}=choice({one.low:g}, {one.high:g}), or sweep=random"
+                raise ConfigError(what, where=one.key, found="an interval", hint=hint)
+        combinations: list[dict[str, Any]] = [{}]
+        for one in self.dimensions:
+            combinations = [
+                {**values, one.key: choice} if one.holds(values) else values
+                for values, choice in itertools.product(combinations, one.choices)
+            ]
+        return [values for n, values in enumerate(combinations) if values not in combinations[:n]]
+
+    def examples(self) -> Iterator[dict[str, Any]]:
+        """Give trials that have each extreme and each choice once, to be checked before anything starts."""
+        first: dict[str, Any] = {}
+        for one in self.dimensions:
+            if one.holds(first):
+                first[one.key] = one.examples()[0]
+        yield first
+        for one in self.dimensions:
+            for value in one.examples()[1:] if one.condition is None else one.examples():
+                values = {**first, one.key: value}
+                if one.condition is not None:
+                    values[one.condition[0]] = one.condition[1]
+                yield {key: v for key, v in values.items() if self._by_key(key).holds(values)}
+
+    def _by_key(self, key: str) -> Dimension:
+        return next(one for one in self.dimensions if one.key == key)
+
+
+def as_override(key: str, value: Any) -> str:
+    """Write `key=value` for the command line of a run."""
+    return f"{key}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value).replace(" ", "") if isinstance(value, (list, dict)) else str(value)

@@ -1,0 +1,70 @@
+"""Sweeps of real runs, each in processes of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hfdist.records import EVENTS, read_lines
+from hfdist.sweep.book import Book
+
+pytestmark = pytest.mark.e2e
+
+TINY = ("model=tiny", "train.global_batch_size=4", "train.micro_batch_size=2", "data.sequence_length=64",
+        "data.workers=0", "data.eval_sequences=8", "report.plot=false")  # fmt: skip
+
+
+def hfdist(folder, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "hfdist", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
+    command = ("sweep", "sweep=grid", "run.name=grid", *TINY, "strategy=choice(ddp,zero1)", "launch.processes=2",
+               "train.max_steps=3", "checkpoint=none", "sweep.slots=2")  # fmt: skip
+    sweep = hfdist(tmp_path, *command)
+    while not (tmp_path / "runs/grid/sweep.jsonl").is_file():
+        assert sweep.poll() is None, sweep.communicate()
+        time.sleep(0.1)
+    second = hfdist(tmp_path, *command)
+    _, problem = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert "run.lock" in problem or "another run" in problem
+    said, problem = sweep.communicate(timeout=120)
+    assert sweep.returncode == 0, problem
+    trials = Book(tmp_path / "runs/grid").trials
+    assert [trial.values for trial in trials] == [{"strategy": "ddp"}, {"strategy": "zero1"}]
+    # The same mathematics, so the same loss.
+    assert trials[0].value == pytest.approx(trials[1].value, rel=1e-5)
+    assert "best: runs/grid/trial-000" in said
+
+
+def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path):
+    command = ("sweep", "sweep=asha", "run.name=asha", *TINY, "optimizer.schedule=constant", "train.max_steps=6",
+               "optimizer.warmup_steps=2", "optimizer.warmup_fraction=null", "train.eval_every=null",
+               "sweep.trials=2", "sweep.rungs=2", "sweep.factor=2", "optimizer.lr=tag(log, interval(1e-4, 1e-1))")  # fmt: skip
+    sweep = hfdist(tmp_path, *command)
+    while not any(trial.results for trial in Book(tmp_path / "runs/asha").trials):
+        assert sweep.poll() is None, sweep.communicate()
+        time.sleep(0.1)
+    sweep.send_signal(signal.SIGTERM)
+    _, problem = sweep.communicate(timeout=60)
+    assert sweep.returncode == 75, problem
+    sweep = hfdist(tmp_path, *command)
+    _, problem = sweep.communicate(timeout=120)
+    assert sweep.returncode == 0, problem
+    trials = Book(tmp_path / "runs/asha").trials
+    steps = sorted([result.step for result in trial.results] for trial in trials)
+    assert steps == [[3], [3, 6]]
+    best = next(trial for trial in trials if len(trial.results) == 2)
+    events = read_lines(tmp_path / f"runs/asha/trial-{best.number:04d}" / EVENTS)
+    assert [event["step"] for event in events if event["event"] == "resume"] == [3]

@@ -1,0 +1,187 @@
+"""A sweep whose controller or trials are killed at any moment ends as one that nobody disturbed."""
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.sweep import compose_sweep
+from hfdist.records import METRICS, read_lines
+from hfdist.sweep.book import Book
+from hfdist.sweep.controller import Controller, Sweep
+from hfdist.sweep.local import TrialProcess
+from hfdist.sweep.space import Space, parse_dimension
+from tests.unit.sweep.trial import TOKENS_PER_STEP, loss
+
+_FORK = multiprocessing.get_context("fork")
+STEPS = 45
+
+
+def make_sweep(folder, name, *overrides, values="tag(log, interval(1e-4, 1))", more=()):
+    config = compose_sweep(name, [f"sweep.{override}" for override in overrides], None)
+    fixed = ["train.max_steps=45", "train.global_batch_size=8", "data.sequence_length=128"]
+    return Sweep(
+        folder=folder,
+        config=config,
+        space=Space([parse_dimension("optimizer.lr", values, COMMAND_LINE)]),
+        command=[sys.executable, "-m", "tests.unit.sweep.trial", *fixed, *more],
+        compose=lambda own: compose_config([*fixed, *own]),
+    )
+
+
+def start(sweep, lines):
+    """The controller in a process of its own, as a user starts it."""
+
+    def run():
+        os.setsid()
+
+        def say(line):
+            with lines.open("a") as file:
+                file.write(f"{line}\n")
+
+        controller = Controller(sweep, say)
+        signal.signal(signal.SIGTERM, lambda *_: controller.stop())
+        sys.exit(0 if controller.run() else 75)
+
+    process = _FORK.Process(target=run)
+    process.start()
+    return process
+
+
+def finish(sweep, lines):
+    process = start(sweep, lines)
+    process.join(60)
+    assert process.exitcode == 0
+    return Book(sweep.folder)
+
+
+def in_figures(book):
+    return [
+        (trial.values, [(r.step, r.tokens, r.value) for r in trial.results], trial.failure) for trial in book.trials
+    ]
+
+
+def running_in(sweep):
+    return [one for folder, one in TrialProcess.find_all().items() if folder.parent == sweep.folder.resolve()]
+
+
+def steps_of(sweep, trial):
+    return [line["step"] for line in read_lines(sweep.folder_of(trial) / METRICS)]
+
+
+def test_halving_trains_the_best_to_the_end_and_no_step_twice(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "asha", "trials=9", "slots=2")
+    sweep.folder.mkdir()
+    book = finish(sweep, tmp_path / "lines")
+    assert len(book.trials) == 9
+    numbers = sorted((len(trial.results) for trial in book.trials), reverse=True)
+    assert numbers[0] == 3
+    assert sum(number >= 2 for number in numbers) in (3, 4)
+    for trial in book.trials:
+        reached = [STEPS // 9, STEPS // 3, STEPS][len(trial.results) - 1]
+        assert steps_of(sweep, trial) == list(range(1, reached + 1))
+        last = trial.results[-1]
+        assert (last.step, last.tokens) == (reached, reached * TOKENS_PER_STEP)
+        assert last.value == pytest.approx(loss(trial.values["optimizer.lr"], reached))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_is_killed_the_sweep_ends_as_it_would_have(tmp_path, seed):
+    whole, killed = (make_sweep(tmp_path / name, "asha", "trials=6") for name in ("whole", "killed"))
+    for sweep in (whole, killed):
+        sweep.folder.mkdir()
+    wanted = finish(whole, tmp_path / "whole.txt")
+    choose = random.Random(seed)
+    for _ in range(5):
+        process = start(killed, tmp_path / "lines")
+        time.sleep(choose.uniform(0.1, 1.0))
+        victim = choose.choice(("controller", "trial", "both"))
+        running = running_in(killed)
+        if victim != "trial":
+            process.kill()
+        for one in running if victim != "controller" else ():
+            one._process.kill()
+        if victim == "trial":
+            time.sleep(0.2)
+            process.kill()
+        process.join()
+    found = finish(killed, tmp_path / "lines")
+    assert in_figures(found) == in_figures(wanted)
+    for trial in found.trials:
+        assert steps_of(killed, trial) == steps_of(whole, trial)
+
+
+def test_a_live_orphan_is_adopted_and_not_started_again(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "random", "trials=1")
+    sweep.folder.mkdir()
+    process = start(sweep, tmp_path / "lines")
+    while not running_in(sweep):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    book = finish(sweep, tmp_path / "lines")
+    said = (tmp_path / "lines").read_text()
+    assert said.count("begins") == 1
+    assert "trial 0 still runs" in said
+    assert book.trials[0].results[0].step == STEPS
+
+
+def test_told_to_stop_trials_save_and_go_on_later(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "random", "trials=3", "slots=2")
+    sweep.folder.mkdir()
+    process = start(sweep, tmp_path / "lines")
+    while len(Book(sweep.folder).trials) < 2 or not any(steps_of(sweep, trial) for trial in Book(sweep.folder).trials):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(20)
+    assert process.exitcode == 75
+    assert "has stopped" in (tmp_path / "lines").read_text()
+    book = finish(sweep, tmp_path / "lines")
+    assert [len(trial.results) for trial in book.trials] == [1, 1, 1]
+    assert all(steps_of(sweep, trial) == list(range(1, STEPS + 1)) for trial in book.trials)
+
+
+def test_a_trial_that_fails_does_not_stop_the_others(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "grid", values="1e-3,1e-1,1e-2", more=["fail=true"])
+    sweep.folder.mkdir()
+    book = finish(sweep, tmp_path / "lines")
+    assert [trial.failure for trial in book.trials] == [None, "the loss is not finite", None]
+    controller = Controller(sweep, print)
+    assert controller.best().values == {"optimizer.lr": 1e-2}
+    assert controller.table().splitlines()[-1].split() == ["1", "failed", "0", "0", "optimizer.lr=0.1"]
+
+
+def test_a_trial_that_cannot_begin_is_no_result_of_its_earlier_rung(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "asha", "trials=3", "rungs=2", "factor=3")
+    sweep.folder.mkdir()
+    ends_after = 3
+
+    class Breaks(list):
+        """The command, of which only the first calls come to anything."""
+
+        calls = 0
+
+        def __iter__(self):
+            Breaks.calls += 1
+            broken = Breaks.calls > ends_after
+            return iter([sys.executable, "-c", "raise SystemExit(2)"] if broken else [*list.__iter__(self)])
+
+    object.__setattr__(sweep, "command", Breaks(sweep.command))
+    book = finish(sweep, tmp_path / "lines")
+    (failed,) = [trial for trial in book.trials if trial.failure is not None]
+    assert failed.failure == "exit code 2 before the run had begun"
+    assert [len(trial.results) for trial in book.trials] == [1, 1, 1]
+
+
+def test_a_trial_that_is_killed_again_and_again_is_given_up(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "random", "trials=1")
+    sweep.folder.mkdir()
+    object.__setattr__(sweep, "command", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    book = finish(sweep, tmp_path / "lines")
+    assert [trial.failure for trial in book.trials] == ["it was killed 3 times"]

@@ -1,0 +1,104 @@
+"""Which values a trial gets, and which trial goes on: functions of what the trials have reached."""
+
+import math
+
+import pytest
+
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.sweep import Sampler, compose_sweep
+from hfdist.sweep.book import Result, Trial, rank_trials
+from hfdist.sweep.halving import next_promotion, tokens_of_rungs
+from hfdist.sweep.sampling import choose_values
+from hfdist.sweep.space import Space, parse_dimension
+
+LR = parse_dimension("optimizer.lr", "tag(log, interval(1e-4, 1))", COMMAND_LINE)
+NAME = parse_dimension("optimizer.name", "adamw,sgd", COMMAND_LINE)
+MOMENTUM = parse_dimension("optimizer.weight_decay", "interval(0.1, 0.9) if optimizer.name=sgd", COMMAND_LINE)
+SPACE = Space([LR, NAME, MOMENTUM])
+
+
+def search(config, loss, number):
+    trials = []
+    for _ in range(number):
+        values = choose_values(config, SPACE, trials)
+        value = loss(values)
+        result = Result(step=1, tokens=100, value=value)
+        trials.append(Trial(number=len(trials), values=values, results=[result]))
+    return trials
+
+
+def loss(values):
+    """Best for sgd with a rate of 0.03 and a momentum of 0.8."""
+    other = 1.0 if values["optimizer.name"] == "adamw" else abs(values["optimizer.weight_decay"] - 0.8)
+    return abs(math.log10(values["optimizer.lr"] / 0.03)) + other
+
+
+@pytest.mark.parametrize("name", ["random", "tpe"])
+def test_values_are_a_function_of_seed_number_and_results(name):
+    config = compose_sweep(name, ["sweep.trials=20"], None)
+    trials = search(config, loss, 12)
+    assert [trial.values for trial in search(config, loss, 12)] == [trial.values for trial in trials]
+    assert len({trial.values["optimizer.lr"] for trial in trials}) == 12
+    other = search(compose_sweep(name, ["sweep.trials=20", "sweep.seed=1"], None), loss, 12)
+    assert not {trial.values["optimizer.lr"] for trial in other} & {trial.values["optimizer.lr"] for trial in trials}
+    for trial in trials:
+        assert 1e-4 <= trial.values["optimizer.lr"] <= 1
+        assert ("optimizer.weight_decay" in trial.values) == (trial.values["optimizer.name"] == "sgd")
+
+
+def test_tpe_finds_what_random_values_do_not():
+    def best(name, seed):
+        config = compose_sweep(name, ["sweep.trials=30", f"sweep.seed={seed}"], None)
+        return min(loss(trial.values) for trial in search(config, loss, 30))
+
+    tpe, random = (sorted(best(name, seed) for seed in range(5))[2] for name in ("tpe", "random"))
+    assert tpe < random / 2
+
+
+def test_trials_that_run_failed_or_stopped_are_known_to_tpe():
+    config = compose_sweep("asha", [], None)
+    trials = search(config, loss, 8)
+    trials[1].results.clear()
+    trials[2].failure = "the loss is not finite"
+    trials[3].results[:] = [Result(step=1, tokens=100, value=None)]
+    trials[4].results += [Result(step=3, tokens=300, value=0.1), Result(step=9, tokens=900, value=0.1)]
+    assert config.sampler is Sampler.tpe
+    assert choose_values(config, SPACE, trials).keys() >= {"optimizer.lr", "optimizer.name"}
+
+
+def asha(values):
+    """Trials, each with its value at the end of each rung so far."""
+    return [
+        Trial(
+            number=number,
+            values={},
+            results=[Result(step=rung, tokens=rung, value=value) for rung, value in enumerate(own)],
+        )
+        for number, own in enumerate(values)
+    ]
+
+
+def test_the_best_third_goes_on():
+    config = compose_sweep("asha", [], None)
+    assert tokens_of_rungs(config, 900) == [100, 300, 900]
+    assert next_promotion(config, asha([[3.0], [2.0]]), []) is None
+    three = asha([[3.0], [2.0], [4.0]])
+    assert next_promotion(config, three, []).number == 1
+    assert next_promotion(config, three, [1]) is None
+    assert next_promotion(config, asha([[3.0], [2.0, 1.0], [4.0]]), []) is None
+    # Of nine the best three; and of three that have come further the best one, first.
+    nine = [[3.0], [2.0, 1.5], [4.0], [5.0], [6.0], [1.0, 1.2], [7.0], [8.0], [2.5]]
+    assert next_promotion(config, asha(nine), []).number == 8
+    nine[8] = [2.5, 2.4]
+    assert next_promotion(config, asha(nine), []).number == 5
+    failed = asha(nine)
+    failed[5].failure = "killed"
+    assert next_promotion(config, failed, []) is None
+    maximize = compose_sweep("asha", ["sweep.direction=maximize"], None)
+    assert next_promotion(maximize, three, []).number == 2
+
+
+def test_the_furthest_are_ranked_first():
+    trials = asha([[3.0], [2.0, 9.0], [None], [1.0], [2.0, 8.0, 7.0]])
+    assert [trial.number for trial in rank_trials(trials, maximize=False)] == [4, 1, 3, 0]
+    assert [trial.number for trial in rank_trials(trials, maximize=True)] == [4, 1, 0, 3]
