@@ -22,6 +22,8 @@ class Sampler(Enum):
     grid = "grid"
     random = "random"
     tpe = "tpe"
+    pbt = "pbt"
+    """Random at first; then those of better trials, changed."""
 
 
 class Direction(Enum):
@@ -43,6 +45,7 @@ class SweepConfig:
     space: dict[str, str] = field(default_factory=dict)
     rungs: int = limited(1, at_least=1)
     factor: int = limited(3, at_least=2)
+    generations: int = limited(1, at_least=1)
     slots: int = limited(1, at_least=1)
     devices: list[str] = field(default_factory=list)
 
@@ -67,4 +70,10 @@ def compose_sweep(name: str, overrides: Sequence[str], own: Path | None) -> Swee
     if config.devices and len(config.devices) != config.slots:
         what, found = "each slot needs its devices", f"{len(config.devices)} for {config.slots} slots"
         raise ConfigError(what, where="sweep.devices", found=found, hint='sweep.devices=\'["0,1","2,3"]\'')
+    if config.sampler is not Sampler.pbt and config.generations > 1:
+        what = "only population based training has generations"
+        raise ConfigError(what, where="sweep.generations", found=config.generations, hint="sweep=pbt")
+    if config.sampler is Sampler.pbt and config.rungs > 1:
+        what = "the generations of a population are its rungs"
+        raise ConfigError(what, where="sweep.rungs", found=config.rungs, hint="sweep.rungs=1")
     return config

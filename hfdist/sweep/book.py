@@ -29,6 +29,8 @@ class Trial:
 
     number: int
     values: dict[str, Any]
+    parent: int | None = None
+    """The trial at whose checkpoint it begins; None: at step 0."""
     results: list[Result] = field(default_factory=list)
     """One for each rung whose end it has reached."""
     failure: str | None = None
@@ -50,9 +52,10 @@ class Book:
         for line in read_lines(self._path):
             self._take(line)
 
-    def begin(self, values: Mapping[str, Any]) -> Trial:
+    def begin(self, values: Mapping[str, Any], parent: int | None = None) -> Trial:
         """Add a trial."""
-        self._add({"trial": len(self.trials), "values": dict(values)})
+        of_parent = {} if parent is None else {"parent": parent}
+        self._add({"trial": len(self.trials), "values": dict(values), **of_parent})
         return self.trials[-1]
 
     def reach(self, trial: Trial, result: Result) -> None:
@@ -70,7 +73,8 @@ class Book:
 
     def _take(self, line: Mapping[str, Any]) -> None:
         if "values" in line:
-            self.trials.append(Trial(number=int(line["trial"]), values=dict(line["values"])))
+            trial = Trial(number=int(line["trial"]), values=dict(line["values"]), parent=line.get("parent"))
+            self.trials.append(trial)
         elif "failed" in line:
             self.trials[int(line["trial"])].failure = str(line["failed"])
         else:

@@ -36,6 +36,7 @@ Train many runs that differ in some keys, and find the best. Each trial is a run
 
 hfdist sweep run.name=lr model=tiny 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'
 hfdist sweep sweep=grid run.name=grid model=tiny optimizer.lr=1e-3,3e-3 strategy=choice(ddp,zero1) launch.processes=2
+hfdist sweep sweep=pbt run.name=pbt optimizer.schedule=constant 'optimizer.lr=tag(log, interval(1e-4, 1e-2))'
 hfdist sweep sweep=asha run.name=asha optimizer=adamw optimizer.schedule=constant 'optimizer.lr=interval(1e-4, 1e-2)'
 
 sweep=NAME          {presets}; default: {preset}
@@ -71,6 +72,8 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sw
         run = compose([as_override(key, value) for key, value in example.items()])
         check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
         _check_rungs(config, run)
+    if config.sampler is Sampler.pbt:
+        _check_population(space)
     if config.sampler is Sampler.grid:
         space.grid()
     elif importlib.util.find_spec("optuna") is None:
@@ -85,9 +88,18 @@ def _compose(fixed: Sequence[str], name: str, config_dir: str | None, own: Seque
     return compose_config([*fixed, *own], name=name, extra_dir=config_dir)
 
 
+def _check_population(space: Space) -> None:
+    """Refuse keys that must stay while a model is trained."""
+    for one in space.dimensions:
+        if one.choices or one.is_whole or one.condition is not None or one.key.partition(".")[0] != "optimizer":
+            what, allowed = "a member's value changes while it is trained", "intervals of keys of the optimizer"
+            hint = "optimizer.lr='tag(log, interval(1e-4, 1e-2))'"
+            raise ConfigError(what, where=one.key, found="another key or values", allowed=allowed, hint=hint)
+
+
 def _check_rungs(config: SweepConfig, run: RunConfig) -> None:
     """Refuse rungs for runs whose steps depend on how long they will be, or that cannot go on."""
-    if config.rungs == 1:
+    if config.rungs == 1 and config.sampler is not Sampler.pbt:
         return
     if run.optimizer.schedule is not Schedule.constant or run.optimizer.warmup_fraction is not None:
         raise ConfigError(
@@ -126,6 +138,9 @@ def _sweep(arguments: list[str]) -> None:
     if best is not None:
         own = " ".join(as_override(key, value) for key, value in best.values.items())
         _say(f"best: {sweep.folder_of(best)}: {own}")
+        for one in controller.history(best)[:-1]:
+            own = " ".join(as_override(key, value) for key, value in one.values.items())
+            _say(f"  up to step {one.results[-1].step}, trial {one.number}: {own}")
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")

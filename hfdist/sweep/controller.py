@@ -22,6 +22,7 @@ from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
 from hfdist.sweep.book import Book, Result, Trial, rank_trials
 from hfdist.sweep.halving import next_promotion, tokens_of_rungs
 from hfdist.sweep.local import LOG, TrialProcess
+from hfdist.sweep.population import generation_of, next_member
 from hfdist.sweep.sampling import choose_values
 from hfdist.sweep.space import Space, as_override
 
@@ -51,11 +52,21 @@ class Sweep:
     def overrides_of(self, trial: Trial, rung: int) -> list[str]:
         """What is the trial's own, on the way to the end of a rung."""
         own = [*(as_override(key, value) for key, value in trial.values.items()), f"run.dir={self.folder_of(trial)}"]
-        if self.config.rungs == 1:
+        if self.config.sampler is not Sampler.pbt and self.config.rungs == 1:
             return own
         config = self.compose(own)
-        steps = tokens_of_rungs(self.config, _tokens(config))[rung] / tokens_per_step(config)
-        return [*own, f"train.max_steps={max(1, math.ceil(steps))}", "checkpoint.allow_changes=true"]
+        if self.config.sampler is Sampler.pbt:
+            share = (generation_of(self.config, trial.number) + 1) / self.config.generations
+            tokens = round(share * _tokens(config))
+        else:
+            tokens = tokens_of_rungs(self.config, _tokens(config))[rung]
+        steps = max(1, math.ceil(tokens / tokens_per_step(config)))
+        own += [f"train.max_steps={steps}", "checkpoint.allow_changes=true"]
+        if trial.parent is None:
+            return own
+        # Names of steps are as long as each other, and one that is not complete has another ending.
+        steps_of_parent = (self.folder / f"trial-{trial.parent:04d}" / "checkpoints").glob("step-????????")
+        return [*own, f"checkpoint.resume={max(steps_of_parent)}"]
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -83,6 +94,7 @@ class Controller:
         self._most = self._config.trials
         if self._config.sampler is Sampler.grid:
             self._most = min(self._most, len(sweep.space.grid()))
+        self._most *= self._config.generations
         self._running: dict[int, TrialProcess] = {}
         """By the number of the trial."""
         self._starts: dict[tuple[int, int], int] = {}
@@ -128,7 +140,7 @@ class Controller:
         begun = next((one for one in trials if self._is_begun(one)), None)
         trial = begun or next_promotion(self._config, trials, self._running.keys())
         if trial is None and len(trials) < self._most:
-            trial = self.book.begin(choose_values(self._config, self._sweep.space, trials))
+            trial = self._begin_trial()
         if trial is None:
             return False
         rung, folder = len(trial.results), self._sweep.folder_of(trial)
@@ -145,8 +157,17 @@ class Controller:
         write_atomically(folder / _AIM, json.dumps(aim).encode())
         self._running[trial.number] = TrialProcess.start(command, folder, slot=slot, rung=rung, environment=environment)
         values = " ".join(as_override(key, value) for key, value in trial.values.items())
-        self._say(f"trial {trial.number}{self._rung_text(rung)} begins: {values}")
+        start = "" if trial.parent is None else f" at the checkpoint of trial {trial.parent}"
+        self._say(f"trial {trial.number}{self._rung_text(rung)} begins{start}: {values}")
         return True
+
+    def _begin_trial(self) -> Trial | None:
+        """Begin the next trial; None: its values depend on trials that run."""
+        trials, space = self.book.trials, self._sweep.space
+        if self._config.sampler is not Sampler.pbt:
+            return self.book.begin(choose_values(self._config, space, trials))
+        member = next_member(self._config, space, trials)
+        return None if member is None else self.book.begin(*member)
 
     def _is_begun(self, trial: Trial) -> bool:
         """Whether a trial was on its way to the end of a rung when it was ended."""
@@ -199,8 +220,17 @@ class Controller:
 
     def best(self) -> Trial | None:
         """Give the best of the trials that have come furthest; None: none has a value."""
-        ranked = rank_trials(self.book.trials, maximize=self._config.direction is Direction.maximize)
+        last = (len(self.book.trials) - 1) // self._config.trials * self._config.trials
+        trials = self.book.trials[last:] if self._config.sampler is Sampler.pbt else self.book.trials
+        ranked = rank_trials(trials, maximize=self._config.direction is Direction.maximize)
         return ranked[0] if ranked else None
+
+    def history(self, trial: Trial) -> list[Trial]:
+        """Give a trial behind its parents, the first first: whose values its steps had."""
+        line = [trial]
+        while (parent := line[0].parent) is not None:
+            line.insert(0, self.book.trials[parent])
+        return line
 
     def table(self) -> str:
         """All trials, the best first."""

@@ -51,7 +51,8 @@ def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
 def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path):
     command = ("sweep", "sweep=asha", "run.name=asha", *TINY, "optimizer.schedule=constant", "train.max_steps=6",
                "optimizer.warmup_steps=2", "optimizer.warmup_fraction=null", "train.eval_every=null",
-               "sweep.trials=2", "sweep.rungs=2", "sweep.factor=2", "optimizer.lr=tag(log, interval(1e-4, 1e-1))")  # fmt: skip
+               "sweep.trials=2", "sweep.rungs=2", "sweep.factor=2",
+               "optimizer.lr=tag(log, interval(1e-4, 1e-1))")  # fmt: skip
     sweep = hfdist(tmp_path, *command)
     while not any(trial.results for trial in Book(tmp_path / "runs/asha").trials):
         assert sweep.poll() is None, sweep.communicate()

@@ -91,7 +91,7 @@ def test_halving_trains_the_best_to_the_end_and_no_step_twice(tmp_path):
         assert last.value == pytest.approx(loss(trial.values["optimizer.lr"], reached))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_whoever_is_killed_the_sweep_ends_as_it_would_have(tmp_path, seed):
     whole, killed = (make_sweep(tmp_path / name, "asha", "trials=6") for name in ("whole", "killed"))
     for sweep in (whole, killed):
@@ -115,6 +115,34 @@ def test_whoever_is_killed_the_sweep_ends_as_it_would_have(tmp_path, seed):
     assert in_figures(found) == in_figures(wanted)
     for trial in found.trials:
         assert steps_of(killed, trial) == steps_of(whole, trial)
+
+
+def test_bad_members_of_a_population_go_on_as_changed_good_ones(tmp_path):
+    """Also with kills between."""
+    sweeps = [make_sweep(tmp_path / name, "pbt", "trials=4", "generations=3", "slots=1") for name in ("a", "b")]
+    for sweep in sweeps:
+        sweep.folder.mkdir()
+    process = start(sweeps[1], tmp_path / "lines")
+    while len(Book(sweeps[1].folder).trials) < 6:
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    book, disturbed = (finish(sweep, tmp_path / "lines") for sweep in sweeps)
+    assert in_figures(disturbed) == in_figures(book)
+    assert len(book.trials) == 12
+    for generation in (1, 2):
+        before = book.trials[4 * generation - 4 : 4 * generation]
+        best, worst = (pick(before, key=lambda trial: trial.value) for pick in (min, max))
+        for member, trial in enumerate(book.trials[4 * generation : 4 * generation + 4]):
+            own = before[member]
+            assert trial.parent == (best if own is worst else own).number
+            ratio = trial.values["optimizer.lr"] / book.trials[trial.parent].values["optimizer.lr"]
+            assert any(ratio == pytest.approx(one, rel=1e-4) for one in ((0.8, 1.25) if own is worst else (1,)))
+            assert steps_of(sweeps[0], trial) == list(range(15 * generation + 1, 15 * generation + 16))
+    controller = Controller(sweeps[0], print)
+    best = controller.best()
+    assert best.number >= 8
+    assert [one.number // 4 for one in controller.history(best)] == [0, 1, 2]
 
 
 def test_a_live_orphan_is_adopted_and_not_started_again(tmp_path):

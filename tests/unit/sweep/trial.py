@@ -27,18 +27,21 @@ def main():
     recorder = RunRecorder(folder, {}, 1)
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    # A path such as .../step-00000012
+    first = 1 + int(given["checkpoint.resume"][-8:]) if "checkpoint.resume" in given else 1
     steps = [line["step"] for line in read_lines(folder / METRICS)]
-    assert steps == list(range(1, len(steps) + 1)), "each step is done once"
+    assert steps == list(range(first, first + len(steps))), "each step is done once"
     if given.get("fail") == "true" and lr > 0.01:
         recorder.end(5, "the loss is not finite")
         sys.exit(5)
-    for step in range(len(steps) + 1, last + 1):
+    for step in range(first + len(steps), last + 1):
         if told:
             recorder.end(75, "told to stop")
             sys.exit(75)
         time.sleep(STEP_SECONDS)
         append_line(folder / METRICS, {"step": step, "eval_loss": loss(lr, step)})
         recorder.record.step, recorder.record.tokens = step, step * TOKENS_PER_STEP
+    (folder / f"checkpoints/step-{last:08d}").mkdir(parents=True, exist_ok=True)
     recorder.end(0)
 
 
