@@ -155,8 +155,10 @@ def test_a_live_orphan_is_adopted_and_not_started_again(tmp_path):
     process.join()
     book = finish(sweep, tmp_path / "lines")
     said = (tmp_path / "lines").read_text()
-    assert said.count("begins") == 1
     assert "trial 0 still runs" in said
+    # Not in the second life; the first one may have died before it said so.
+    assert "begins" not in said.partition("still runs")[2]
+    assert said.count("begins") <= 1
     assert book.trials[0].results[0].step == STEPS
 
 
