@@ -149,8 +149,9 @@ def _sweep(arguments: list[str]) -> None:
 def _keep_settings(sweep: Sweep, config: SweepConfig) -> None:
     """Write down what is asked, or refuse it where the sweep has begun otherwise."""
     path = sweep.folder / SETTINGS
-    # Where and how many at a time does not matter.
-    asked = {key: value for key, value in plain(config).items() if key not in ("slots", "devices", "trials", "space")}
+    # Where and how many at a time does not matter; nor how many in all, unless these are the members of a population.
+    free = ["slots", "devices", "space", *([] if config.sampler is Sampler.pbt else ["trials"])]
+    asked = {key: value for key, value in plain(config).items() if key not in free}
     asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.command[3:])}
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))

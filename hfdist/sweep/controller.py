@@ -18,6 +18,7 @@ from typing import Any
 from hfdist.atomic_write import write_atomically
 from hfdist.config.run import RunConfig
 from hfdist.config.sweep import Direction, Sampler, SweepConfig
+from hfdist.errors import BudgetError
 from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
 from hfdist.sweep.book import Book, Result, Trial, rank_trials
 from hfdist.sweep.halving import next_promotion, tokens_of_rungs
@@ -194,7 +195,9 @@ class Controller:
         """Note how a trial stands whose process has ended, with this code if it is known."""
         folder, record = self._sweep.folder_of(trial), self._record_of(trial)
         name = f"trial {trial.number}{self._rung_text(rung)}"
-        if record is not None and record.state is State.finished:
+        # A trial whose own budget is used up has come as far as it may.
+        is_done = record is not None and (record.state is State.finished or record.exit_code == BudgetError.exit_code)
+        if record is not None and is_done:
             result = Result(step=record.step, tokens=record.tokens, value=last_value(folder, self._config.metric))
             self.book.reach(trial, result)
             shown = "no value" if result.value is None else f"{self._config.metric} {result.value:.4f}"

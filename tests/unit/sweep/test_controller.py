@@ -177,6 +177,13 @@ def test_told_to_stop_trials_save_and_go_on_later(tmp_path):
     assert all(steps_of(sweep, trial) == list(range(1, STEPS + 1)) for trial in book.trials)
 
 
+def test_a_trial_whose_budget_is_used_up_has_ended(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "grid", values="1e-3,1e-2", more=["budget=5"])
+    sweep.folder.mkdir()
+    book = finish(sweep, tmp_path / "lines")
+    assert [[result.step for result in trial.results] for trial in book.trials] == [[5], [5]]
+
+
 def test_a_trial_that_fails_does_not_stop_the_others(tmp_path):
     sweep = make_sweep(tmp_path / "sweep", "grid", values="1e-3,1e-1,1e-2", more=["fail=true"])
     sweep.folder.mkdir()

@@ -35,6 +35,9 @@ def main():
         recorder.end(5, "the loss is not finite")
         sys.exit(5)
     for step in range(first + len(steps), last + 1):
+        if step > int(given.get("budget", last)):
+            recorder.end(8, "the budget is used up")
+            sys.exit(8)
         if told:
             recorder.end(75, "told to stop")
             sys.exit(75)
