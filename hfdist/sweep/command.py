@@ -24,12 +24,13 @@ from hfdist.config.schema import plain
 from hfdist.config.sweep import GROUP, SECTION, Sampler, SweepConfig, compose_sweep
 from hfdist.errors import ConfigError, PreemptedError
 from hfdist.sweep.controller import Controller, Sweep
+from hfdist.sweep.sampling import importances, write_study
 from hfdist.sweep.space import Space, as_override, is_sweep, parse_dimension
 from hfdist.topology import read_launcher
 from hfdist.trainer.run.run_lock import RunLock
 
-SETTINGS = "sweep.json"
-"""In the sweep's folder: what was asked when it began."""
+SETTINGS, STUDY = "sweep.json", "study.journal"
+"""In the sweep's folder: what was asked when it began, and all trials for Optuna's own tools."""
 _PRESET = "tpe"
 _HELP = """\
 Train many runs that differ in some keys, and find the best. Each trial is a run of its own, in any layout.
@@ -59,7 +60,11 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sw
     own = None if line.config_dir is None else Path(line.config_dir).expanduser()
     config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
     fixed = [text for text in line.overrides if not is_sweep(text)]
-    dimensions = [parse_dimension(key, values, "sweep.space") for key, values in config.space.items()]
+    # The command line wins, also with one value.
+    given = {text.partition("=")[0] for text in line.overrides}
+    dimensions = [
+        parse_dimension(key, values, "sweep.space") for key, values in config.space.items() if key not in given
+    ]
     for text in line.overrides:
         if text not in fixed:
             varied, _, words = text.partition("=")
@@ -123,7 +128,7 @@ def _sweep(arguments: list[str]) -> None:
         go_offline()
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(sweep.folder)
-    _keep_settings(sweep, config)
+    keep_settings(sweep, config)
     controller = Controller(sweep, say=_say)
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -134,6 +139,11 @@ def _sweep(arguments: list[str]) -> None:
         signal.signal(number, stop)
     has_ended = controller.run()
     _say(controller.table())
+    if config.sampler is not Sampler.grid:
+        write_study(config, sweep.space, controller.book.trials, sweep.folder / STUDY)
+        shares = importances(config, sweep.space, controller.book.trials)
+        if shares:
+            _say(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in shares.items())}")
     best = controller.best()
     if best is not None:
         own = " ".join(as_override(key, value) for key, value in best.values.items())
@@ -146,7 +156,7 @@ def _sweep(arguments: list[str]) -> None:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
 
 
-def _keep_settings(sweep: Sweep, config: SweepConfig) -> None:
+def keep_settings(sweep: Sweep, config: SweepConfig) -> None:
     """Write down what is asked, or refuse it where the sweep has begun otherwise."""
     path = sweep.folder / SETTINGS
     # Where and how many at a time does not matter; nor how many in all, unless these are the members of a population.

@@ -29,7 +29,7 @@ from hfdist.sweep.space import Space, as_override
 
 _AIM = "aim.json"
 """In the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.2
 _MOST_STARTS = 3
 """Of a trial that is killed again and again on its way to one rung."""
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.sweep.book import Trial
-from hfdist.sweep.space import Dimension, Space
+from hfdist.sweep.space import Dimension, Space, as_text
 
 _MOST_STARTS = 10
 """Trials at random before TPE chooses."""
+_LEAST_FOR_IMPORTANCE = 8
+"""Trials that have come to their end."""
 
 
 def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, Any]:
@@ -26,7 +29,6 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
     # Imported here: only a sweep that chooses needs it.
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     # A sampler with one seed would begin anew after each restart, and draw what it has drawn.
     digest = hashlib.blake2b(f"{config.seed} {number}".encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
@@ -47,10 +49,37 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
     return values
 
 
-def make_study(config: SweepConfig, space: Space, trials: Sequence[Trial], **options: Any) -> Any:
-    """Give an Optuna study of the trials, for its samplers and its tools."""
+def write_study(config: SweepConfig, space: Space, trials: Sequence[Trial], path: Path) -> None:
+    """Write the trials as a journal of Optuna, for its dashboard and its plots; one that is there is replaced."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.unlink(missing_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(unfinished)))
+    make_study(config, space, trials, storage=storage, study_name=path.parent.name)
+    unfinished.replace(path)
+
+
+def importances(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, float]:
+    """Give how much each key decides of the metric (PED-ANOVA), the most first; empty: there are too few trials."""
     import optuna
 
+    done = [trial for trial in trials if len(trial.results) == config.rungs and trial.value is not None]
+    keys = [one.key for one in space.dimensions if all(one.key in trial.values for trial in done)]
+    if len(done) < _LEAST_FOR_IMPORTANCE or len(keys) < 2:
+        return {}
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    shares = optuna.importance.get_param_importances(make_study(config, space, done), evaluator=evaluator, params=keys)
+    return {key: float(share) for key, share in shares.items()}
+
+
+def make_study(config: SweepConfig, space: Space, trials: Sequence[Trial], **options: Any) -> Any:
+    """Give an Optuna study of the trials."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction=config.direction.value, **options)
     for trial in trials:
         study.add_trial(_as_optuna(config, space, trial))
@@ -71,7 +100,9 @@ def _as_optuna(config: SweepConfig, space: Space, trial: Trial) -> Any:
     return optuna.trial.create_trial(
         state=state,
         value=last if state is optuna.trial.TrialState.COMPLETE else None,
-        params={key: _index(one, trial.values[key]) for key, one in dimensions.items()},
+        params={
+            key: as_text(trial.values[key]) if one.choices else trial.values[key] for key, one in dimensions.items()
+        },
         distributions={key: _distribution(one) for key, one in dimensions.items()},
         intermediate_values=values,
     )
@@ -81,20 +112,17 @@ def _distribution(one: Dimension) -> Any:
     from optuna import distributions
 
     if one.choices:
-        # Of their places: a choice may be a list, which Optuna does not take.
-        return distributions.CategoricalDistribution(range(len(one.choices)))
+        # As text: a choice may be a list, which Optuna does not take.
+        return distributions.CategoricalDistribution([as_text(choice) for choice in one.choices])
     if one.is_whole:
         return distributions.IntDistribution(int(one.low), int(one.high), log=one.is_log)
     return distributions.FloatDistribution(one.low, one.high, log=one.is_log)
 
 
-def _index(one: Dimension, value: Any) -> Any:
-    return one.choices.index(value) if one.choices else value
-
-
 def _suggest(asked: Any, one: Dimension) -> Any:
     if one.choices:
-        return one.choices[asked.suggest_categorical(one.key, range(len(one.choices)))]
+        texts = [as_text(choice) for choice in one.choices]
+        return one.choices[texts.index(asked.suggest_categorical(one.key, texts))]
     if one.is_whole:
         return asked.suggest_int(one.key, int(one.low), int(one.high), log=one.is_log)
     value = float(f"{asked.suggest_float(one.key, one.low, one.high, log=one.is_log):.6g}")

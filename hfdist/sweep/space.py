@@ -47,7 +47,7 @@ class Dimension:
 
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Whether it has a part in a trial, whose other values are these."""
-        return self.condition is None or _text(values.get(self.condition[0])) == self.condition[1]
+        return self.condition is None or as_text(values.get(self.condition[0])) == self.condition[1]
 
 
 def parse_dimension(key: str, text: str, where: str) -> Dimension:
@@ -118,7 +118,7 @@ class Space:
             what, hint = "nothing varies", "'optimizer.lr=tag(log, interval(1e-4, 1e-2))'"
             raise ConfigError(what, where="sweep.space", allowed=_ALLOWED, hint=hint)
         self.dimensions = sorted(dimensions, key=lambda one: one.condition is not None)
-        choices = {one.key: [*map(_text, one.choices)] for one in dimensions if one.choices and one.condition is None}
+        choices = {one.key: [*map(as_text, one.choices)] for one in dimensions if one.choices and one.condition is None}
         for one in dimensions:
             if one.condition is not None and one.condition[1] not in choices.get(one.condition[0], []):
                 name, wanted = one.condition
@@ -166,10 +166,11 @@ class Space:
 
 def as_override(key: str, value: Any) -> str:
     """Write `key=value` for the command line of a run."""
-    return f"{key}={_text(value)}"
+    return f"{key}={as_text(value)}"
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Write a value as the command line of a run takes it."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):

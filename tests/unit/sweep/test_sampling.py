@@ -8,7 +8,7 @@ from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import Sampler, compose_sweep
 from hfdist.sweep.book import Result, Trial, rank_trials
 from hfdist.sweep.halving import next_promotion, tokens_of_rungs
-from hfdist.sweep.sampling import choose_values
+from hfdist.sweep.sampling import choose_values, importances, write_study
 from hfdist.sweep.space import Space, parse_dimension
 
 LR = parse_dimension("optimizer.lr", "tag(log, interval(1e-4, 1))", COMMAND_LINE)
@@ -64,6 +64,32 @@ def test_trials_that_run_failed_or_stopped_are_known_to_tpe():
     trials[4].results += [Result(step=3, tokens=300, value=0.1), Result(step=9, tokens=900, value=0.1)]
     assert config.sampler is Sampler.tpe
     assert choose_values(config, SPACE, trials).keys() >= {"optimizer.lr", "optimizer.name"}
+
+
+def test_optuna_s_own_tools_read_the_study(tmp_path):
+    import optuna
+
+    config = compose_sweep("random", ["sweep.trials=20"], None)
+    space = Space([LR, NAME])
+    trials = []
+    for _ in range(20):
+        values = choose_values(config, space, trials)
+        value = abs(math.log10(values["optimizer.lr"] / 0.03))
+        trials.append(Trial(number=len(trials), values=values, results=[Result(step=1, tokens=100, value=value)]))
+    trials[3].failure, trials[3].results = "killed", []
+    for _ in range(2):
+        write_study(config, space, trials, tmp_path / "mine/study.journal")
+    storage = optuna.storages.JournalStorage(
+        optuna.storages.journal.JournalFileBackend(str(tmp_path / "mine/study.journal"))
+    )
+    study = optuna.load_study(study_name="mine", storage=storage)
+    assert len(study.trials) == 20
+    assert study.best_value == min(trial.value for trial in trials if trial.value is not None)
+    assert study.best_params["optimizer.name"] in ("adamw", "sgd")
+    shares = importances(config, space, trials)
+    assert next(iter(shares)) == "optimizer.lr"
+    assert shares["optimizer.lr"] > 0.8
+    assert importances(config, space, trials[:5]) == {}
 
 
 def asha(values):

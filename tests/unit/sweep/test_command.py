@@ -1,0 +1,73 @@
+"""The command line of a sweep: mistakes are told before anything starts, and presets fit the runs that are shipped."""
+
+import json
+
+import pytest
+
+from hfdist.config.sweep import SECTION, Sampler
+from hfdist.errors import ConfigError
+from hfdist.sweep.command import SETTINGS, STUDY, keep_settings, parse_sweep
+
+RUN = ("model=tiny", "train.global_batch_size=8")
+CONSTANT = ("optimizer.schedule=constant", "optimizer.warmup_fraction=null", "optimizer.warmup_steps=2")
+LR = "optimizer.lr=tag(log, interval(1e-4, 1e-2))"
+
+
+@pytest.mark.parametrize("name", sorted(SECTION.options()))
+def test_presets_fit_runs(tmp_path, name):
+    own = () if name in ("lr_range", "batch_size") else ("optimizer.lr=1e-3,1e-2",) if name == "grid" else (LR,)
+    _, config, sweep = parse_sweep([f"sweep={name}", f"run.dir={tmp_path}", *RUN, *CONSTANT, *own])
+    assert sweep.folder == tmp_path
+    assert config.trials > 1
+    if config.sampler is Sampler.grid:
+        assert len(sweep.space.grid()) > 1
+    assert sweep.command[3] == "pretrain"
+    assert not any("optimizer.lr" in word for word in sweep.command)
+
+
+def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
+    arguments = ["sweep=lr_range", f"run.dir={tmp_path}", *RUN, "optimizer.lr=0.5,0.25"]
+    assert [values["optimizer.lr"] for values in parse_sweep(arguments)[2].space.grid()] == [0.5, 0.25]
+    with pytest.raises(ConfigError, match="nothing varies"):
+        parse_sweep([*arguments[:-1], "optimizer.lr=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "hint"),
+    [
+        (["optimizer.lr=1e-3"], "nothing varies", "'optimizer.lr=tag(log, interval(1e-4, 1e-2))'"),
+        (["sweep=tpee", LR], "there is no such sweep", "sweep (command line)=tpe"),
+        (["sweep.trails=3", LR], "there is no key `sweep.trails`", "sweep.trials=..."),
+        (["trials=3", LR], "keys of the sweep begin with its name", "sweep.trials=3"),
+        (["optimizer.lrr=1,2"], "there is no key `optimizer.lrr`", "optimizer.lr=1,2"),
+        (["optimizer.name=adamw,adamm"], "the value has the wrong type", "optimizer.name=adamw"),
+        (["train.micro_batch_size=3,8"], "the global batch does not divide", None),
+        (["optimizer.lr=interval(-1,1)"], "the number is out of range", None),
+        (["sweep=grid", LR], "a grid takes choices", None),
+        (["sweep=asha", LR], "another learning rate before", None),
+        (["sweep=asha", LR, *CONSTANT, "checkpoint=none"], "there is none", None),
+        (["sweep=pbt", "data.seed=1,2", *CONSTANT], "a member's value changes", None),
+        (["sweep=pbt", "sweep.rungs=3", LR, *CONSTANT], "the generations of a population", "sweep.rungs=1"),
+        (["sweep.generations=3", LR], "only population based training", "sweep=pbt"),
+        (["sweep.slots=2", "sweep.devices=['0']", LR], "each slot needs its devices", None),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(tmp_path, arguments, what, hint):
+    with pytest.raises(ConfigError, match=what) as caught:
+        parse_sweep([f"run.dir={tmp_path}/run", *RUN, *arguments])
+    assert hint is None or caught.value.hint == hint
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_keeps_what_was_asked(tmp_path):
+    def keep(*arguments):
+        _, config, sweep = parse_sweep([f"run.dir={tmp_path}", *RUN, *arguments])
+        keep_settings(sweep, config)
+
+    keep(LR)
+    keep(LR, "sweep.trials=50", "sweep.slots=2")
+    assert json.loads((tmp_path / SETTINGS).read_text())["sampler"] == "tpe"
+    assert not (tmp_path / STUDY).exists()
+    for changed in ((LR, "sweep.seed=1"), (LR, "train.max_steps=5"), ("optimizer.lr=interval(1e-4,1)",)):
+        with pytest.raises(ConfigError, match="has begun otherwise"):
+            keep(*changed)
