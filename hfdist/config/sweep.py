@@ -45,6 +45,7 @@ class SweepConfig:
     space: dict[str, str] = field(default_factory=dict)
     rungs: int = limited(1, at_least=1)
     factor: int = limited(3, at_least=2)
+    brackets: int = limited(1, at_least=1)
     generations: int = limited(1, at_least=1)
     slots: int = limited(1, at_least=1)
     devices: list[str] = field(default_factory=list)
@@ -70,6 +71,9 @@ def compose_sweep(name: str, overrides: Sequence[str], own: Path | None) -> Swee
     if config.devices and len(config.devices) != config.slots:
         what, found = "each slot needs its devices", f"{len(config.devices)} for {config.slots} slots"
         raise ConfigError(what, where="sweep.devices", found=found, hint='sweep.devices=\'["0,1","2,3"]\'')
+    if config.brackets > config.rungs:
+        what, allowed = "a bracket begins at each rung", f"1 to {config.rungs}, which is sweep.rungs"
+        raise ConfigError(what, where="sweep.brackets", found=config.brackets, allowed=allowed)
     if config.sampler is not Sampler.pbt and config.generations > 1:
         what = "only population based training has generations"
         raise ConfigError(what, where="sweep.generations", found=config.generations, hint="sweep=pbt")

@@ -14,12 +14,14 @@ from hfdist.errors import ConfigError, ResourceError
 from hfdist.report.live import serve
 from hfdist.report.page import page, parts
 from hfdist.report.reading.run_files import MARKS, RunFiles
+from hfdist.report.sweep import BOOK, read_trials, sweep
 
 _HELP = """\
 Write one HTML file about a run, or about several laid over each other; or serve it while they train.
 
 hfdist report runs/NAME                         writes report.html here
 hfdist report runs/A runs/B out=compared.html   several runs, with what differs in their configs
+hfdist report runs/SWEEP                        a sweep: its best trials, and all as lines over their values
 hfdist report runs/NAME --live                  serves the page on 127.0.0.1, with what happens as it happens
 
 out=FILE          where the page is written; default: report.html in the working directory
@@ -38,6 +40,8 @@ class ReportRequest:
     """What is to be shown."""
 
     folders: tuple[Path, ...]
+    sweeps: tuple[Path, ...] = ()
+    """Of which `folders` has the best trials."""
     out: Path = Path("report.html")
     is_live: bool = False
     port: int = 0
@@ -51,21 +55,27 @@ def _report(arguments: list[str]) -> None:
     if request.is_live:
         serve(runs, request.port)
     else:
-        sys.stdout.write(f"{write(runs, request.out)}\n")
+        sys.stdout.write(f"{write(runs, request.out, request.sweeps)}\n")
 
 
 main = as_command(_HELP, _report)
 
 
-def write(runs: Sequence[RunFiles], out: Path) -> Path:
+def write(runs: Sequence[RunFiles], out: Path, sweeps: Sequence[Path] = ()) -> Path:
     """Write the page and give its path; a file of that name is replaced whole.
+
+    Args:
+        runs: that it is about.
+        out: the file.
+        sweeps: folders of those whose trials these are.
 
     Raises:
         ResourceError: it cannot be written.
     """
     for run in runs:
         run.read()
-    content = page(runs, parts(runs))
+    of_sweeps = {f"sweep-{place}": sweep(folder) for place, folder in enumerate(sweeps)}
+    content = page(runs, of_sweeps | parts(runs))
     try:
         write_atomically(out, content.encode(), is_durable=False)
     except OSError as error:
@@ -90,5 +100,17 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
         raise ConfigError(
             "this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html"
         )
-    folders = tuple(find_run(name, MARKS) for name in dict.fromkeys(names))
-    return ReportRequest(folders=folders, out=out, is_live=read_flag(values, "live"), port=int(port))
+    given = [find_run(name, (*MARKS, BOOK)) for name in dict.fromkeys(names)]
+    sweeps = tuple(folder for folder in given if (folder / BOOK).is_file())
+    folders = tuple(run for folder in given for run in (_best_trials(folder) if folder in sweeps else [folder]))
+    if not folders:
+        raise ConfigError("no trial of this sweep has begun", where=COMMAND_LINE, found=str(given[0]))
+    return ReportRequest(
+        folders=folders[:_MOST_RUNS], sweeps=sweeps, out=out, is_live=read_flag(values, "live"), port=int(port)
+    )
+
+
+def _best_trials(folder: Path) -> list[Path]:
+    """Give the run folders of a sweep's trials, the best first."""
+    found = [folder / f"trial-{trial.number:04d}" for trial in read_trials(folder)]
+    return [run for run in found if any((run / mark).exists() for mark in MARKS)][:_MOST_RUNS]

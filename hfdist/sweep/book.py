@@ -86,4 +86,6 @@ def rank_trials(trials: Sequence[Trial], *, maximize: bool) -> list[Trial]:
     """Give the trials with a value, the furthest first, and of these the best first."""
     sign = -1 if maximize else 1
     with_value = [(trial, trial.value) for trial in trials if trial.value is not None]
-    return [trial for trial, value in sorted(with_value, key=lambda pair: (-len(pair[0].results), sign * pair[1]))]
+    return [
+        trial for trial, value in sorted(with_value, key=lambda pair: (-pair[0].results[-1].tokens, sign * pair[1]))
+    ]

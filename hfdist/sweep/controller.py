@@ -21,7 +21,7 @@ from hfdist.config.sweep import Direction, Sampler, SweepConfig
 from hfdist.errors import BudgetError
 from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
 from hfdist.sweep.book import Book, Result, Trial, rank_trials
-from hfdist.sweep.halving import next_promotion, tokens_of_rungs
+from hfdist.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
 from hfdist.sweep.local import LOG, TrialProcess
 from hfdist.sweep.population import generation_of, next_member
 from hfdist.sweep.sampling import choose_values
@@ -60,7 +60,7 @@ class Sweep:
             share = (generation_of(self.config, trial.number) + 1) / self.config.generations
             tokens = round(share * _tokens(config))
         else:
-            tokens = tokens_of_rungs(self.config, _tokens(config))[rung]
+            tokens = tokens_of_rungs(self.config, trial.number, _tokens(config))[rung]
         steps = max(1, math.ceil(tokens / tokens_per_step(config)))
         own += [f"train.max_steps={steps}", "checkpoint.allow_changes=true"]
         if trial.parent is None:
@@ -172,10 +172,13 @@ class Controller:
 
     def _is_begun(self, trial: Trial) -> bool:
         """Whether a trial was on its way to the end of a rung when it was ended."""
-        if trial.failure is not None or trial.number in self._running or len(trial.results) == self._config.rungs:
+        if trial.failure is not None or trial.number in self._running or self._is_whole(trial):
             return False
         rung, _ = self._aim_of(trial)
         return rung == len(trial.results)
+
+    def _is_whole(self, trial: Trial) -> bool:
+        return len(trial.results) == rungs_of(self._config, trial.number)
 
     def _aim_of(self, trial: Trial) -> tuple[int, int]:
         """Give to the end of which rung a trial was started last, and how many starts it had had before."""

@@ -4,11 +4,14 @@
     rung 1     1     4     7        of those that have come so far, the best third goes on from its checkpoint
     rung 2           4              and once more
 
-With one rung all trials train to their end.
+With one rung all trials train to their end. With brackets (Hyperband, Li et al. 2018) the trials of bracket 1 begin at
+rung 1, and are compared with each other alone; and so on.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Sequence
 
 from hfdist.config.sweep import Direction, SweepConfig
@@ -24,19 +27,38 @@ def next_promotion(config: SweepConfig, trials: Sequence[Trial], running: Collec
         running: numbers of those that run.
     """
     sign = 1 if config.direction is Direction.minimize else -1
-    for rung in reversed(range(config.rungs - 1)):
-        reached = [
-            (sign * value, trial)
-            for trial in trials
-            if len(trial.results) > rung and (value := trial.results[rung].value) is not None
-        ]
-        reached.sort(key=lambda pair: (pair[0], pair[1].number))
-        for _, trial in reached[: len(reached) // config.factor]:
-            if len(trial.results) == rung + 1 and trial.failure is None and trial.number not in running:
-                return trial
+    for bracket in range(config.brackets):
+        alike = [trial for trial in trials if bracket_of(config, trial.number) == bracket]
+        for rung in reversed(range(config.rungs - bracket - 1)):
+            reached = [
+                (sign * value, trial)
+                for trial in alike
+                if len(trial.results) > rung and (value := trial.results[rung].value) is not None
+            ]
+            reached.sort(key=lambda pair: (pair[0], pair[1].number))
+            for _, trial in reached[: len(reached) // config.factor]:
+                if len(trial.results) == rung + 1 and trial.failure is None and trial.number not in running:
+                    return trial
     return None
 
 
-def tokens_of_rungs(config: SweepConfig, tokens: int) -> list[int]:
-    """Give the tokens at whose end each rung is, of which the last is all."""
-    return [round(tokens / config.factor ** (config.rungs - 1 - rung)) for rung in range(config.rungs)]
+def bracket_of(config: SweepConfig, number: int) -> int:
+    """Give the bracket of a trial: at which rung it begins. Each has about the same tokens."""
+    most = config.rungs - 1
+    sizes = [
+        math.ceil((most + 1) / (most - bracket + 1) * config.factor ** (most - bracket))
+        for bracket in range(config.brackets)
+    ]
+    place = number % sum(sizes)
+    return next(bracket for bracket, end in enumerate(itertools.accumulate(sizes)) if place < end)
+
+
+def rungs_of(config: SweepConfig, number: int) -> int:
+    """Give how many rungs a trial may reach."""
+    return config.rungs - bracket_of(config, number)
+
+
+def tokens_of_rungs(config: SweepConfig, number: int, tokens: int) -> list[int]:
+    """Give the tokens at whose end each rung of a trial is, of which the last is all."""
+    first = bracket_of(config, number)
+    return [round(tokens / config.factor ** (config.rungs - 1 - rung)) for rung in range(first, config.rungs)]

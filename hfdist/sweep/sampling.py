@@ -10,6 +10,7 @@ from typing import Any
 
 from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.sweep.book import Trial
+from hfdist.sweep.halving import rungs_of
 from hfdist.sweep.space import Dimension, Space, as_text
 
 _MOST_STARTS = 10
@@ -66,7 +67,9 @@ def importances(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> d
     """Give how much each key decides of the metric (PED-ANOVA), the most first; empty: there are too few trials."""
     import optuna
 
-    done = [trial for trial in trials if len(trial.results) == config.rungs and trial.value is not None]
+    done = [
+        trial for trial in trials if len(trial.results) == rungs_of(config, trial.number) and trial.value is not None
+    ]
     keys = [one.key for one in space.dimensions if all(one.key in trial.values for trial in done)]
     if len(done) < _LEAST_FOR_IMPORTANCE or len(keys) < 2:
         return {}
@@ -95,7 +98,7 @@ def _as_optuna(config: SweepConfig, space: Space, trial: Trial) -> Any:
     if trial.failure is not None or (trial.results and last is None):
         state = optuna.trial.TrialState.FAIL
     elif last is not None:
-        is_whole = len(trial.results) == config.rungs
+        is_whole = len(trial.results) == rungs_of(config, trial.number)
         state = optuna.trial.TrialState.COMPLETE if is_whole else optuna.trial.TrialState.PRUNED
     return optuna.trial.create_trial(
         state=state,

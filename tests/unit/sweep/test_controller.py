@@ -91,6 +91,16 @@ def test_halving_trains_the_best_to_the_end_and_no_step_twice(tmp_path):
         assert last.value == pytest.approx(loss(trial.values["optimizer.lr"], reached))
 
 
+def test_trials_of_a_later_bracket_train_longer_at_once(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "hyperband", "trials=4", "rungs=2", "factor=2", "brackets=2")
+    sweep.folder.mkdir()
+    book = finish(sweep, tmp_path / "lines")
+    half = (STEPS + 1) // 2
+    steps = [[result.step for result in trial.results] for trial in book.trials]
+    assert sorted(steps[:2]) == [[half], [half, STEPS]]
+    assert steps[2:] == [[STEPS], [STEPS]]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_whoever_is_killed_the_sweep_ends_as_it_would_have(tmp_path, seed):
     whole, killed = (make_sweep(tmp_path / name, "asha", "trials=6") for name in ("whole", "killed"))

@@ -6,8 +6,9 @@ import pytest
 
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import Sampler, compose_sweep
+from hfdist.errors import ConfigError
 from hfdist.sweep.book import Result, Trial, rank_trials
-from hfdist.sweep.halving import next_promotion, tokens_of_rungs
+from hfdist.sweep.halving import bracket_of, next_promotion, rungs_of, tokens_of_rungs
 from hfdist.sweep.sampling import choose_values, importances, write_study
 from hfdist.sweep.space import Space, parse_dimension
 
@@ -106,7 +107,7 @@ def asha(values):
 
 def test_the_best_third_goes_on():
     config = compose_sweep("asha", [], None)
-    assert tokens_of_rungs(config, 900) == [100, 300, 900]
+    assert tokens_of_rungs(config, 0, 900) == [100, 300, 900]
     assert next_promotion(config, asha([[3.0], [2.0]]), []) is None
     three = asha([[3.0], [2.0], [4.0]])
     assert next_promotion(config, three, []).number == 1
@@ -122,6 +123,21 @@ def test_the_best_third_goes_on():
     assert next_promotion(config, failed, []) is None
     maximize = compose_sweep("asha", ["sweep.direction=maximize"], None)
     assert next_promotion(maximize, three, []).number == 2
+
+
+def test_hyperband_s_brackets_begin_at_later_rungs_and_stay_among_themselves():
+    config = compose_sweep("hyperband", [], None)
+    brackets = [bracket_of(config, number) for number in range(34)]
+    assert brackets == ([0] * 9 + [1] * 5 + [2] * 3) * 2
+    assert tokens_of_rungs(config, 9, 900) == [300, 900]
+    assert (tokens_of_rungs(config, 16, 900), rungs_of(config, 16)) == ([900], 1)
+    # The best of bracket 0 goes on, however good those of the others are.
+    trials = asha([[3.0], [2.0], [4.0], *[[5.0]] * 6, [0.1], [0.2], [0.3], [0.4], [0.5], [0.0]])
+    trials[9].results += trials[9].results
+    assert next_promotion(config, trials, []).number == 1
+    assert next_promotion(config, trials, [1]).number == 0
+    with pytest.raises(ConfigError, match="a bracket begins at each rung"):
+        compose_sweep("hyperband", ["sweep.brackets=4"], None)
 
 
 def test_the_furthest_are_ranked_first():

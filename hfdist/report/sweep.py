@@ -1,0 +1,182 @@
+"""A sweep on the page of its trials: each trial as a line over its values and its metric, and a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hfdist.records.lines import read_lines
+from hfdist.report.text import count, escaped, number, short
+
+BOOK, SETTINGS = "sweep.jsonl", "sweep.json"
+"""In a sweep's folder, as docs/sweeps.md describes them."""
+_WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
+_MOST_AXES, _MOST_LINES, _MOST_ROWS = 8, 300, 100
+_LOG_RANGE = 30.0
+"""Values whose largest is so many times the smallest are drawn by their logarithms."""
+
+
+@dataclass(kw_only=True)
+class TrialLine:
+    """What the book says of a trial."""
+
+    number: int
+    values: dict[str, Any]
+    parent: int | None = None
+    results: list[tuple[float, float | None]] = field(default_factory=list)
+    """Tokens, and the metric at the end of each rung."""
+    failure: str = ""
+
+    @property
+    def value(self) -> float | None:
+        """The newest value of the metric."""
+        return self.results[-1][1] if self.results else None
+
+
+def read_trials(folder: Path) -> list[TrialLine]:
+    """Read the trials of a sweep, the furthest first, and of these the best first. Other lines are left out."""
+    trials: dict[int, TrialLine] = {}
+    for line in read_lines(folder / BOOK):
+        key = line.get("trial")
+        if isinstance(line.get("values"), dict) and isinstance(key, int):
+            parent = line.get("parent")
+            trials[key] = TrialLine(
+                number=key, values=line["values"], parent=parent if isinstance(parent, int) else None
+            )
+        elif isinstance(key, int) and key in trials:
+            if "failed" in line:
+                trials[key].failure = str(line["failed"])
+            else:
+                trials[key].results.append((number(line.get("tokens")) or 0.0, number(line.get("value"))))
+    sign = -1 if _settings(folder).get("direction") == "maximize" else 1
+
+    def place(trial: TrialLine) -> tuple[bool, float, float, int]:
+        value = trial.value
+        tokens = trial.results[-1][0] if trial.results else 0.0
+        return value is None, -tokens, 0.0 if value is None else sign * value, trial.number
+
+    return sorted(trials.values(), key=place)
+
+
+def sweep(folder: Path) -> str:
+    """Give the part of the page; nothing, if there are no trials."""
+    trials, settings = read_trials(folder), _settings(folder)
+    if not trials:
+        return ""
+    metric = str(settings.get("metric", "metric"))
+    failed = sum(bool(trial.failure) for trial in trials)
+    words = f"{count(len(trials), 'trial')}, {failed} failed, {escaped(settings.get('sampler', ''))}"
+    best, found = trials[0], ""
+    if best.value is not None:
+        values = f"<code>{escaped(_overrides(best))}</code>"
+        found = f"<p>Best: trial {best.number}, {escaped(metric)} {short(best.value)}: {values}</p>"
+    return f"<h2>Sweep <small>{words}</small></h2>{found}{_draw(trials, metric)}{_table(trials, metric)}"
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _overrides(trial: TrialLine) -> str:
+    return " ".join(f"{key}={value}" for key, value in trial.values.items())
+
+
+def _table(trials: Sequence[TrialLine], metric: str) -> str:
+    titles = ("trial", metric, "tokens", "rungs", "begins at", "values")
+    heads = "".join(f"<th>{escaped(title, 40)}</th>" for title in titles)
+    rows = []
+    for trial in trials[:_MOST_ROWS]:
+        cells = (
+            f"{trial.number}",
+            escaped(trial.failure, 60) if trial.value is None else short(trial.value),
+            short(trial.results[-1][0]) if trial.results else "0",
+            f"{len(trial.results)}",
+            "" if trial.parent is None else f"trial {trial.parent}",
+            escaped(_overrides(trial)),
+        )
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<div class="scroll"><table class="words">{body}</table></div>'
+
+
+class _Axis:
+    """One of the parallel axes: a key, or the metric."""
+
+    def __init__(self, name: str, values: Sequence[Any]) -> None:
+        self.name = name
+        found = [number(value) for value in values]
+        self._texts: list[str] | None = None
+        if any(value is None for value in found):
+            self._texts = sorted({str(value) for value in values})
+            return
+        numbers = [value for value in found if value is not None]
+        self._low, self._high = min(numbers), max(numbers)
+        self._is_log = self._low > 0 and self._high / self._low >= _LOG_RANGE
+
+    def place(self, value: Any) -> float:
+        """From 0 at the bottom to 1 at the top."""
+        if self._texts is not None:
+            return self._texts.index(str(value)) / max(len(self._texts) - 1, 1)
+        low, high, own = self._low, self._high, float(value)
+        if self._is_log:
+            low, high, own = math.log(low), math.log(high), math.log(own)
+        return (own - low) / (high - low) if high > low else 0.5
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What stands at the bottom and at the top."""
+        if self._texts is not None:
+            return escaped(self._texts[0], 16), escaped(self._texts[-1], 16)
+        return short(self._low), short(self._high)
+
+
+def _draw(trials: Sequence[TrialLine], metric: str) -> str:
+    """Parallel coordinates; nothing, if fewer than two trials have a value."""
+    shown = [trial for trial in trials if trial.value is not None][:_MOST_LINES]
+    keys = list(dict.fromkeys(key for trial in shown for key in trial.values))[:_MOST_AXES]
+    if len(shown) < 2:
+        return ""
+    axes = [_Axis(key, [trial.values[key] for trial in shown if key in trial.values]) for key in keys]
+    axes.append(_Axis(metric, [trial.value for trial in shown]))
+    across = (_WIDTH - 2 * _SIDE) / (len(axes) - 1)
+    lines = []
+    for rank, trial in reversed(list(enumerate(shown))):
+        values = [*(trial.values.get(key) for key in keys), trial.value]
+        points = " ".join(
+            f"{_SIDE + across * place:.1f},{_up(axis.place(value)):.1f}"
+            for place, (axis, value) in enumerate(zip(axes, values, strict=True))
+            # A key that has no part in this trial.
+            if value is not None
+        )
+        is_good = 4 * rank < len(shown)
+        look = 'class="line c1"' if rank == 0 else 'class="line c0"' if is_good else 'class="line" opacity="0.3"'
+        lines.append(f'<polyline {look} points="{points}"><title>trial {trial.number}</title></polyline>')
+    marks = "".join(_mark(axis, _SIDE + across * place) for place, axis in enumerate(axes))
+    words = (
+        f"Each line is a trial, over its values and {escaped(metric)}; orange is the best one, blue the best quarter."
+    )
+    return (
+        f'<figure class="chart"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}" font-size="13" '
+        f'fill="currentColor">{"".join(lines)}{marks}</svg><p class="axis">{words}</p></figure>'
+    )
+
+
+def _mark(axis: _Axis, x: float) -> str:
+    low, high = axis.ends
+    return (
+        f'<g class="grid"><line x1="{x:.1f}" x2="{x:.1f}" y1="{_up(0)}" y2="{_up(1)}"/></g>'
+        f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{escaped(axis.name, 28)}</text>'
+        f'<text x="{x + 4:.1f}" y="{_up(0) + 12}">{low}</text><text x="{x + 4:.1f}" y="{_up(1) - 6}">{high}</text>'
+    )
+
+
+def _up(place: float) -> float:
+    return _TOP + (1 - place) * (_HEIGHT - _TOP - _BOTTOM)
