@@ -23,6 +23,7 @@ from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.sweep import GROUP, SECTION, Sampler, SweepConfig, compose_sweep
 from hfdist.errors import ConfigError, PreemptedError
+from hfdist.sweep.book import Trial
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.sampling import importances, write_study
 from hfdist.sweep.space import Space, as_override, is_sweep, parse_dimension
@@ -73,10 +74,15 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sw
     name = line.flags.get("--config-name") or line.recipe
     compose = partial(_compose, fixed, name, line.config_dir)
     base = compose([])
+    flags = [word for flag, value in line.flags.items() for word in ((flag, value) if value else (flag,))]
+    command = [sys.executable, "-m", "hfdist", line.recipe, *flags, *fixed]
+    sweep = Sweep(folder=Path(base.run.dir), config=config, space=space, command=command, compose=compose)
     for example in space.examples():
         run = compose([as_override(key, value) for key, value in example.items()])
         check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
         _check_rungs(config, run)
+        # Of the shortest length, for which a warm-up may be too long.
+        compose(sweep.overrides_of(Trial(number=0, values=example), 0))
     if config.sampler is Sampler.pbt:
         _check_population(space)
     if config.sampler is Sampler.grid:
@@ -84,9 +90,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sw
     elif importlib.util.find_spec("optuna") is None:
         what, hint = "this sampler needs a package that is not installed", "pip install 'optuna>=5', or sweep=grid"
         raise ConfigError(what, where="sweep.sampler", found=config.sampler.value, hint=hint)
-    flags = [word for flag, value in line.flags.items() for word in ((flag, value) if value else (flag,))]
-    command = [sys.executable, "-m", "hfdist", line.recipe, *flags, *fixed]
-    return line, config, Sweep(folder=Path(base.run.dir), config=config, space=space, command=command, compose=compose)
+    return line, config, sweep
 
 
 def _compose(fixed: Sequence[str], name: str, config_dir: str | None, own: Sequence[str]) -> RunConfig:

@@ -46,6 +46,7 @@ def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
         (["sweep=grid", LR], "a grid takes choices", None),
         (["sweep=asha", LR], "another learning rate before", None),
         (["sweep=asha", LR, *CONSTANT, "checkpoint=none"], "there is none", None),
+        (["sweep=asha", LR, *CONSTANT, "train.max_steps=18"], "the warm-up is as long as the whole run", None),
         (["sweep=pbt", "data.seed=1,2", *CONSTANT], "a member's value changes", None),
         (["sweep=pbt", "sweep.rungs=3", LR, *CONSTANT], "the generations of a population", "sweep.rungs=1"),
         (["sweep.generations=3", LR], "only population based training", "sweep=pbt"),
