@@ -12,9 +12,11 @@ import contextlib
 import hmac
 import json
 import os
+import platform
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.jobs.address import find_route, is_loopback, listen
@@ -35,7 +37,9 @@ def open_store() -> HostedStore | JoinedStore:
         OSError: some rank cannot reach rank 0. On all ranks alike.
     """
     own, size = rank(), world_size()
-    host = HostedStore(size) if own == 0 else None
+    # Who is lost before its first beat has come must have a name, too.
+    known = [Heartbeat(number=0, host=host, pid=pid) for host, pid in gather_json([platform.node(), os.getpid()])]
+    host = HostedStore(size, known) if own == 0 else None
     address, port, token = gather_json(None if host is None else [_own_address(), host.port, host.token])[0]
     store: HostedStore | JoinedStore | None = host
     problem = None
@@ -58,14 +62,15 @@ class HostedStore:
 
     rank = 0
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, known: Sequence[Heartbeat] | None = None) -> None:
+        known = known or [Heartbeat(number=0)] * world_size
         self.world_size = world_size
         self.token = secrets.token_hex(16)
         """The first word of whoever is a rank of this run."""
-        self._beats = dict.fromkeys(range(world_size), json.dumps(Heartbeat(number=0)).encode())
+        self._beats = {place: json.dumps(beat).encode() for place, beat in enumerate(known)}
         self._verdict: Diagnosis | None = None
         self._answer = b""
-        self.exchange(Heartbeat(number=0), None)
+        self.exchange(known[0], None)
         self._listener = listen("", 0)
         self.port = int(self._listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()

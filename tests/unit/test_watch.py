@@ -174,6 +174,17 @@ def test_ranks_hear_rank_0_and_rank_0_hears_all():
         joined[1].exchange(Heartbeat(number=8), None)
 
 
+def test_a_rank_that_has_not_beaten_yet_has_a_name():
+    known = [Heartbeat(number=0, host="a", pid=1), Heartbeat(number=0, host="b", pid=2)]
+    host = HostedStore(2, known)
+    assert host.exchange(known[0], None)[0] == dict(enumerate(known))
+    other = JoinedStore("localhost", host.port, host.token, 1, 2)
+    heard, _ = other.exchange(Heartbeat(number=1, host="b", pid=2), None)
+    assert heard == {0: known[0]}
+    other.close()
+    host.close()
+
+
 @pytest.mark.parametrize("first", [b"", b"1\n", b"\xff 1\n", b"x" * 100_000, b"wrong 1\n{}\n"])
 def test_who_is_no_rank_is_not_heard(first):
     host = HostedStore(2)
