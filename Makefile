@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs gpu plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -76,6 +76,10 @@ jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCl
 	$(PYTHON) -m venv build/jobs
 	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
 	$(BIN)/python -m tests.job_peers $(CURDIR)/build/jobs/bin/python
+
+gpu: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it with a CPU, and write docs/gpu.md (15 minutes).
+	$(BIN)/python -m benchmarks.gpu --write
+	$(BIN)/python -m tests.gpu docs/gpu.md
 
 plan: $(READY)  ## Plan runs, train them, and write what was predicted and measured into docs/plan.md and docs/experiments.md.
 	$(BIN)/python -m tests.distributed.plan_memory docs/plan.md

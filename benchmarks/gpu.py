@@ -50,6 +50,7 @@ def _run_all(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """What each contender gives in a process of its own, or why it gives nothing; the most important ones first."""
     end = time.monotonic() + 60 * options.minutes
     found: dict[str, Any] = {PRODUCTS: matrix_products()}
+    sys.stderr.write(f"{PRODUCTS}: {found[PRODUCTS]}\n")
     for name in CONTENDERS:
         if options.only and name not in (OURS, HF, *options.only):
             continue

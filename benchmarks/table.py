@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 RESULTS = Path(__file__).parent / "RESULTS.md"
 _PLACES = ("--measures", "--folder")
 MEASURED = Path(__file__).parent / "measured"
@@ -174,7 +176,7 @@ def describe_run(module: str, *packages: str, pinned: Sequence[str] = ()) -> str
     """
     versions = ", ".join([*(f"{name} {version(name)}" for name in packages), *pinned])
     machine = (
-        f"gloo, Python {platform.python_version()}, {os.cpu_count()} cores, "
+        f"{'NCCL' if torch.cuda.is_available() else 'gloo'}, Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f} at the end, this benchmark's ranks included"
     )
     return f"{versions}; {machine}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; `{_command(module)}`"

@@ -1,7 +1,8 @@
-"""The plan of a run that is about to start, made by a forked process while this one starts: nothing of it stays here.
+"""The plan of a run that is about to start, made by another process while this one starts: nothing of it stays here.
 
-A plan traces the layout with a process group and a model that are not real. The child inherits what this process has
-imported and read, so that it costs the trace alone; it never touches a GPU.
+A plan traces the layout with a process group and a model that are not real. A forked process inherits what this one has
+imported and read, so that it costs the trace alone. CUDA does not survive a fork, so where there is a GPU the process
+is a new one, which sees none.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import logging
 import os
 import re
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from hfdist.config.hardware import Hardware
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ResourceError, first_line
@@ -38,6 +42,8 @@ logger = logging.getLogger(__name__)
 _MOST_SECONDS = 60.0
 """That a run waits for its plan once it is ready itself."""
 _OF_HOST = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
+_CONNECTION = 3
+"""File descriptor of a new process, behind its standard streams."""
 Made = tuple[Plan, Machines]
 
 
@@ -45,28 +51,26 @@ class OwnPlan:
     """Makes a plan beside this process.
 
     Args:
-        make: gives it; called in the child.
+        make: gives it; called in the other process.
+        forks: a fork of this process; otherwise a new one without a GPU, which needs a `make` that can be pickled.
     """
 
-    def __init__(self, make: Callable[[], Made]) -> None:
-        self._receiver, sender = Pipe(duplex=False)
-        # Some libraries warn of a fork behind their threads, which do nothing here.
-        before = os.environ.get("TOKENIZERS_PARALLELISM")
-        os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
-        self._pid = os.fork()
-        if self._pid == 0:
-            _make(make, sender)
-        sender.close()
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
+    def __init__(self, make: Callable[[], Made], *, forks: bool = True) -> None:
+        self._connection, theirs = Pipe()
+        if forks:
+            self._pid = _fork(make, theirs)
+        else:
+            self._pid = _start(theirs)
+            self._connection.send(make)
+        theirs.close()
 
     def take(self) -> Made | str:
         """Wait for the plan, and give it, or why there is none. Call it once."""
         found: Made | str = f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
         with suppress(EOFError):
-            if self._receiver.poll(_MOST_SECONDS):
-                found = self._receiver.recv()
-        self._receiver.close()
+            if self._connection.poll(_MOST_SECONDS):
+                found = self._connection.recv()
+        self._connection.close()
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -82,15 +86,16 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
     if not (config.report.plan and topology.is_main and hasattr(os, "fork")) or dist.is_initialized():
         return None
     asked = PlanConfig(per_machine=read_launcher().local_world_size)
-    # The child cannot ask the GPU that this process has asked.
-    hardware = find_hardware() if torch.cuda.is_available() else None
-    processes = topology.world_size
+    has_gpu = torch.cuda.is_available()
+    hardware = find_hardware() if has_gpu else None
+    return OwnPlan(partial(_make_own, config, asked, hardware, topology.world_size, architecture), forks=not has_gpu)
 
-    def make() -> Made:
-        machines = find_machines(config, asked, hardware, processes)
-        return make_plan(config, machines, processes, architecture), machines
 
-    return OwnPlan(make)
+def _make_own(
+    config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int, architecture: PreTrainedConfig
+) -> Made:
+    machines = find_machines(config, asked, hardware, processes)
+    return make_plan(config, machines, processes, architecture), machines
 
 
 def take_plan(own: OwnPlan, config: RunConfig, *, runtime_bytes: int | None, max_steps: int) -> Plan | None:
@@ -139,18 +144,44 @@ def naming_lack_of_memory(plan: Plan | None) -> Iterator[None]:
         raise ResourceError(what, where="memory", found=found, hint=hint) from error
 
 
-def _make(make: Callable[[], Made], sender: Connection) -> None:
-    """Make the plan, send it, and end this process without what belongs to its parent."""
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+def _fork(make: Callable[[], Made], connection: Connection) -> int:
+    # Some libraries warn of a fork behind their threads, which do nothing here.
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
+    pid = os.fork()
+    if pid == 0:
         try:
-            with warnings.catch_warnings():
-                # What libraries say to developers is said by the run itself.
-                warnings.simplefilter("ignore")
-                found: Made | str = make()
-        except Exception as error:
-            found = f"{type(error).__name__}: {first_line(error)}"
-        sender.send(found)
-    finally:
-        os._exit(0)
+            _answer(make, connection)
+        finally:
+            # Without what belongs to its parent.
+            os._exit(0)
+    if before is None:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+    return pid
+
+
+def _start(connection: Connection) -> int:
+    code = f"from {__name__} import make_received; make_received({_CONNECTION})"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    silent = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in range(3)]
+    handed = (os.POSIX_SPAWN_DUP2, connection.fileno(), _CONNECTION)
+    return os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment, file_actions=[*silent, handed])
+
+
+def make_received(descriptor: int) -> None:
+    """In a new process: receive what makes the plan, and answer."""
+    connection = Connection(descriptor)
+    _answer(connection.recv(), connection)
+
+
+def _answer(make: Callable[[], Made], connection: Connection) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        with warnings.catch_warnings():
+            # What libraries say to developers is said by the run itself.
+            warnings.simplefilter("ignore")
+            found: Made | str = make()
+    except Exception as error:
+        found = f"{type(error).__name__}: {first_line(error)}"
+    connection.send(found)

@@ -1,15 +1,20 @@
-"""The plan that a run makes of itself in a forked process: whatever happens there, the run goes on."""
+"""The plan that a run makes of itself in another process: whatever happens there, the run goes on."""
 
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import Hardware
+from hfdist.config.plan import PlanConfig
 from hfdist.errors import ResourceError
 from hfdist.planning.searching.evaluate import Machines
+from hfdist.planning.timing.hardware import find_hardware
 from hfdist.trainer.run import own_plan
 from hfdist.trainer.run.own_plan import OwnPlan, naming_lack_of_memory
 from tests.unit.planning.plans import PLAN, TOO_LARGE
@@ -32,12 +37,36 @@ def test_a_plan_comes_back_whole_and_leaves_nothing_here():
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_a_plan_that_fails_is_words():
-    assert OwnPlan(lambda: 1 // 0).take() == "ZeroDivisionError: integer division or modulo by zero"
+def _divide():
+    return 1 // 0
 
 
-def test_a_plan_whose_process_is_killed_is_words():
-    assert "was ended" in OwnPlan(lambda: os.kill(os.getpid(), signal.SIGKILL)).take()
+def _end():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _show_gpus():
+    return os.environ["CUDA_VISIBLE_DEVICES"], os.getppid()
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_plan_that_fails_is_words(forks):
+    assert OwnPlan(_divide, forks=forks).take() == "ZeroDivisionError: integer division or modulo by zero"
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_plan_whose_process_is_killed_is_words(forks):
+    assert "was ended" in OwnPlan(_end, forks=forks).take()
+
+
+def test_a_new_process_makes_the_same_plan_and_sees_no_gpu():
+    config = compose_config(["model=tiny", "strategy=ddp", "train.precision=bf16"])
+    architecture = AutoConfig.for_model("llama", **config.model.config)
+    given = (config, PlanConfig(per_machine=2), find_hardware("h100_80gb"), 2, architecture)
+    make = partial(own_plan._make_own, *given)
+    new = OwnPlan(make, forks=False)
+    assert OwnPlan(make).take() == new.take()
+    assert OwnPlan(_show_gpus, forks=False).take() == ("", os.getpid())
 
 
 def test_a_plan_that_takes_too_long_is_given_up(monkeypatch):
