@@ -104,12 +104,6 @@ def _plan(arguments: list[str]) -> None:
         sys.exit(DOES_NOT_FIT)
 
 
-def _describe_keys() -> str:
-    """Give a line for each key of a plan, with its default and its comment in the file of defaults."""
-    rows = [line.partition("#") for line in DEFAULTS.read_text(encoding="utf-8").splitlines() if ": " in line]
-    given = [(f"{GROUP}.{value.strip().replace(': ', '=')}", words.strip()) for value, _, words in rows if value]
-    width = max(len(key) for key, _ in given)
-    return "\n".join(f"{key:<{width}}  {words}" for key, words in given)
-
-
-main = as_command(_HELP.format(keys=_describe_keys(), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan)
+main = as_command(
+    _HELP.format(keys=SECTION.describe(DEFAULTS), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan
+)

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -16,7 +16,6 @@ from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline
-from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import AUTO, RunConfig
@@ -71,18 +70,21 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sw
             varied, _, words = text.partition("=")
             dimensions.append(parse_dimension(varied, words, COMMAND_LINE))
     space = Space(dimensions)
-    name = line.flags.get("--config-name") or line.recipe
-    compose = partial(_compose, fixed, name, line.config_dir)
-    base = compose([])
-    flags = [word for flag, value in line.flags.items() for word in ((flag, value) if value else (flag,))]
-    command = [sys.executable, "-m", "hfdist", line.recipe, *flags, *fixed]
-    sweep = Sweep(folder=Path(base.run.dir), config=config, space=space, command=command, compose=compose)
+    trial_line = replace(line, overrides=fixed)
+    sweep = Sweep(
+        folder=Path(trial_line.compose().run.dir),
+        config=config,
+        space=space,
+        command=[sys.executable, "-m", "hfdist", line.recipe, *trial_line.recipe_arguments],
+        compose=lambda own: replace(line, overrides=[*fixed, *own]).compose(),
+    )
     for example in space.examples():
-        run = compose([as_override(key, value) for key, value in example.items()])
+        run = sweep.compose([as_override(key, value) for key, value in example.items()])
         check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
-        _check_rungs(config, run)
-        # Of the shortest length, for which a warm-up may be too long.
-        compose(sweep.overrides_of(Trial(number=0, values=example), 0))
+        if sweep.has_lengths:
+            _check_lengths(run)
+            # Of the shortest one, for which a warm-up may be too long.
+            sweep.compose(sweep.overrides_of(Trial(number=0, values=example), 0))
     if config.sampler is Sampler.pbt:
         _check_population(space)
     if config.sampler is Sampler.grid:
@@ -91,10 +93,6 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sw
         what, hint = "this sampler needs a package that is not installed", "pip install 'optuna>=5', or sweep=grid"
         raise ConfigError(what, where="sweep.sampler", found=config.sampler.value, hint=hint)
     return line, config, sweep
-
-
-def _compose(fixed: Sequence[str], name: str, config_dir: str | None, own: Sequence[str]) -> RunConfig:
-    return compose_config([*fixed, *own], name=name, extra_dir=config_dir)
 
 
 def _check_population(space: Space) -> None:
@@ -106,10 +104,8 @@ def _check_population(space: Space) -> None:
             raise ConfigError(what, where=one.key, found="another key or values", allowed=allowed, hint=hint)
 
 
-def _check_rungs(config: SweepConfig, run: RunConfig) -> None:
-    """Refuse rungs for runs whose steps depend on how long they will be, or that cannot go on."""
-    if config.rungs == 1 and config.sampler is not Sampler.pbt:
-        return
+def _check_lengths(run: RunConfig) -> None:
+    """Refuse runs whose steps depend on how long they will be, or that cannot go on."""
     if run.optimizer.schedule is not Schedule.constant or run.optimizer.warmup_fraction is not None:
         raise ConfigError(
             "a trial that goes on to a later rung would have had another learning rate before",
@@ -186,16 +182,12 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _describe_keys() -> str:
-    """Give a line for each key, with its default and its comment in the preset."""
-    path = SECTION.options()[_PRESET]
-    rows = [line.partition("#") for line in path.read_text(encoding="utf-8").splitlines() if ": " in line]
-    given = [(f"{GROUP}.{value.strip().replace(': ', '=')}", words.strip()) for value, _, words in rows if value]
-    width = max(len(key) for key, _ in given)
-    return "\n".join(f"{key:<{width}}  {words}" for key, words in given)
-
-
 main = as_command(
-    _HELP.format(keys=_describe_keys(), meanings=MEANINGS, presets=" | ".join(SECTION.options()), preset=_PRESET),
+    _HELP.format(
+        keys=SECTION.describe(SECTION.options()[_PRESET]),
+        meanings=MEANINGS,
+        presets=" | ".join(SECTION.options()),
+        preset=_PRESET,
+    ),
     _sweep,
 )

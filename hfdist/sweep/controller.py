@@ -46,6 +46,11 @@ class Sweep:
     compose: Callable[[Sequence[str]], RunConfig]
     """Gives the config of a run with these overrides."""
 
+    @property
+    def has_lengths(self) -> bool:
+        """Whether trials train for several lengths, and go on from checkpoints."""
+        return self.config.sampler is Sampler.pbt or self.config.rungs > 1
+
     def folder_of(self, trial: Trial) -> Path:
         """The run folder of a trial."""
         return self.folder / f"trial-{trial.number:04d}"
@@ -53,7 +58,7 @@ class Sweep:
     def overrides_of(self, trial: Trial, rung: int) -> list[str]:
         """What is the trial's own, on the way to the end of a rung."""
         own = [*(as_override(key, value) for key, value in trial.values.items()), f"run.dir={self.folder_of(trial)}"]
-        if self.config.sampler is not Sampler.pbt and self.config.rungs == 1:
+        if not self.has_lengths:
             return own
         config = self.compose(own)
         if self.config.sampler is Sampler.pbt:

@@ -10,7 +10,6 @@ Each value is then checked as an override of a run is.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +81,8 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
         found = ChoiceSweep(list=list(found.range()))
     if isinstance(found, ChoiceSweep) and found.list:
         choices = tuple(item.text if isinstance(item, QuotedString) else item for item in found.list)
+        # Each once.
+        choices = tuple(choice for place, choice in enumerate(choices) if choice not in choices[:place])
         return Dimension(key=key, choices=choices, condition=when)
     raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED)
 
@@ -141,10 +142,11 @@ class Space:
         combinations: list[dict[str, Any]] = [{}]
         for one in self.dimensions:
             combinations = [
-                {**values, one.key: choice} if one.holds(values) else values
-                for values, choice in itertools.product(combinations, one.choices)
+                grown
+                for values in combinations
+                for grown in ([{**values, one.key: c} for c in one.choices] if one.holds(values) else [values])
             ]
-        return [values for n, values in enumerate(combinations) if values not in combinations[:n]]
+        return combinations
 
     def examples(self) -> Iterator[dict[str, Any]]:
         """Give trials that have each extreme and each choice once, to be checked before anything starts."""

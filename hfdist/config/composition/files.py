@@ -32,7 +32,7 @@ MAX_DEPTH = 32
 HYDRA_KEYS = ("help", "job", "output_subdir", "run")
 """Of Hydra's own settings those that may stand in a file; none of them makes Hydra load or call anything."""
 NOT_GROUPS = ("cluster", "hardware", "launch", "plan", "sweep")
-"""Folders of `conf/` that hold no options of a run: of `hfdist job`, of `hfdist plan`, and of accelerate."""
+"""Folders of `conf/` that hold no options of a run: of `hfdist job`, `plan` and `sweep`, and of accelerate."""
 _MAPPING = "a YAML mapping: `key: value` lines"
 
 _folders: ContextVar[tuple[Path, ...]] = ContextVar("hfdist_conf_folders", default=())

@@ -51,6 +51,15 @@ class Section:
         content: dict[str, Any] = yaml.safe_load(read_config_text(path))
         return content
 
+    def describe(self, path: Path) -> str:
+        """Give a line for each key, with its value and its comment in a file, for a command's help."""
+        rows = [line.partition("#") for line in path.read_text(encoding="utf-8").splitlines() if ": " in line]
+        given = [
+            (f"{self._prefix}{value.strip().replace(': ', '=')}", words.strip()) for value, _, words in rows if value
+        ]
+        width = max(len(key) for key, _ in given)
+        return "\n".join(f"{key:<{width}}  {words}" for key, words in given)
+
     def options(self, own: Path | None = None) -> dict[str, Path]:
         """Give the files of the folder by name; those of a folder of the user's own, laid out as `conf/`, win."""
         folders = [folder for folder in (shipped_folder(), own) if folder is not None]

@@ -20,7 +20,7 @@ class Shares:
     readers: Mapping[int, int]
     """By lane: the run that reads it."""
     ends: Mapping[int, Mapping[int, int]]
-    """By lane and run: up to which sequence of the lane the records of that run count."""
+    """By lane and run: see `end_of`."""
 
     @classmethod
     def at_home(cls, num_lanes: int, count: int) -> Shares:
@@ -30,6 +30,10 @@ class Shares:
     def lanes_of(self, run: int) -> list[int]:
         """Lanes that a run reads, rising."""
         return sorted(lane for lane, reader in self.readers.items() if reader == run)
+
+    def end_of(self, lane: int, run: int) -> int:
+        """Up to which sequence of a lane the records of a run count."""
+        return self.ends.get(lane, {}).get(run, 0)
 
     def counted(self, run: int, sequences: Mapping[int, int]) -> Shares:
         """Count what a run has read: so many sequences from the begin of each of its lanes."""

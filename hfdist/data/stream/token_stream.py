@@ -206,7 +206,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def _counted(self, lane: int) -> int:
         """Up to which sequence of a lane the records of this run count."""
         assert self.shares is not None
-        return self.shares.ends.get(lane, {}).get(self._run, 0)
+        return self.shares.end_of(lane, self._run)
 
     def check_identity(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
         """Refuse the cursor of other data, unless these may be read from their beginning. Changes nothing.

@@ -126,7 +126,7 @@ def join_ledgers(ledgers: Mapping[int, list[Records]], newest: Cursor | None) ->
             if newest is not None and newest.shares is not None:
                 # What an island has read since its last exchange is not in the weights of the others.
                 is_at = newest.lanes[lane].sequences if newest.shares.readers[lane] == index else 0
-                own = own[own["sequence"] < max(newest.shares.ends.get(lane, {}).get(index, 0), is_at)]
+                own = own[own["sequence"] < max(newest.shares.end_of(lane, index), is_at)]
             joined[lane].append(own)
     parts = [np.concatenate(own) for own in joined]
     return [own[np.argsort(own["sequence"], kind="stable")] for own in parts]
