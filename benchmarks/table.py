@@ -175,8 +175,9 @@ def describe_run(module: str, *packages: str, pinned: Sequence[str] = ()) -> str
         pinned: `NAME VERSION` of peers that are not in it, as `benchmarks.overlay.pinned` gives them.
     """
     versions = ", ".join([*(f"{name} {version(name)}" for name in packages), *pinned])
+    backend = "NCCL" if torch.cuda.is_available() else "gloo"
     machine = (
-        f"{'NCCL' if torch.cuda.is_available() else 'gloo'}, Python {platform.python_version()}, {os.cpu_count()} cores, "
+        f"{backend}, Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f} at the end, this benchmark's ranks included"
     )
     return f"{versions}; {machine}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; `{_command(module)}`"

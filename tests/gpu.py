@@ -203,10 +203,7 @@ def run(folder: Path, name: str, overrides: tuple[str, ...], end: float, **envir
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             code = f"not done after {seconds:.0f} s"
-    kept = os.environ.get("OUT")
-    if kept:
-        with Path(kept, "logs.txt").open("a") as out:
-            out.write(f"===== {name}: {code}\n{log.read_text()}\n")
+    sys.stderr.write(f"===== {name}: {code}\n{log.read_text()}\n")
     return None if code == 0 else f"{code}: {last_said(log.read_text())}"[:200]
 
 
@@ -223,11 +220,6 @@ def write_sizes(folder: Path, end: float) -> str:
 def _measure(folder: Path, name: str, overrides: tuple[str, ...], end: float) -> list[str]:
     why = run(folder, f"large {name}", (*LARGE, *overrides), end)
     run_dir = _run(folder, f"large {name}")
-    with suppress(OSError, ValueError):
-        kept = os.environ.get("OUT")
-        if kept:
-            for file in ("grade.json", METRICS, "run.json", "events.jsonl"):
-                shutil.copy(run_dir / file, Path(kept) / f"{_slug(name)}-{file}")
     try:
         items = {item["name"]: item for item in json.loads((run_dir / "grade.json").read_text())["items"]}
         last = read_lines(run_dir / METRICS)[-2]

@@ -102,11 +102,14 @@ def test_a_run_that_hangs_now_is_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ranks = multiprocessing.get_context("fork").Process(target=hang_until_told, args=(tmp_path,))
     ranks.start()
-    # Less is no hang yet.
-    time.sleep(6)
     monkeypatch.setattr(sys, "argv", ["hfdist explain-hang", str(tmp_path), "--json"])
-    explain_hang.main()
-    found = json.loads(capsys.readouterr().out)
+    found = {"waits": []}
+    end = time.monotonic() + 40
+    # What has begun less than some seconds ago is no hang yet.
+    while not found["waits"] and time.monotonic() < end:
+        time.sleep(2)
+        explain_hang.main()
+        found = json.loads(capsys.readouterr().out)
     Path(ENOUGH).touch()
     ranks.join()
     assert [(wait["waiting"], wait["awaited"]) for wait in found["waits"]] == [([0, 2], [1])]
