@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -82,6 +82,22 @@ class Schedule(Enum):
 
 
 @dataclass(kw_only=True)
+class OptimizerChange:
+    """Other values behind a step; None: as before."""
+
+    step: int = limited(at_least=1)
+    lr: float | None = limited(None, above=0)
+    weight_decay: float | None = limited(None, at_least=0)
+    beta1: float | None = limited(None, at_least=0, at_most=0.9999999)
+    beta2: float | None = limited(None, at_least=0, at_most=0.9999999)
+    eps: float | None = limited(None, above=0)
+
+
+CHANGEABLE = tuple(one.name for one in fields(OptimizerChange) if one.name != "step")
+"""Keys whose values may change while a model is trained."""
+
+
+@dataclass(kw_only=True)
 class OptimizerConfig:
     """Weight decay is applied to matrices only (parameters with two dimensions or more)."""
 
@@ -102,3 +118,4 @@ class OptimizerConfig:
     warmup_fraction: float | None = limited(None, at_least=0, at_most=0.9)
     decay_fraction: float = limited(0.2, above=0, at_most=1)
     min_lr_ratio: float | None = limited(None, at_least=0, at_most=1)
+    changes: list[OptimizerChange] = field(default_factory=list)

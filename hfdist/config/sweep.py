@@ -32,6 +32,11 @@ class Direction(Enum):
     minimize = "minimize"
     maximize = "maximize"
 
+    @property
+    def sign(self) -> int:
+        """What makes lower values the better ones."""
+        return 1 if self is Direction.minimize else -1
+
 
 @dataclass(kw_only=True)
 class SweepConfig:

@@ -11,10 +11,11 @@ from hfdist.atomic_write import write_atomically
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, ResourceError
+from hfdist.records.trials import TRIALS
 from hfdist.report.live import serve
 from hfdist.report.page import page, parts
 from hfdist.report.reading.run_files import MARKS, RunFiles
-from hfdist.report.sweep import BOOK, read_trials, sweep
+from hfdist.report.sweep import read_trials, sweep
 
 _HELP = """\
 Write one HTML file about a run, or about several laid over each other; or serve it while they train.
@@ -100,8 +101,8 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
         raise ConfigError(
             "this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html"
         )
-    given = [find_run(name, (*MARKS, BOOK)) for name in dict.fromkeys(names)]
-    sweeps = tuple(folder for folder in given if (folder / BOOK).is_file())
+    given = [find_run(name, (*MARKS, TRIALS)) for name in dict.fromkeys(names)]
+    sweeps = tuple(folder for folder in given if (folder / TRIALS).is_file())
     folders = tuple(run for folder in given for run in (_best_trials(folder) if folder in sweeps else [folder]))
     if not folders:
         raise ConfigError("no trial of this sweep has begun", where=COMMAND_LINE, found=str(given[0]))

@@ -5,61 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hfdist.records.lines import read_lines
+from hfdist.records.trials import Trial, TrialLog, rank_trials
 from hfdist.report.text import count, escaped, number, short
 
-BOOK, SETTINGS = "sweep.jsonl", "sweep.json"
-"""In a sweep's folder, as docs/sweeps.md describes them."""
+SETTINGS = "sweep.json"
+"""In a sweep's folder, as docs/sweeps.md describes it."""
 _WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
 _MOST_AXES, _MOST_LINES, _MOST_ROWS = 8, 300, 100
 _LOG_RANGE = 30.0
 """Values whose largest is so many times the smallest are drawn by their logarithms."""
 
 
-@dataclass(kw_only=True)
-class TrialLine:
-    """What the book says of a trial."""
-
-    number: int
-    values: dict[str, Any]
-    parent: int | None = None
-    results: list[tuple[float, float | None]] = field(default_factory=list)
-    """Tokens, and the metric at the end of each rung."""
-    failure: str = ""
-
-    @property
-    def value(self) -> float | None:
-        """The newest value of the metric."""
-        return self.results[-1][1] if self.results else None
-
-
-def read_trials(folder: Path) -> list[TrialLine]:
-    """Read the trials of a sweep, the furthest first, and of these the best first. Other lines are left out."""
-    trials: dict[int, TrialLine] = {}
-    for line in read_lines(folder / BOOK):
-        key = line.get("trial")
-        if isinstance(line.get("values"), dict) and isinstance(key, int):
-            parent = line.get("parent")
-            trials[key] = TrialLine(
-                number=key, values=line["values"], parent=parent if isinstance(parent, int) else None
-            )
-        elif isinstance(key, int) and key in trials:
-            if "failed" in line:
-                trials[key].failure = str(line["failed"])
-            else:
-                trials[key].results.append((number(line.get("tokens")) or 0.0, number(line.get("value"))))
+def read_trials(folder: Path) -> list[Trial]:
+    """Read the trials of a sweep, the furthest first, and of these the best first."""
     sign = -1 if _settings(folder).get("direction") == "maximize" else 1
-
-    def place(trial: TrialLine) -> tuple[bool, float, float, int]:
-        value = trial.value
-        tokens = trial.results[-1][0] if trial.results else 0.0
-        return value is None, -tokens, 0.0 if value is None else sign * value, trial.number
-
-    return sorted(trials.values(), key=place)
+    return rank_trials(TrialLog(folder).trials, sign=sign)
 
 
 def sweep(folder: Path) -> str:
@@ -85,19 +48,19 @@ def _settings(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _overrides(trial: TrialLine) -> str:
+def _overrides(trial: Trial) -> str:
     return " ".join(f"{key}={value}" for key, value in trial.values.items())
 
 
-def _table(trials: Sequence[TrialLine], metric: str) -> str:
+def _table(trials: Sequence[Trial], metric: str) -> str:
     titles = ("trial", metric, "tokens", "rungs", "begins at", "values")
     heads = "".join(f"<th>{escaped(title, 40)}</th>" for title in titles)
     rows = []
     for trial in trials[:_MOST_ROWS]:
         cells = (
             f"{trial.number}",
-            escaped(trial.failure, 60) if trial.value is None else short(trial.value),
-            short(trial.results[-1][0]) if trial.results else "0",
+            escaped(trial.failure or "", 60) if trial.value is None else short(trial.value),
+            short(trial.tokens),
             f"{len(trial.results)}",
             "" if trial.parent is None else f"trial {trial.parent}",
             escaped(_overrides(trial)),
@@ -138,7 +101,7 @@ class _Axis:
         return short(self._low), short(self._high)
 
 
-def _draw(trials: Sequence[TrialLine], metric: str) -> str:
+def _draw(trials: Sequence[Trial], metric: str) -> str:
     """Parallel coordinates; nothing, if fewer than two trials have a value."""
     shown = [trial for trial in trials if trial.value is not None][:_MOST_LINES]
     keys = list(dict.fromkeys(key for trial in shown for key in trial.values))[:_MOST_AXES]

@@ -22,7 +22,7 @@ from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.sweep import GROUP, SECTION, Sampler, SweepConfig, compose_sweep
 from hfdist.errors import ConfigError, PreemptedError
-from hfdist.sweep.book import Trial
+from hfdist.records.trials import Trial
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.sampling import importances, write_study
 from hfdist.sweep.space import Space, as_override, is_sweep, parse_dimension
@@ -140,8 +140,8 @@ def _sweep(arguments: list[str]) -> None:
     has_ended = controller.run()
     _say(controller.table())
     if config.sampler is not Sampler.grid:
-        write_study(config, sweep.space, controller.book.trials, sweep.folder / STUDY)
-        shares = importances(config, sweep.space, controller.book.trials)
+        write_study(config, sweep.space, controller.log.trials, sweep.folder / STUDY)
+        shares = importances(config, sweep.space, controller.log.trials)
         if shares:
             _say(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in shares.items())}")
     best = controller.best()

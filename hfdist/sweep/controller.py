@@ -17,10 +17,10 @@ from typing import Any
 
 from hfdist.atomic_write import write_atomically
 from hfdist.config.run import RunConfig
-from hfdist.config.sweep import Direction, Sampler, SweepConfig
+from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.errors import BudgetError
 from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
-from hfdist.sweep.book import Book, Result, Trial, rank_trials
+from hfdist.records.trials import Result, Trial, TrialLog, rank_trials
 from hfdist.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
 from hfdist.sweep.local import LOG, TrialProcess
 from hfdist.sweep.population import generation_of, next_member
@@ -96,7 +96,7 @@ class Controller:
     def __init__(self, sweep: Sweep, say: Callable[[str], None]) -> None:
         self._sweep, self._say = sweep, say
         self._config = sweep.config
-        self.book = Book(sweep.folder)
+        self.log = TrialLog(sweep.folder)
         self._most = self._config.trials
         if self._config.sampler is Sampler.grid:
             self._most = min(self._most, len(sweep.space.grid()))
@@ -107,7 +107,7 @@ class Controller:
         """By trial and rung: so often this controller has started it."""
         self._is_told_to_stop = False
         still_running = TrialProcess.find_all()
-        for trial in self.book.trials:
+        for trial in self.log.trials:
             folder = sweep.folder_of(trial).resolve()
             if trial.failure is None and folder in still_running:
                 self._running[trial.number] = still_running[folder]
@@ -128,7 +128,7 @@ class Controller:
             for number, process in list(self._running.items()):
                 if process.has_ended:
                     del self._running[number]
-                    self._note(self.book.trials[number], process.rung, process.exit_code)
+                    self._note(self.log.trials[number], process.rung, process.exit_code)
             while not self._is_told_to_stop and (slot := self._free_slot()) is not None:
                 if not self._start_next(slot):
                     break
@@ -142,7 +142,7 @@ class Controller:
 
     def _start_next(self, slot: int) -> bool:
         """Start what comes next; False: nothing does, before others have ended."""
-        trials = self.book.trials
+        trials = self.log.trials
         begun = next((one for one in trials if self._is_begun(one)), None)
         trial = begun or next_promotion(self._config, trials, self._running.keys())
         if trial is None and len(trials) < self._most:
@@ -169,11 +169,11 @@ class Controller:
 
     def _begin_trial(self) -> Trial | None:
         """Begin the next trial; None: its values depend on trials that run."""
-        trials, space = self.book.trials, self._sweep.space
+        trials, space = self.log.trials, self._sweep.space
         if self._config.sampler is not Sampler.pbt:
-            return self.book.begin(choose_values(self._config, space, trials))
+            return self.log.begin(choose_values(self._config, space, trials))
         member = next_member(self._config, space, trials)
-        return None if member is None else self.book.begin(*member)
+        return None if member is None else self.log.begin(*member)
 
     def _is_begun(self, trial: Trial) -> bool:
         """Whether a trial was on its way to the end of a rung when it was ended."""
@@ -207,21 +207,21 @@ class Controller:
         is_done = record is not None and (record.state is State.finished or record.exit_code == BudgetError.exit_code)
         if record is not None and is_done:
             result = Result(step=record.step, tokens=record.tokens, value=last_value(folder, self._config.metric))
-            self.book.reach(trial, result)
+            self.log.reach(trial, result)
             shown = "no value" if result.value is None else f"{self._config.metric} {result.value:.4f}"
             self._say(f"{name}: {shown}, {result.tokens:,} tokens")
             if result.value is None:
-                self.book.fail(trial, f"metrics.jsonl has no {self._config.metric}")
+                self.log.fail(trial, f"metrics.jsonl has no {self._config.metric}")
         elif self._is_told_to_stop or (record is not None and record.state is State.stopped):
             self._say(f"{name} has stopped")
         elif record is not None and record.state is State.failed:
-            self.book.fail(trial, record.error or f"exit code {record.exit_code}")
+            self.log.fail(trial, record.error or f"exit code {record.exit_code}")
             self._say(f"{name} has failed: {record.error}; {folder / LOG}")
         elif record is None and exit_code is not None and exit_code > 0:
-            self.book.fail(trial, f"exit code {exit_code} before the run had begun")
+            self.log.fail(trial, f"exit code {exit_code} before the run had begun")
             self._say(f"{name} has failed before it had begun, with {exit_code}: {folder / LOG}")
         elif self._starts.get((trial.number, rung), 0) >= _MOST_STARTS:
-            self.book.fail(trial, f"it was killed {_MOST_STARTS} times")
+            self.log.fail(trial, f"it was killed {_MOST_STARTS} times")
             self._say(f"{name} was killed {_MOST_STARTS} times: {folder / LOG}")
         else:
             self._say(f"{name} was killed, and goes on")
@@ -231,31 +231,26 @@ class Controller:
 
     def best(self) -> Trial | None:
         """Give the best of the trials that have come furthest; None: none has a value."""
-        last = (len(self.book.trials) - 1) // self._config.trials * self._config.trials
-        trials = self.book.trials[last:] if self._config.sampler is Sampler.pbt else self.book.trials
-        ranked = rank_trials(trials, maximize=self._config.direction is Direction.maximize)
-        return ranked[0] if ranked else None
+        last = (len(self.log.trials) - 1) // self._config.trials * self._config.trials
+        trials = self.log.trials[last:] if self._config.sampler is Sampler.pbt else self.log.trials
+        best = rank_trials(trials, sign=self._config.direction.sign)[:1]
+        return best[0] if best and best[0].value is not None else None
 
     def history(self, trial: Trial) -> list[Trial]:
         """Give a trial behind its parents, the first first: whose values its steps had."""
         line = [trial]
         while (parent := line[0].parent) is not None:
-            line.insert(0, self.book.trials[parent])
+            line.insert(0, self.log.trials[parent])
         return line
 
     def table(self) -> str:
         """All trials, the best first."""
-        ranked = rank_trials(self.book.trials, maximize=self._config.direction is Direction.maximize)
-        others = [trial for trial in self.book.trials if trial not in ranked]
         rows: list[list[str]] = [["trial", self._config.metric, "tokens", "rung", "values"]]
-        for trial in (*ranked, *others):
-            last = trial.results[-1] if trial.results else None
+        for trial in rank_trials(self.log.trials, sign=self._config.direction.sign):
             shown = "failed" if trial.failure is not None else "-"
-            value = shown if last is None or last.value is None else f"{last.value:.4f}"
+            value = shown if trial.value is None else f"{trial.value:.4f}"
             values = " ".join(as_override(key, one) for key, one in trial.values.items())
-            rows.append(
-                [str(trial.number), value, f"{last.tokens:,}" if last else "0", str(len(trial.results)), values]
-            )
+            rows.append([str(trial.number), value, f"{trial.tokens:,}", str(len(trial.results)), values])
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return "\n".join(
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows

@@ -14,8 +14,8 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 
-from hfdist.config.sweep import Direction, SweepConfig
-from hfdist.sweep.book import Trial
+from hfdist.config.sweep import SweepConfig
+from hfdist.records.trials import Trial
 
 
 def next_promotion(config: SweepConfig, trials: Sequence[Trial], running: Collection[int]) -> Trial | None:
@@ -26,7 +26,7 @@ def next_promotion(config: SweepConfig, trials: Sequence[Trial], running: Collec
         trials: all so far.
         running: numbers of those that run.
     """
-    sign = 1 if config.direction is Direction.minimize else -1
+    sign = config.direction.sign
     for bracket in range(config.brackets):
         alike = [trial for trial in trials if bracket_of(config, trial.number) == bracket]
         for rung in reversed(range(config.rungs - bracket - 1)):

@@ -59,6 +59,11 @@ class TrialProcess:
         return found
 
     @property
+    def pid(self) -> int:
+        """Of the first process, and of the session."""
+        return self._process.pid
+
+    @property
     def has_ended(self) -> bool:
         """Whether it does not run any more."""
         try:

@@ -13,8 +13,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from hfdist.config.sweep import Direction, SweepConfig
-from hfdist.sweep.book import Trial
+from hfdist.config.sweep import SweepConfig
+from hfdist.records.trials import Trial
 from hfdist.sweep.sampling import choose_values
 from hfdist.sweep.space import Dimension, Space
 
@@ -39,7 +39,7 @@ def next_member(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> t
     before = trials[(generation - 1) * config.trials : generation * config.trials]
     if any(trial.failure is None and not trial.results for trial in before):
         return None
-    sign = 1 if config.direction is Direction.minimize else -1
+    sign = config.direction.sign
     # Who has failed is worse than all others.
     values = {trial.number: float("inf") if trial.value is None else sign * trial.value for trial in before}
     ranked = sorted(before, key=lambda trial: (values[trial.number], trial.number))

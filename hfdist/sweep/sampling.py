@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.config.sweep import Sampler, SweepConfig
-from hfdist.sweep.book import Trial
+from hfdist.records.trials import Trial
 from hfdist.sweep.halving import rungs_of
 from hfdist.sweep.space import Dimension, Space, as_text
 

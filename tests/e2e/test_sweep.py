@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hfdist.records import EVENTS, read_lines
-from hfdist.sweep.book import Book
+from hfdist.records.trials import TrialLog
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +41,7 @@ def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
     assert "run.lock" in problem or "another run" in problem
     said, problem = sweep.communicate(timeout=120)
     assert sweep.returncode == 0, problem
-    trials = Book(tmp_path / "runs/grid").trials
+    trials = TrialLog(tmp_path / "runs/grid").trials
     assert [trial.values for trial in trials] == [{"strategy": "ddp"}, {"strategy": "zero1"}]
     # The same mathematics, so the same loss.
     assert trials[0].value == pytest.approx(trials[1].value, rel=1e-5)
@@ -54,7 +54,7 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path)
                "sweep.trials=2", "sweep.rungs=2", "sweep.factor=2",
                "optimizer.lr=tag(log, interval(1e-4, 1e-1))")  # fmt: skip
     sweep = hfdist(tmp_path, *command)
-    while not any(trial.results for trial in Book(tmp_path / "runs/asha").trials):
+    while not any(trial.results for trial in TrialLog(tmp_path / "runs/asha").trials):
         assert sweep.poll() is None, sweep.communicate()
         time.sleep(0.1)
     sweep.send_signal(signal.SIGTERM)
@@ -63,7 +63,7 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path)
     sweep = hfdist(tmp_path, *command)
     _, problem = sweep.communicate(timeout=120)
     assert sweep.returncode == 0, problem
-    trials = Book(tmp_path / "runs/asha").trials
+    trials = TrialLog(tmp_path / "runs/asha").trials
     steps = sorted([result.step for result in trial.results] for trial in trials)
     assert steps == [[3], [3, 6]]
     best = next(trial for trial in trials if len(trial.results) == 2)

@@ -17,6 +17,7 @@ from hfdist.config.data import SourceKind
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
 from hfdist.config.optimizer import Schedule
+from hfdist.config.ranges import LIMIT
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.schema import find_key, flatten, plain
 from hfdist.config.strategy import Compression, ContextMethod, Offload, Sharding, StrategyConfig
@@ -264,6 +265,27 @@ def _check_optimizer(config: RunConfig) -> None:
         what = f"the {optimizer.schedule.value} schedule ends at {end}, so a smallest rate has no meaning"
         hint = "optimizer.min_lr_ratio=null, or optimizer.schedule=cosine"
         raise _conflict(config, "optimizer.min_lr_ratio", what, allowed="null", hint=hint)
+    _check_changes(config)
+
+
+def _check_changes(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    for index, change in enumerate(optimizer.changes):
+        for one in dataclasses.fields(change):
+            value, limit = getattr(change, one.name), one.metadata[LIMIT]
+            if value is not None and not limit.accepts(value):
+                where = f"optimizer.changes[{index}].{one.name}"
+                raise ConfigError("the number is out of range", where=where, found=value, allowed=limit.allowed)
+    steps = [change.step for change in optimizer.changes]
+    if steps != sorted(set(steps)):
+        what, found = "the changes must stand in the order of their steps", ", ".join(map(str, steps))
+        raise ConfigError(what, where="optimizer.changes", found=found, allowed="rising steps")
+    if not optimizer.weight_decay and any(change.weight_decay is not None for change in optimizer.changes):
+        what, hint = "where nothing decays at first, it is not known what decays later", "optimizer.weight_decay=1e-9"
+        raise _conflict(config, "optimizer.weight_decay", what, allowed="above 0, if it changes", hint=hint)
+    if optimizer.changes and config.islands.method is IslandMethod.parameter_server:
+        what, hint = "the server has the optimizer, whose values stay", "optimizer.changes=[]"
+        raise _conflict(config, "optimizer.changes islands.method", what, allowed="none", hint=hint)
 
 
 def check_schedule(config: RunConfig, max_steps: int) -> None:

@@ -75,6 +75,7 @@ from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.islands import ServerOptimizer
+from hfdist.trainer.optimizer_changes import OptimizerChanges
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.reporting.logs import set_up_logging
@@ -246,6 +247,8 @@ class Run:
                 logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
             for text in preview(data.stream, data.tokenizer, config.report.preview):
                 logger.info("%s", text)
+        if config.optimizer.changes:
+            trainer.add_callback(OptimizerChanges(config.optimizer))
         _add_reports(trainer, config, self._recorder)
         if config.report.plan:
             trainer.add_callback(self._make_grader(trainer, runtime))

@@ -13,7 +13,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import compose_sweep
 from hfdist.records import METRICS, read_lines
-from hfdist.sweep.book import Book
+from hfdist.records.trials import TrialLog
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.local import TrialProcess
 from hfdist.sweep.space import Space, parse_dimension
@@ -58,7 +58,7 @@ def finish(sweep, lines):
     process = start(sweep, lines)
     process.join(60)
     assert process.exitcode == 0
-    return Book(sweep.folder)
+    return TrialLog(sweep.folder)
 
 
 def in_figures(book):
@@ -133,7 +133,7 @@ def test_bad_members_of_a_population_go_on_as_changed_good_ones(tmp_path):
     for sweep in sweeps:
         sweep.folder.mkdir()
     process = start(sweeps[1], tmp_path / "lines")
-    while len(Book(sweeps[1].folder).trials) < 6:
+    while len(TrialLog(sweeps[1].folder).trials) < 6:
         time.sleep(0.01)
     process.kill()
     process.join()
@@ -176,7 +176,9 @@ def test_told_to_stop_trials_save_and_go_on_later(tmp_path):
     sweep = make_sweep(tmp_path / "sweep", "random", "trials=3", "slots=2")
     sweep.folder.mkdir()
     process = start(sweep, tmp_path / "lines")
-    while len(Book(sweep.folder).trials) < 2 or not any(steps_of(sweep, trial) for trial in Book(sweep.folder).trials):
+    while len(TrialLog(sweep.folder).trials) < 2 or not any(
+        steps_of(sweep, trial) for trial in TrialLog(sweep.folder).trials
+    ):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join(20)

@@ -7,7 +7,7 @@ import pytest
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import Sampler, compose_sweep
 from hfdist.errors import ConfigError
-from hfdist.sweep.book import Result, Trial, rank_trials
+from hfdist.records.trials import Result, Trial, rank_trials
 from hfdist.sweep.halving import bracket_of, next_promotion, rungs_of, tokens_of_rungs
 from hfdist.sweep.sampling import choose_values, importances, write_study
 from hfdist.sweep.space import Space, parse_dimension
@@ -142,5 +142,5 @@ def test_hyperband_s_brackets_begin_at_later_rungs_and_stay_among_themselves():
 
 def test_the_furthest_are_ranked_first():
     trials = asha([[3.0], [2.0, 9.0], [None], [1.0], [2.0, 8.0, 7.0]])
-    assert [trial.number for trial in rank_trials(trials, maximize=False)] == [4, 1, 3, 0]
-    assert [trial.number for trial in rank_trials(trials, maximize=True)] == [4, 1, 0, 3]
+    assert [trial.number for trial in rank_trials(trials, sign=1)] == [4, 1, 3, 0, 2]
+    assert [trial.number for trial in rank_trials(trials, sign=-1)] == [4, 1, 0, 3, 2]

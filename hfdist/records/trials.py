@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hfdist.records.lines import append_line, read_lines
 
-BOOK = "sweep.jsonl"
+TRIALS = "sweep.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +43,22 @@ class Trial:
         """The newest value of the metric."""
         return self.results[-1].value if self.results else None
 
+    @property
+    def tokens(self) -> int:
+        """That its model has read by the end of its newest rung."""
+        return self.results[-1].tokens if self.results else 0
 
-class Book:
-    """Reads and adds lines."""
+
+class TrialLog:
+    """Reads the lines, leaves out those that no sweep has written, and adds new ones."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / BOOK
+        self._path = folder / TRIALS
         self.trials: list[Trial] = []
         """By number."""
         for line in read_lines(self._path):
-            self._take(line)
+            with suppress(KeyError, IndexError, TypeError, ValueError, OverflowError):
+                self._take(line)
 
     def begin(self, values: Mapping[str, Any], parent: int | None = None) -> Trial:
         """Add a trial."""
@@ -73,19 +81,31 @@ class Book:
 
     def _take(self, line: Mapping[str, Any]) -> None:
         if "values" in line:
-            trial = Trial(number=int(line["trial"]), values=dict(line["values"]), parent=line.get("parent"))
+            if line["trial"] != len(self.trials):
+                raise ValueError("trials are numbered as they come")
+            parent = line.get("parent")
+            trial = Trial(number=len(self.trials), values=dict(line["values"]))
+            trial.parent = None if parent is None else self.trials[parent].number
             self.trials.append(trial)
         elif "failed" in line:
-            self.trials[int(line["trial"])].failure = str(line["failed"])
+            self.trials[line["trial"]].failure = str(line["failed"])
         else:
-            result = Result(step=int(line["step"]), tokens=int(line["tokens"]), value=line["value"])
-            self.trials[int(line["trial"])].results.append(result)
+            value = None if line["value"] is None else float(line["value"])
+            is_finite = value is not None and math.isfinite(value)
+            result = Result(step=int(line["step"]), tokens=int(line["tokens"]), value=value if is_finite else None)
+            self.trials[line["trial"]].results.append(result)
 
 
-def rank_trials(trials: Sequence[Trial], *, maximize: bool) -> list[Trial]:
-    """Give the trials with a value, the furthest first, and of these the best first."""
-    sign = -1 if maximize else 1
-    with_value = [(trial, trial.value) for trial in trials if trial.value is not None]
-    return [
-        trial for trial, value in sorted(with_value, key=lambda pair: (-pair[0].results[-1].tokens, sign * pair[1]))
-    ]
+def rank_trials(trials: Sequence[Trial], *, sign: int) -> list[Trial]:
+    """Give the furthest first, of these the best first, and last those without a value.
+
+    Args:
+        trials: of one sweep.
+        sign: 1 where lower values are better, -1 where higher ones are.
+    """
+
+    def place(trial: Trial) -> tuple[bool, int, float, int]:
+        value = trial.value
+        return value is None, -trial.tokens, 0.0 if value is None else sign * value, trial.number
+
+    return sorted(trials, key=place)

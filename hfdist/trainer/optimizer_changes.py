@@ -1,0 +1,75 @@
+"""`optimizer.changes`: other values behind some steps, as a run has them that goes on with other overrides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.config.optimizer import CHANGEABLE, OptimizerConfig
+
+# A scheduler is Any here: DeepSpeed's is of another class than torch's.
+
+
+class OptimizerChanges(TrainerCallback):
+    """Sets the values that hold behind each step. All schedules of a config are torch's LambdaLR.
+
+    Args:
+        config: of the optimizer, which has just been made of it.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        self._keys = [key for key in CHANGEABLE if any(getattr(one, key) is not None for one in config.changes)]
+        self._steps = {change.step for change in config.changes}
+        self._scheduler: Any = None
+        self._begun: list[dict[str, Any]] = []
+        """Each group of parameters as it was made, with `base_lr`."""
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Called by the Trainer, behind a resume."""
+        self._scheduler = lr_scheduler
+        groups = zip(lr_scheduler.optimizer.param_groups, lr_scheduler.base_lrs, strict=True)
+        self._begun = [{**group, "params": None, "base_lr": base} for group, base in groups]
+        self._apply(state.global_step)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called by the Trainer."""
+        if state.global_step in self._steps:
+            self._apply(state.global_step)
+
+    def on_rollback(self, state: TrainerState) -> None:
+        """Set what holds behind the checkpoint."""
+        self._apply(state.global_step)
+
+    def _apply(self, step: int) -> None:
+        scheduler, config = self._scheduler, self._config
+        now = {key: getattr(config, key) for key in self._keys}
+        for change in config.changes:
+            if change.step <= step:
+                now |= {key: value for key in self._keys if (value := getattr(change, key)) is not None}
+        for index, (group, begun) in enumerate(zip(scheduler.optimizer.param_groups, self._begun, strict=True)):
+            if "lr" in now:
+                scheduler.base_lrs[index] = _scaled(begun["base_lr"], config.lr, now["lr"])
+                group["lr"] = scheduler.base_lrs[index] * scheduler.lr_lambdas[index](scheduler.last_epoch)
+            if "weight_decay" in now and "weight_decay" in group:
+                group["weight_decay"] = _scaled(begun["weight_decay"], config.weight_decay, now["weight_decay"])
+            if "betas" in group:
+                group["betas"] = tuple(
+                    now.get(key, value) for key, value in zip(("beta1", "beta2"), begun["betas"], strict=True)
+                )
+            if "eps" in now and "eps" in group:
+                group["eps"] = now["eps"]
+        scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+
+
+def _scaled(own: float, before: float, now: float) -> float:
+    """Of a group whose value is not the config's, such as 0 where nothing decays."""
+    return now if own == before else own * now / before
