@@ -38,6 +38,14 @@ class Direction(Enum):
         return 1 if self is Direction.minimize else -1
 
 
+class LauncherName(Enum):
+    """Where trials run."""
+
+    local = "local"
+    slurm = "slurm"
+    ray = "ray"
+
+
 @dataclass(kw_only=True)
 class SweepConfig:
     """`sweep.*`."""
@@ -52,6 +60,7 @@ class SweepConfig:
     factor: int = limited(3, at_least=2)
     brackets: int = limited(1, at_least=1)
     generations: int = limited(1, at_least=1)
+    launcher: LauncherName = LauncherName.local
     slots: int = limited(1, at_least=1)
     devices: list[str] = field(default_factory=list)
 
@@ -73,6 +82,9 @@ def compose_sweep(name: str, overrides: Sequence[str], own: Path | None) -> Swee
     """
     path = SECTION.find(name, own, key=f"{GROUP} (command line)", hint=f"{GROUP}=tpe")
     config: SweepConfig = SECTION.compose(path, overrides)
+    if config.devices and config.launcher is not LauncherName.local:
+        what, found = "the cluster gives a trial its devices", f"{config.devices}, with {config.launcher.value}"
+        raise ConfigError(what, where="sweep.devices", found=found, allowed="[]", hint="cluster.gpus=true")
     if config.devices and len(config.devices) != config.slots:
         what, found = "each slot needs its devices", f"{len(config.devices)} for {config.slots} slots"
         raise ConfigError(what, where="sweep.devices", found=found, hint='sweep.devices=\'["0,1","2,3"]\'')

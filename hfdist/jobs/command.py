@@ -61,7 +61,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
     config = line.compose()
     of_user = None if line.config_dir is None else Path(line.config_dir).expanduser()
     cluster = compose_cluster(line.own.get("cluster", "default"), line.of_group, of_user)
-    _check(config, cluster, is_offline=line.is_offline)
+    check_job(config, cluster, is_offline=line.is_offline)
     out = line.own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
     job = Job(
         recipe=line.recipe,
@@ -102,8 +102,8 @@ main = as_command(
 )
 
 
-def _check(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> None:
-    """Check the run as its own processes will, for as many as there will be."""
+def check_job(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> None:
+    """Check the run as its own processes will, for as many as there will be; ConfigError: the first mistake."""
     asked = config.launch.processes
     if asked not in (AUTO, "1", str(cluster.world_size)):
         what = "the job's launcher starts another number of processes"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -16,21 +18,30 @@ from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline
+from hfdist.config.composition.compose import to_yaml
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.optimizer import Schedule
+from hfdist.config.optimizer import CHANGEABLE, Schedule
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import plain
-from hfdist.config.sweep import GROUP, SECTION, Sampler, SweepConfig, compose_sweep
+from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, SweepConfig, compose_sweep
 from hfdist.errors import ConfigError, PreemptedError
+from hfdist.jobs.cluster import GROUP as CLUSTER
+from hfdist.jobs.cluster import ClusterConfig, compose_cluster
+from hfdist.jobs.command import check_job
+from hfdist.jobs.job import Job
 from hfdist.records.trials import Trial
 from hfdist.sweep.controller import Controller, Sweep
+from hfdist.sweep.launchers.base import Launcher
+from hfdist.sweep.launchers.local import LocalLauncher
+from hfdist.sweep.launchers.ray import RayLauncher
+from hfdist.sweep.launchers.slurm import SlurmLauncher
 from hfdist.sweep.sampling import importances, write_study
 from hfdist.sweep.space import Space, as_override, is_sweep, parse_dimension
 from hfdist.topology import read_launcher
 from hfdist.trainer.run.run_lock import RunLock
 
-SETTINGS, STUDY = "sweep.json", "study.journal"
-"""In the sweep's folder: what was asked when it began, and all trials for Optuna's own tools."""
+SETTINGS, STUDY, BEST = "sweep.json", "study.journal", "best"
+"""In the sweep's folder: what was asked when it began, all trials for Optuna's own tools, and the best one's config."""
 _PRESET = "tpe"
 _HELP = """\
 Train many runs that differ in some keys, and find the best. Each trial is a run of its own, in any layout.
@@ -43,6 +54,7 @@ hfdist sweep sweep=asha run.name=asha optimizer=adamw optimizer.schedule=constan
 sweep=NAME          {presets}; default: {preset}
 {keys}
 
+cluster=NAME        sweep.launcher=slurm or ray: the machines of a trial, and cluster.KEY=VALUE, as for `hfdist job`
 {meanings}
 All other arguments are overrides of the runs' config, as `hfdist pretrain` takes them; those with several values vary.
 The same command goes on with a sweep that was stopped or killed. Its folder is run.dir.
@@ -51,9 +63,11 @@ Exit codes: 0 it has ended, 75 it was told to stop, 2 a mistake in the config.
 """
 
 
-def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sweep]:
+def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher]:
     """Read the command line, and check all that a trial will be; ConfigError: the first mistake."""
-    line = read_line(arguments, GROUP, SECTION.keys, (GROUP,))
+    line = read_line(arguments, GROUP, SECTION.keys, (GROUP, CLUSTER))
+    of_cluster = [text for text in line.overrides if text.startswith(f"{CLUSTER}.")]
+    line = replace(line, overrides=[text for text in line.overrides if text not in of_cluster])
     if (launched := read_launcher().world_size) > 1:
         what, hint = "a sweep starts the processes of its trials itself", "launch.processes=2, without a launcher"
         raise ConfigError(what, where="the launcher", found=f"{launched} processes", hint=hint)
@@ -75,33 +89,81 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, SweepConfig, Sw
         folder=Path(trial_line.compose().run.dir),
         config=config,
         space=space,
-        command=[sys.executable, "-m", "hfdist", line.recipe, *trial_line.recipe_arguments],
+        base=[line.recipe, *trial_line.recipe_arguments],
         compose=lambda own: replace(line, overrides=[*fixed, *own]).compose(),
     )
+    cluster = _find_cluster(config, line, of_cluster, own)
     for example in space.examples():
         run = sweep.compose([as_override(key, value) for key, value in example.items()])
-        check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
+        if cluster is None:
+            check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
+        else:
+            check_job(run, cluster, is_offline=line.is_offline)
         if sweep.has_lengths:
             _check_lengths(run)
             # Of the shortest one, for which a warm-up may be too long.
             sweep.compose(sweep.overrides_of(Trial(number=0, values=example), 0))
     if config.sampler is Sampler.pbt:
-        _check_population(space)
+        _check_population(space, sweep.compose([]))
     if config.sampler is Sampler.grid:
         space.grid()
     elif importlib.util.find_spec("optuna") is None:
         what, hint = "this sampler needs a package that is not installed", "pip install 'optuna>=5', or sweep=grid"
         raise ConfigError(what, where="sweep.sampler", found=config.sampler.value, hint=hint)
-    return line, config, sweep
+    return line, sweep, _make_launcher(sweep, cluster, arguments)
 
 
-def _check_population(space: Space) -> None:
+def _find_cluster(
+    config: SweepConfig, line: LineAboutRun, overrides: Sequence[str], own: Path | None
+) -> ClusterConfig | None:
+    """Give the machines of a trial; None: it runs on this one."""
+    if config.launcher is LauncherName.local:
+        if CLUSTER in line.own or overrides:
+            what, found = "trials run on this machine", overrides[0] if overrides else f"cluster={line.own[CLUSTER]}"
+            raise ConfigError(what, where=COMMAND_LINE, found=found, hint="sweep.launcher=slurm")
+        return None
+    if config.launcher is LauncherName.slurm and shutil.which("sbatch") is None:
+        what, hint = (
+            "SLURM's commands are not on this machine",
+            "the cluster's login node, or sweep.launcher=local",
+        )
+        raise ConfigError(what, where="sweep.launcher", found="no sbatch in PATH", hint=hint)
+    if config.launcher is LauncherName.ray and importlib.util.find_spec("ray") is None:
+        what, hint = "this launcher needs a package that is not installed", "pip install 'ray[default]'"
+        raise ConfigError(what, where="sweep.launcher", found="ray", hint=hint)
+    return compose_cluster(line.own.get(CLUSTER, "default"), overrides, own)
+
+
+def _make_launcher(sweep: Sweep, cluster: ClusterConfig | None, arguments: Sequence[str]) -> Launcher:
+    if cluster is None:
+        command = [sys.executable, "-m", "hfdist", *sweep.base]
+        return LocalLauncher(command, sweep.config.slots, sweep.config.devices)
+    recipe, *fixed = sweep.base
+
+    def make_job(overrides: Sequence[str], path: Path) -> Job:
+        return Job(
+            recipe=recipe,
+            arguments=[*fixed, *overrides],
+            config=sweep.compose(overrides),
+            cluster=cluster,
+            command=["hfdist", GROUP, *arguments],
+            path=path,
+        )
+
+    return SlurmLauncher(make_job) if sweep.config.launcher is LauncherName.slurm else RayLauncher(make_job)
+
+
+def _check_population(space: Space, run: RunConfig) -> None:
     """Refuse keys that must stay while a model is trained."""
+    keys = [f"optimizer.{name}" for name in CHANGEABLE]
     for one in space.dimensions:
-        if one.choices or one.is_whole or one.condition is not None or one.key.partition(".")[0] != "optimizer":
-            what, allowed = "a member's value changes while it is trained", "intervals of keys of the optimizer"
+        if one.choices or one.is_whole or one.condition is not None or one.key not in keys:
+            what, allowed = "a member's value changes while it is trained", f"intervals of {', '.join(keys)}"
             hint = "optimizer.lr='tag(log, interval(1e-4, 1e-2))'"
             raise ConfigError(what, where=one.key, found="another key or values", allowed=allowed, hint=hint)
+    if run.optimizer.changes:
+        what, found = "a population changes the optimizer's values itself", f"{len(run.optimizer.changes)} changes"
+        raise ConfigError(what, where="optimizer.changes", found=found, allowed="none", hint="optimizer.changes=[]")
 
 
 def _check_lengths(run: RunConfig) -> None:
@@ -123,13 +185,14 @@ def _check_lengths(run: RunConfig) -> None:
 
 def _sweep(arguments: list[str]) -> None:
     """Run the sweep; exit code 75 where it was told to stop."""
-    line, config, sweep = parse_sweep(arguments)
+    line, sweep, launcher = parse_sweep(arguments)
     if line.is_offline:
         go_offline()
+    config = sweep.config
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(sweep.folder)
-    keep_settings(sweep, config)
-    controller = Controller(sweep, say=_say)
+    keep_settings(sweep)
+    controller = Controller(sweep, launcher, say=_say)
 
     def stop(number: int, frame: FrameType | None) -> None:
         _say("told to stop: the trials save and stop")
@@ -146,23 +209,45 @@ def _sweep(arguments: list[str]) -> None:
             _say(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in shares.items())}")
     best = controller.best()
     if best is not None:
-        own = " ".join(as_override(key, value) for key, value in best.values.items())
-        _say(f"best: {sweep.folder_of(best)}: {own}")
-        for one in controller.history(best)[:-1]:
-            own = " ".join(as_override(key, value) for key, value in one.values.items())
-            _say(f"  up to step {one.results[-1].step}, trial {one.number}: {own}")
+        history = controller.history(best)
+        _say(f"best: {sweep.folder_of(best)}: {' '.join(as_overrides(best))}")
+        for one in history[:-1]:
+            _say(f"  up to step {one.results[-1].step}, trial {one.number}: {' '.join(as_overrides(one))}")
+        path = write_best(sweep, history)
+        _say(f"again alone: hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}")
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
 
 
-def keep_settings(sweep: Sweep, config: SweepConfig) -> None:
+def as_overrides(trial: Trial) -> list[str]:
+    """Give the values of a trial as words of a command line."""
+    return [as_override(key, value) for key, value in trial.values.items()]
+
+
+def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
+    """Write the config of one run that trains as the best trial did, behind its parents: `best.yaml`."""
+    changes = []
+    for before, after in pairwise(history):
+        values = {key: value for key, value in after.values.items() if value != before.values[key]}
+        words = [f"step: {before.results[-1].step}", *(f"{key[len('optimizer.') :]}: {values[key]}" for key in values)]
+        changes += [f"{{{', '.join(words)}}}"] if values else []
+    own = [*as_overrides(history[0]), f"run.dir={sweep.folder / BEST}"]
+    own += [f"optimizer.changes=[{', '.join(changes)}]"] if changes else []
+    own += [f"train.max_steps={history[-1].results[-1].step}"] if sweep.has_lengths else []
+    path = sweep.folder / f"{BEST}.yaml"
+    write_atomically(path, to_yaml(sweep.compose(own)).encode())
+    return path
+
+
+def keep_settings(sweep: Sweep) -> None:
     """Write down what is asked, or refuse it where the sweep has begun otherwise."""
+    config = sweep.config
     path = sweep.folder / SETTINGS
     # Where and how many at a time does not matter; nor how many in all, unless these are the members of a population.
-    free = ["slots", "devices", "space", *([] if config.sampler is Sampler.pbt else ["trials"])]
+    free = ["launcher", "slots", "devices", "space", *([] if config.sampler is Sampler.pbt else ["trials"])]
     asked = {key: value for key, value in plain(config).items() if key not in free}
-    asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.command[3:])}
+    asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.base)}
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = sorted(key for key in asked if asked[key] != before.get(key))

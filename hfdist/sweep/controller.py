@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ from hfdist.errors import BudgetError
 from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
 from hfdist.records.trials import Result, Trial, TrialLog, rank_trials
 from hfdist.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
-from hfdist.sweep.local import LOG, TrialProcess
+from hfdist.sweep.launchers.base import LOG, LaunchedTrial, Launcher
 from hfdist.sweep.population import generation_of, next_member
 from hfdist.sweep.sampling import choose_values
 from hfdist.sweep.space import Space, as_override
 
 _AIM = "aim.json"
 """In the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
-_POLL_SECONDS = 0.2
 _MOST_STARTS = 3
 """Of a trial that is killed again and again on its way to one rung."""
 
@@ -41,8 +39,8 @@ class Sweep:
     folder: Path
     config: SweepConfig
     space: Space
-    command: Sequence[str]
-    """Of a trial, without its own values."""
+    base: Sequence[str]
+    """The recipe and its arguments, without a trial's own."""
     compose: Callable[[Sequence[str]], RunConfig]
     """Gives the config of a run with these overrides."""
 
@@ -90,23 +88,24 @@ class Controller:
 
     Args:
         sweep: what.
+        launcher: starts the trials.
         say: takes a line for people.
     """
 
-    def __init__(self, sweep: Sweep, say: Callable[[str], None]) -> None:
-        self._sweep, self._say = sweep, say
+    def __init__(self, sweep: Sweep, launcher: Launcher, say: Callable[[str], None]) -> None:
+        self._sweep, self._launcher, self._say = sweep, launcher, say
         self._config = sweep.config
         self.log = TrialLog(sweep.folder)
         self._most = self._config.trials
         if self._config.sampler is Sampler.grid:
             self._most = min(self._most, len(sweep.space.grid()))
         self._most *= self._config.generations
-        self._running: dict[int, TrialProcess] = {}
+        self._running: dict[int, LaunchedTrial] = {}
         """By the number of the trial."""
         self._starts: dict[tuple[int, int], int] = {}
         """By trial and rung: so often this controller has started it."""
         self._is_told_to_stop = False
-        still_running = TrialProcess.find_all()
+        still_running = launcher.find_all()
         for trial in self.log.trials:
             folder = sweep.folder_of(trial).resolve()
             if trial.failure is None and folder in still_running:
@@ -134,7 +133,7 @@ class Controller:
                     break
             if not self._running:
                 return not self._is_told_to_stop
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._launcher.poll_seconds)
 
     def _free_slot(self) -> int | None:
         taken = {process.slot for process in self._running.values()}
@@ -151,17 +150,12 @@ class Controller:
             return False
         rung, folder = len(trial.results), self._sweep.folder_of(trial)
         self._starts[trial.number, rung] = self._starts.get((trial.number, rung), 0) + 1
-        command = [*self._sweep.command, *self._sweep.overrides_of(trial, rung)]
-        environment = {}
-        if self._config.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self._config.devices[slot]
-        if self._config.slots > 1:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._config.slots)))
         folder.mkdir(parents=True, exist_ok=True)
         before = read_run(folder)
         aim = {"rung": rung, "start": 0 if before is None else before.start}
         write_atomically(folder / _AIM, json.dumps(aim).encode())
-        self._running[trial.number] = TrialProcess.start(command, folder, slot=slot, rung=rung, environment=environment)
+        overrides = self._sweep.overrides_of(trial, rung)
+        self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
         values = " ".join(as_override(key, value) for key, value in trial.values.items())
         start = "" if trial.parent is None else f" at the checkpoint of trial {trial.parent}"
         self._say(f"trial {trial.number}{self._rung_text(rung)} begins{start}: {values}")

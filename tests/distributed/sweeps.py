@@ -13,15 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from benchmarks.table import markdown, write_section
+from hfdist.records import read_lines
 from hfdist.records.trials import TRIALS, Trial, TrialLog
-from hfdist.sweep.local import TrialProcess
+from hfdist.sweep.launchers.local import TrialProcess
 
 SEEDS = range(5)
 RUN = ("model=tiny", "report=quiet", "optimizer.schedule=constant", "data.eval_sequences=64")
@@ -57,18 +58,41 @@ def best_value(trials: Sequence[Trial]) -> float:
 
 def write_losses(folder: Path) -> str:
     """TPE with successive halving beside a random search of 32 whole trials."""
-    rows, shares, gaps = [], [], []
+    rows, shares = [], []
     for seed in SEEDS:
-        common = (*SPACE, "train.max_steps=81", f"sweep.seed={seed}", "sweep.slots=2")
+        common = (*SPACE, "train.max_steps=162", f"sweep.seed={seed}", "sweep.slots=2")
         whole = run_sweep(folder / f"random-{seed}", "sweep=random", "sweep.trials=32", *common)
-        halved = run_sweep(folder / f"asha-{seed}", "sweep=asha", "sweep.trials=40", *common)
-        shares.append(tokens_of(halved) / tokens_of(whole))
-        gaps.append(best_value(halved) - best_value(whole))
-        rows.append([f"{seed}", f"{best_value(whole):.4f}", f"{best_value(halved):.4f}", f"{gaps[-1]:+.4f}",
-                     f"{tokens_of(whole):,}", f"{tokens_of(halved):,}", f"{shares[-1]:.2f}"])  # fmt: skip
+        run_sweep(folder / f"asha-{seed}", "sweep=asha", "sweep.trials=40", *common)
+        wanted, tokens = best_value(whole), tokens_of(whole)
+        reached = list(_losses_by_tokens(folder / f"asha-{seed}"))
+        in_a_third = min(loss for spent, loss in reached if spent <= tokens / 3)
+        share = next((spent / tokens for spent, loss in reached if loss <= wanted), float("nan"))
+        shares.append(share if share == share else float("inf"))
+        last = reached[-1]
+        rows.append([f"{seed}", f"{wanted:.4f}", f"{in_a_third:.4f} ({in_a_third - wanted:+.4f})",
+                     f"{last[1]:.4f} ({last[0] / tokens:.2f})",
+                     f"{share:.2f}" if share == share else "never"])  # fmt: skip
         sys.stderr.write(f"{rows[-1]}\n")
-    rows.append(["median", "", "", f"{statistics.median(gaps):+.4f}", "", "", f"{statistics.median(shares):.2f}"])
-    return markdown(["seed", "random, 32 trials", "TPE + ASHA", "difference", "tokens", "tokens", "share"], rows)
+    rows.append(["median", "", "", "", f"{statistics.median(shares):.2f}"])
+    header = [
+        "seed",
+        "random, 32 trials",
+        "TPE + ASHA, a third of the tokens",
+        "its end (share)",
+        "share at equal loss",
+    ]
+    return markdown(header, rows)
+
+
+def _losses_by_tokens(folder: Path) -> Iterator[tuple[int, float]]:
+    """For each end of a rung, in their order: all tokens read so far, and the lowest loss."""
+    ends: dict[int, int] = {}
+    lowest = float("inf")
+    for line in read_lines(folder / TRIALS):
+        if "value" in line:
+            ends[line["trial"]] = line["tokens"]
+            lowest = min(lowest, float("inf") if line["value"] is None else line["value"])
+            yield sum(ends.values()), lowest
 
 
 def write_population(folder: Path) -> str:

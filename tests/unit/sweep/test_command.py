@@ -16,18 +16,18 @@ LR = "optimizer.lr=tag(log, interval(1e-4, 1e-2))"
 @pytest.mark.parametrize("name", sorted(SECTION.options()))
 def test_presets_fit_runs(tmp_path, name):
     own = () if name in ("lr_range", "batch_size") else ("optimizer.lr=1e-3,1e-2",) if name == "grid" else (LR,)
-    _, config, sweep = parse_sweep([f"sweep={name}", f"run.dir={tmp_path}", *RUN, *CONSTANT, *own])
+    _, sweep, _ = parse_sweep([f"sweep={name}", f"run.dir={tmp_path}", *RUN, *CONSTANT, *own])
     assert sweep.folder == tmp_path
-    assert config.trials > 1
-    if config.sampler is Sampler.grid:
+    assert sweep.config.trials > 1
+    if sweep.config.sampler is Sampler.grid:
         assert len(sweep.space.grid()) > 1
-    assert sweep.command[3] == "pretrain"
-    assert not any("optimizer.lr" in word for word in sweep.command)
+    assert sweep.base[0] == "pretrain"
+    assert not any("optimizer.lr" in word for word in sweep.base)
 
 
 def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
     arguments = ["sweep=lr_range", f"run.dir={tmp_path}", *RUN, "optimizer.lr=0.5,0.25"]
-    assert [values["optimizer.lr"] for values in parse_sweep(arguments)[2].space.grid()] == [0.5, 0.25]
+    assert [values["optimizer.lr"] for values in parse_sweep(arguments)[1].space.grid()] == [0.5, 0.25]
     with pytest.raises(ConfigError, match="nothing varies"):
         parse_sweep([*arguments[:-1], "optimizer.lr=0.5"])
 
@@ -48,6 +48,11 @@ def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
         (["sweep=asha", LR, *CONSTANT, "checkpoint=none"], "there is none", None),
         (["sweep=asha", LR, *CONSTANT, "train.max_steps=18"], "the warm-up is as long as the whole run", None),
         (["sweep=pbt", "data.seed=1,2", *CONSTANT], "a member's value changes", None),
+        (["sweep=pbt", "optimizer.min_lr_ratio=interval(0.1,0.2)", *CONSTANT], "a smallest rate has no meaning", None),
+        (["sweep=pbt", LR, "optimizer.changes=[{step: 3, lr: 1}]", *CONSTANT], "changes the optimizer's values", None),
+        (["sweep.launcher=slurmm", LR], "this value does not fit", None),
+        (["cluster.nodes=2", LR], "trials run on this machine", "sweep.launcher=slurm"),
+        (["sweep.launcher=ray", LR], "a package that is not installed", None),
         (["sweep=pbt", "sweep.rungs=3", LR, *CONSTANT], "the generations of a population", "sweep.rungs=1"),
         (["sweep.generations=3", LR], "only population based training", "sweep=pbt"),
         (["sweep.slots=2", "sweep.devices=['0']", LR], "each slot needs its devices", None),
@@ -62,8 +67,7 @@ def test_mistakes_are_told_before_anything_starts(tmp_path, arguments, what, hin
 
 def test_a_folder_keeps_what_was_asked(tmp_path):
     def keep(*arguments):
-        _, config, sweep = parse_sweep([f"run.dir={tmp_path}", *RUN, *arguments])
-        keep_settings(sweep, config)
+        keep_settings(parse_sweep([f"run.dir={tmp_path}", *RUN, *arguments])[1])
 
     keep(LR)
     keep(LR, "sweep.trials=50", "sweep.slots=2")

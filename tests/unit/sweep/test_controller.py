@@ -15,7 +15,7 @@ from hfdist.config.sweep import compose_sweep
 from hfdist.records import METRICS, read_lines
 from hfdist.records.trials import TrialLog
 from hfdist.sweep.controller import Controller, Sweep
-from hfdist.sweep.local import TrialProcess
+from hfdist.sweep.launchers.local import LocalLauncher, TrialProcess
 from hfdist.sweep.space import Space, parse_dimension
 from tests.unit.sweep.trial import TOKENS_PER_STEP, loss
 
@@ -30,12 +30,16 @@ def make_sweep(folder, name, *overrides, values="tag(log, interval(1e-4, 1))", m
         folder=folder,
         config=config,
         space=Space([parse_dimension("optimizer.lr", values, COMMAND_LINE)]),
-        command=[sys.executable, "-m", "tests.unit.sweep.trial", *fixed, *more],
+        base=["tests.unit.sweep.trial", *fixed, *more],
         compose=lambda own: compose_config([*fixed, *own]),
     )
 
 
-def start(sweep, lines):
+def make_launcher(sweep):
+    return LocalLauncher([sys.executable, "-m", *sweep.base], sweep.config.slots)
+
+
+def start(sweep, lines, launcher=None):
     """The controller in a process of its own, as a user starts it."""
 
     def run():
@@ -45,7 +49,7 @@ def start(sweep, lines):
             with lines.open("a") as file:
                 file.write(f"{line}\n")
 
-        controller = Controller(sweep, say)
+        controller = Controller(sweep, launcher or make_launcher(sweep), say)
         signal.signal(signal.SIGTERM, lambda *_: controller.stop())
         sys.exit(0 if controller.run() else 75)
 
@@ -54,8 +58,8 @@ def start(sweep, lines):
     return process
 
 
-def finish(sweep, lines):
-    process = start(sweep, lines)
+def finish(sweep, lines, launcher=None):
+    process = start(sweep, lines, launcher)
     process.join(60)
     assert process.exitcode == 0
     return TrialLog(sweep.folder)
@@ -149,7 +153,7 @@ def test_bad_members_of_a_population_go_on_as_changed_good_ones(tmp_path):
             ratio = trial.values["optimizer.lr"] / book.trials[trial.parent].values["optimizer.lr"]
             assert any(ratio == pytest.approx(one, rel=1e-4) for one in ((0.8, 1.25) if own is worst else (1,)))
             assert steps_of(sweeps[0], trial) == list(range(15 * generation + 1, 15 * generation + 16))
-    controller = Controller(sweeps[0], print)
+    controller = Controller(sweeps[0], make_launcher(sweeps[0]), print)
     best = controller.best()
     assert best.number >= 8
     assert [one.number // 4 for one in controller.history(best)] == [0, 1, 2]
@@ -201,7 +205,7 @@ def test_a_trial_that_fails_does_not_stop_the_others(tmp_path):
     sweep.folder.mkdir()
     book = finish(sweep, tmp_path / "lines")
     assert [trial.failure for trial in book.trials] == [None, "the loss is not finite", None]
-    controller = Controller(sweep, print)
+    controller = Controller(sweep, make_launcher(sweep), print)
     assert controller.best().values == {"optimizer.lr": 1e-2}
     assert controller.table().splitlines()[-1].split() == ["1", "failed", "0", "0", "optimizer.lr=0.1"]
 
@@ -209,20 +213,19 @@ def test_a_trial_that_fails_does_not_stop_the_others(tmp_path):
 def test_a_trial_that_cannot_begin_is_no_result_of_its_earlier_rung(tmp_path):
     sweep = make_sweep(tmp_path / "sweep", "asha", "trials=3", "rungs=2", "factor=3")
     sweep.folder.mkdir()
-    ends_after = 3
 
-    class Breaks(list):
-        """The command, of which only the first calls come to anything."""
+    class Breaks(LocalLauncher):
+        """Only its first trials come to anything."""
 
-        calls = 0
+        starts = 0
 
-        def __iter__(self):
-            Breaks.calls += 1
-            broken = Breaks.calls > ends_after
-            return iter([sys.executable, "-c", "raise SystemExit(2)"] if broken else [*list.__iter__(self)])
+        def start(self, *arguments, **named):
+            self.starts += 1
+            if self.starts > 3:
+                self._command = [sys.executable, "-c", "raise SystemExit(2)"]
+            return super().start(*arguments, **named)
 
-    object.__setattr__(sweep, "command", Breaks(sweep.command))
-    book = finish(sweep, tmp_path / "lines")
+    book = finish(sweep, tmp_path / "lines", Breaks([sys.executable, "-m", *sweep.base]))
     (failed,) = [trial for trial in book.trials if trial.failure is not None]
     assert failed.failure == "exit code 2 before the run had begun"
     assert [len(trial.results) for trial in book.trials] == [1, 1, 1]
@@ -231,6 +234,6 @@ def test_a_trial_that_cannot_begin_is_no_result_of_its_earlier_rung(tmp_path):
 def test_a_trial_that_is_killed_again_and_again_is_given_up(tmp_path):
     sweep = make_sweep(tmp_path / "sweep", "random", "trials=1")
     sweep.folder.mkdir()
-    object.__setattr__(sweep, "command", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    book = finish(sweep, tmp_path / "lines")
+    launcher = LocalLauncher([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    book = finish(sweep, tmp_path / "lines", launcher)
     assert [trial.failure for trial in book.trials] == ["it was killed 3 times"]

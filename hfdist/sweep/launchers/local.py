@@ -11,12 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from hfdist.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mark
 from hfdist.topology import without_launcher
 
-LOG = "log.txt"
-"""In the folder of a trial: what its processes have printed."""
 _MARK = "HFDIST_SWEEP_TRIAL"
-"""In the environment of its processes: slot, rung and folder. It is there as soon as the process is."""
+"""In the environment of its processes: `trial_mark`. It is there as soon as the process is."""
 
 
 class TrialProcess:
@@ -32,8 +31,7 @@ class TrialProcess:
         cls, command: Sequence[str], folder: Path, *, slot: int, rung: int, environment: Mapping[str, str]
     ) -> TrialProcess:
         """Start it; what it prints goes to `LOG`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        mark = {_MARK: f"{slot} {rung} {folder.resolve()}"}
+        mark = {_MARK: trial_mark(slot, rung, folder)}
         with (folder / LOG).open("ab") as log:
             started = subprocess.Popen(
                 list(command),
@@ -46,16 +44,17 @@ class TrialProcess:
         return cls(psutil.Process(started.pid), slot, rung)
 
     @classmethod
-    def find_all(cls) -> dict[Path, TrialProcess]:
+    def find_all(cls) -> dict[Path, LaunchedTrial]:
         """Give those that run on this machine, by their folders."""
-        found = {}
+        found: dict[Path, LaunchedTrial] = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                mark = process.environ().get(_MARK, "").split(" ", 2)
+                mark = read_mark(process.environ().get(_MARK, ""))
                 # Its ranks have the mark, too.
-                is_first = len(mark) == 3 and os.getsid(process.pid) == process.pid
-                if is_first and process.status() != psutil.STATUS_ZOMBIE:
-                    found[Path(mark[2])] = cls(process, int(mark[0]), int(mark[1]))
+                is_first = mark is not None and os.getsid(process.pid) == process.pid
+                if mark is not None and is_first and process.status() != psutil.STATUS_ZOMBIE:
+                    slot, rung, folder = mark
+                    found[folder] = cls(process, slot, rung)
         return found
 
     @property
@@ -80,3 +79,31 @@ class TrialProcess:
         """Tell it to save and to stop."""
         with contextlib.suppress(psutil.Error):
             self._process.send_signal(signal.SIGTERM)
+
+
+class LocalLauncher:
+    """Starts trials on this machine.
+
+    Args:
+        command: of a trial, without its own overrides.
+        slots: how many may run at once.
+        devices: `CUDA_VISIBLE_DEVICES` of each slot; empty: all see all.
+    """
+
+    poll_seconds = 0.2
+
+    def __init__(self, command: Sequence[str], slots: int = 1, devices: Sequence[str] = ()) -> None:
+        self._command, self._slots, self._devices = command, slots, devices
+
+    def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> TrialProcess:
+        """See `Launcher`."""
+        environment = {"CUDA_VISIBLE_DEVICES": self._devices[slot]} if self._devices else {}
+        if self._slots > 1:
+            threads = max(1, (os.cpu_count() or 1) // self._slots)
+            environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+        command = [*self._command, *overrides]
+        return TrialProcess.start(command, folder, slot=slot, rung=rung, environment=environment)
+
+    def find_all(self) -> dict[Path, LaunchedTrial]:
+        """See `Launcher`."""
+        return TrialProcess.find_all()

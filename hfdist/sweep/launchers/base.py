@@ -1,0 +1,51 @@
+"""What a sweep asks of whoever starts its trials. A trial outlives the sweep's process, and is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+LOG = "log.txt"
+"""In the folder of a trial: what its processes have printed."""
+
+
+class LaunchedTrial(Protocol):
+    """A trial that was started."""
+
+    slot: int
+    rung: int
+    exit_code: int | None
+    """Once it has ended. Below zero: the signal that has ended it; None: not known."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it does not run, and does not wait to run, any more."""
+
+    def stop(self) -> None:
+        """Tell it to save and to stop. Call it once."""
+
+
+class Launcher(Protocol):
+    """Starts trials, and finds those that run."""
+
+    poll_seconds: float
+    """Between two looks at what has ended."""
+
+    def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> LaunchedTrial:
+        """Start a trial with its own overrides in its folder, which is there; what it prints goes to `LOG`."""
+
+    def find_all(self) -> dict[Path, LaunchedTrial]:
+        """Give all trials that run, by their folders, also those of other sweeps."""
+
+
+def trial_mark(slot: int, rung: int, folder: Path) -> str:
+    """Give what a trial is found again by."""
+    return f"{slot} {rung} {folder.resolve()}"
+
+
+def read_mark(text: str) -> tuple[int, int, Path] | None:
+    """Give slot, rung and folder of `trial_mark`; None: it is none."""
+    slot, _, rest = text.partition(" ")
+    rung, _, folder = rest.partition(" ")
+    return (int(slot), int(rung), Path(folder)) if slot.isdecimal() and rung.isdecimal() and folder else None

@@ -1,0 +1,38 @@
+"""Trials on the machines of a Ray cluster: this machine starts the program of `hfdist job to=ray` for each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hfdist.jobs.job import Job
+from hfdist.jobs.ray import write_ray
+from hfdist.sweep.launchers.base import LaunchedTrial
+from hfdist.sweep.launchers.local import TrialProcess
+
+PROGRAM = "job.ray.py"
+
+
+class RayLauncher:
+    """Starts a driver of Ray for each trial; it takes its machines in a placement group.
+
+    Args:
+        make_job: gives the job of a trial with these overrides, written to this path.
+    """
+
+    poll_seconds = 0.5
+
+    def __init__(self, make_job: Callable[[Sequence[str], Path], Job]) -> None:
+        self._make_job = make_job
+
+    def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> TrialProcess:
+        """See `Launcher`."""
+        path = folder / PROGRAM
+        for file in write_ray(self._make_job(overrides, path)).files:
+            file.path.write_text(file.text, encoding="utf-8")
+        return TrialProcess.start([sys.executable, str(path)], folder, slot=slot, rung=rung, environment={})
+
+    def find_all(self) -> dict[Path, LaunchedTrial]:
+        """See `Launcher`."""
+        return TrialProcess.find_all()

@@ -1,0 +1,105 @@
+"""Trials as jobs of SLURM, found again by their comment."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hfdist.errors import ConfigError
+from hfdist.jobs.job import Job
+from hfdist.jobs.slurm import write_slurm
+from hfdist.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mark
+
+SCRIPT = "job.sbatch"
+_MARK = "hfdist sweep "
+"""What a comment begins with."""
+_WAITING = ("PENDING", "REQUEUED", "SUSPENDED")
+
+
+class _Queued(NamedTuple):
+    state: str
+    comment: str
+
+
+class SlurmLauncher:
+    """Submits a job for each trial.
+
+    Args:
+        make_job: gives the job of a trial with these overrides, written to this path.
+    """
+
+    poll_seconds = 2.0
+
+    def __init__(self, make_job: Callable[[Sequence[str], Path], Job]) -> None:
+        self._make_job = make_job
+        self._queue: dict[int, _Queued] = {}
+        self._read_at = 0.0
+
+    def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> LaunchedTrial:
+        """See `Launcher`. A job that SLURM does not take is a ConfigError."""
+        path = folder / SCRIPT
+        for file in write_slurm(self._make_job(overrides, path)).files:
+            file.path.write_text(file.text, encoding="utf-8")
+        # The sweep itself decides whether a trial starts again. What the command line says wins over the script.
+        options = ["--parsable", "--no-requeue", f"--output={folder.resolve() / LOG}", "--open-mode=append"]
+        said = _run("sbatch", *options, f"--comment={_MARK}{trial_mark(slot, rung, folder)}", str(path))
+        if said.returncode != 0:
+            found = " ".join(said.stderr.split())
+            raise ConfigError("SLURM does not take the job", where="sweep.launcher", found=found, hint=f"sbatch {path}")
+        self._read_at = 0.0
+        return SlurmTrial(self, int(said.stdout.split(";")[0]), slot, rung)
+
+    def find_all(self) -> dict[Path, LaunchedTrial]:
+        """See `Launcher`."""
+        found: dict[Path, LaunchedTrial] = {}
+        for job, one in self.read_queue().items():
+            mark = read_mark(one.comment.removeprefix(_MARK)) if one.comment.startswith(_MARK) else None
+            if mark is not None:
+                found[mark[2]] = SlurmTrial(self, job, mark[0], mark[1])
+        return found
+
+    def read_queue(self) -> dict[int, _Queued]:
+        """Give the user's jobs that wait, run or end; as they were before, while SLURM does not answer."""
+        if time.monotonic() - self._read_at >= self.poll_seconds:
+            said = _run("squeue", "--me", "--noheader", "--format=%i|%T|%k")
+            if said.returncode == 0:
+                lines = [line.split("|", 2) for line in said.stdout.splitlines() if line.count("|") >= 2]
+                self._queue = {int(job): _Queued(*rest) for job, *rest in lines if job.isdecimal()}
+                self._read_at = time.monotonic()
+        return self._queue
+
+
+class SlurmTrial:
+    """A job."""
+
+    def __init__(self, launcher: SlurmLauncher, job: int, slot: int, rung: int) -> None:
+        self._launcher, self._job, self.slot, self.rung = launcher, job, slot, rung
+        self.exit_code: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """See `LaunchedTrial`."""
+        if self._job in self._launcher.read_queue():
+            return False
+        # SLURM forgets a job some minutes after its end.
+        shown = _run("scontrol", "--oneliner", "show", "job", str(self._job)).stdout
+        found = re.search(r"\bExitCode=(\d+):(\d+)", shown)
+        if found is not None:
+            self.exit_code = -int(found[2]) or int(found[1])
+        return True
+
+    def stop(self) -> None:
+        """See `LaunchedTrial`."""
+        one = self._launcher.read_queue().get(self._job)
+        if one is not None:
+            # To the run and not to the script, and without an end by force; one that waits has nothing to save.
+            is_waiting = one.state in _WAITING
+            _run("scancel", *([] if is_waiting else ["--signal=TERM"]), str(self._job))
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
