@@ -1,7 +1,8 @@
 """Check job files by those who read them: `python -m tests.job_peers PYTHON`, which `make jobs` does.
 
 PYTHON has SkyPilot, AWS ParallelCluster and Ray, which are too large for the tests' environment. Their own schemas must
-take the files, and refuse a misspelt key; and a job of two Ray nodes on this machine is stopped, goes on, and ends.
+take the files, and refuse a misspelt key. On two Ray nodes of this machine a job is stopped, goes on, and ends; and a
+sweep finds there what it finds without Ray.
 """
 
 from __future__ import annotations
@@ -73,6 +74,17 @@ assert stopped["exit_code"] == 75 and 3 <= stopped["step"] < 60, stopped
 assert subprocess.run([sys.executable, "job.ray.py"], timeout=300).returncode == 0
 ended = record()
 assert (ended["start"], ended["step"], ended["processes"], ended["exit_code"]) == (2, 60, 2, 0), ended
+sweep = [sys.executable, "-m", "hfdist", "sweep", "sweep=grid", "optimizer.lr=1e-3,3e-3", "run.name=swept",
+         "sweep.slots=2", "model=tiny", "strategy=ddp", "launch.processes=2", "train.max_steps=6", "report=quiet"]
+on_ray = ["sweep.launcher=ray", "cluster.nodes=2", "cluster.python=" + os.environ["OURS"]]
+assert subprocess.run([*sweep, *on_ray], timeout=300).returncode == 0
+local = [os.environ["OURS"], *sweep[1:], "run.name=local"]
+assert subprocess.run([word for word in local if word != "run.name=swept"], timeout=300).returncode == 0
+def values(name):
+    lines = [json.loads(line) for line in open(f"runs/{name}/sweep.jsonl")]
+    return sorted((line["trial"], line["value"]) for line in lines if "value" in line)
+assert len(values("swept")) == 2
+assert all(abs(one[1] - other[1]) < 1e-5 for one, other in zip(values("swept"), values("local"))), values("swept")
 cluster.shutdown()
 """
 
@@ -82,7 +94,7 @@ def main() -> None:
     peers = sys.argv[1] if len(sys.argv) == 2 else sys.exit(__doc__)
     ours = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "AWS_DEFAULT_REGION": "us-east-1", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OURS": sys.executable, "AWS_DEFAULT_REGION": "us-east-1", "OMP_NUM_THREADS": "1"}
         for arguments in JOBS:
             command = [sys.executable, "-m", "hfdist", "job", *arguments, *RUN]
             subprocess.run(command, cwd=folder, env=environment | {"PYTHONPATH": str(ROOT)}, check=True)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -192,15 +193,7 @@ def _sweep(arguments: list[str]) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock = RunLock(sweep.folder)
     keep_settings(sweep)
-    controller = Controller(sweep, launcher, say=_say)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        _say("told to stop: the trials save and stop")
-        controller.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    has_ended = controller.run()
+    controller, has_ended = _run(sweep, launcher)
     _say(controller.table())
     if config.sampler is not Sampler.grid:
         write_study(config, sweep.space, controller.log.trials, sweep.folder / STUDY)
@@ -218,6 +211,29 @@ def _sweep(arguments: list[str]) -> None:
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
+
+
+def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
+    """Run the sweep, with a live table in a terminal; give also whether it has ended."""
+    with ExitStack() as opened:
+        say, look = _say, None
+        if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            # Optional, and slow to import.
+            from rich.console import Console
+
+            from hfdist.sweep.live import LiveTable
+
+            table = opened.enter_context(LiveTable(Console(), sweep.config.metric))
+            say, look = table.say, table.look
+        controller = Controller(sweep, launcher, say)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            say("told to stop: the trials save and stop")
+            controller.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        return controller, controller.run(*([] if look is None else [look]))
 
 
 def as_overrides(trial: Trial) -> list[str]:

@@ -11,6 +11,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +95,13 @@ class Controller:
     """
 
     def __init__(self, sweep: Sweep, launcher: Launcher, say: Callable[[str], None]) -> None:
-        self._sweep, self._launcher, self._say = sweep, launcher, say
+        self.sweep, self._launcher, self._say = sweep, launcher, say
         self._config = sweep.config
         self.log = TrialLog(sweep.folder)
-        self._most = self._config.trials
+        self.most = self._config.trials
         if self._config.sampler is Sampler.grid:
-            self._most = min(self._most, len(sweep.space.grid()))
-        self._most *= self._config.generations
+            self.most = min(self.most, len(sweep.space.grid()))
+        self.most *= self._config.generations
         self._running: dict[int, LaunchedTrial] = {}
         """By the number of the trial."""
         self._starts: dict[tuple[int, int], int] = {}
@@ -121,8 +123,12 @@ class Controller:
         for process in self._running.values():
             process.stop()
 
-    def run(self) -> bool:
-        """Run until nothing is left to do, or until told to stop; give whether the sweep has ended."""
+    def run(self, look: Callable[[Controller], None] = lambda _: None) -> bool:
+        """Run until nothing is left to do, or until told to stop; give whether the sweep has ended.
+
+        Args:
+            look: called again and again meanwhile.
+        """
         while True:
             for number, process in list(self._running.items()):
                 if process.has_ended:
@@ -131,9 +137,28 @@ class Controller:
             while not self._is_told_to_stop and (slot := self._free_slot()) is not None:
                 if not self._start_next(slot):
                     break
+            look(self)
             if not self._running:
                 return not self._is_told_to_stop
             time.sleep(self._launcher.poll_seconds)
+
+    def running(self) -> list[Trial]:
+        """Give the trials that run, by their numbers."""
+        return [self.log.trials[number] for number in sorted(self._running)]
+
+    @cached_property
+    def planned_tokens(self) -> float | None:
+        """Give the tokens of the whole sweep, if the best share of each rung goes on; None: other limits end trials."""
+        config, run = self._config, self.sweep.compose([])
+        if run.train.max_steps is None:
+            return None
+        if config.sampler is Sampler.pbt:
+            return float(config.trials * _tokens(run))
+        planned = 0.0
+        for number in range(self.most):
+            ends = tokens_of_rungs(config, number, _tokens(run))
+            planned += ends[0] + sum((b - a) / config.factor**k for k, (a, b) in enumerate(pairwise(ends), 1))
+        return planned
 
     def _free_slot(self) -> int | None:
         taken = {process.slot for process in self._running.values()}
@@ -144,17 +169,17 @@ class Controller:
         trials = self.log.trials
         begun = next((one for one in trials if self._is_begun(one)), None)
         trial = begun or next_promotion(self._config, trials, self._running.keys())
-        if trial is None and len(trials) < self._most:
+        if trial is None and len(trials) < self.most:
             trial = self._begin_trial()
         if trial is None:
             return False
-        rung, folder = len(trial.results), self._sweep.folder_of(trial)
+        rung, folder = len(trial.results), self.sweep.folder_of(trial)
         self._starts[trial.number, rung] = self._starts.get((trial.number, rung), 0) + 1
         folder.mkdir(parents=True, exist_ok=True)
         before = read_run(folder)
         aim = {"rung": rung, "start": 0 if before is None else before.start}
         write_atomically(folder / _AIM, json.dumps(aim).encode())
-        overrides = self._sweep.overrides_of(trial, rung)
+        overrides = self.sweep.overrides_of(trial, rung)
         self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
         values = " ".join(as_override(key, value) for key, value in trial.values.items())
         start = "" if trial.parent is None else f" at the checkpoint of trial {trial.parent}"
@@ -163,7 +188,7 @@ class Controller:
 
     def _begin_trial(self) -> Trial | None:
         """Begin the next trial; None: its values depend on trials that run."""
-        trials, space = self.log.trials, self._sweep.space
+        trials, space = self.log.trials, self.sweep.space
         if self._config.sampler is not Sampler.pbt:
             return self.log.begin(choose_values(self._config, space, trials))
         member = next_member(self._config, space, trials)
@@ -182,7 +207,7 @@ class Controller:
     def _aim_of(self, trial: Trial) -> tuple[int, int]:
         """Give to the end of which rung a trial was started last, and how many starts it had had before."""
         try:
-            aim = json.loads((self._sweep.folder_of(trial) / _AIM).read_text(encoding="utf-8"))
+            aim = json.loads((self.sweep.folder_of(trial) / _AIM).read_text(encoding="utf-8"))
             return int(aim["rung"]), int(aim["start"])
         except (OSError, ValueError, KeyError, TypeError):
             # It was chosen, and not started.
@@ -190,12 +215,12 @@ class Controller:
 
     def _record_of(self, trial: Trial) -> RunRecord | None:
         """Give the record of the trial's last start; None: it has not come so far as to write one."""
-        record = read_run(self._sweep.folder_of(trial))
+        record = read_run(self.sweep.folder_of(trial))
         return None if record is None or record.start <= self._aim_of(trial)[1] else record
 
     def _note(self, trial: Trial, rung: int, exit_code: int | None) -> None:
         """Note how a trial stands whose process has ended, with this code if it is known."""
-        folder, record = self._sweep.folder_of(trial), self._record_of(trial)
+        folder, record = self.sweep.folder_of(trial), self._record_of(trial)
         name = f"trial {trial.number}{self._rung_text(rung)}"
         # A trial whose own budget is used up has come as far as it may.
         is_done = record is not None and (record.state is State.finished or record.exit_code == BudgetError.exit_code)

@@ -14,7 +14,7 @@ import torch
 from tests.cluster.elastic import leave_and_come_back
 from tests.cluster.machines import two_machines
 from tests.cluster.slurm import slurm, version
-from tests.cluster.slurm_stories import Jobs, lost_machine, preempted_and_out_of_time, used_up, wrong_key
+from tests.cluster.slurm_stories import Jobs, lost_machine, preempted_and_out_of_time, sweep_of_jobs, used_up, wrong_key
 from tests.cluster.story import Story
 from tests.imports import import_all
 
@@ -40,7 +40,9 @@ def tell(folder: Path) -> list[Story]:
         preempted.check((2, 75), (1, 75), (2, 0))
         lost = lost_machine(jobs)
         lost.check((2, 6), (2, 0))
-    return [elastic, preempted, lost, budget, wrong]
+        swept = sweep_of_jobs(jobs)
+        swept.check((2, 75), (2, 0))
+    return [elastic, preempted, lost, budget, wrong, swept]
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from hfdist.records import RunRecord, State, read_run
+from hfdist.records.trials import TrialLog
 from tests.cluster.runs import ROOT, SETTINGS, compare, install_pausing_optimizer, train_alone
 from tests.cluster.slurm import Slurm
-from tests.cluster.story import Story, read_starts
+from tests.cluster.story import MOST_LOSSES, Story, read_starts
 
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _GRACE_SECONDS = 60
@@ -151,4 +152,47 @@ def used_up(jobs: Jobs) -> Story:
         "`train.max_hours` comes to its end.",
         read_starts(jobs.run_dir("budget")),
         f"The job is {shown['JobState']} with exit code {shown['ExitCode'][0]}; requeues: {shown['Restarts']}.",
+    )
+
+
+def sweep_of_jobs(jobs: Jobs) -> Story:
+    """The sweep is killed while two jobs run, told to stop, and goes on."""
+    cluster, folder = jobs.cluster, jobs.folder
+    arguments = ("sweep=random", "sweep.trials=3", "sweep.slots=2", "optimizer.lr=tag(log, interval(1e-4, 1e-2))",
+                 *SETTINGS, *jobs.pausing, "train.max_steps=60", "checkpoint.every=10",
+                 "launch.processes=2")  # fmt: skip
+    command = (sys.executable, "-m", "hfdist", "sweep")
+    on_slurm = (*command, *arguments, f"run.dir={folder / 'sweep'}", "sweep.launcher=slurm", "cluster.processes=2",
+                f"cluster.grace_seconds={_GRACE_SECONDS}", f"cluster.python={sys.executable}")  # fmt: skip
+
+    def start() -> subprocess.Popen[bytes]:
+        return cluster.machines[0].start(on_slurm, folder / "sweep.out", PAUSE_SECONDS="0.3", **cluster.environment)
+
+    def both(condition: Callable[[RunRecord], object]) -> bool:
+        records = [read_run(folder / "sweep" / f"trial-{number:04d}") for number in (0, 1)]
+        return all(record is not None and condition(record) for record in records)
+
+    first = start()
+    cluster.wait_until(lambda: both(lambda run: run.step >= 5), "two trials that run")
+    first.kill()
+    first.wait()
+    second = start()
+    cluster.wait_until(lambda: both(lambda run: run.step >= 15), "fifteen steps of both")
+    second.terminate()
+    assert second.wait(120) == 75, (folder / "sweep.out").read_text()
+    third = start()
+    assert third.wait(300) == 0, (folder / "sweep.out").read_text()
+    subprocess.run([*command, *arguments, f"run.dir={folder / 'local'}"], check=True, stdout=subprocess.DEVNULL)
+    ours, theirs = TrialLog(folder / "sweep").trials, TrialLog(folder / "local").trials
+    assert [one.values for one in ours] == [one.values for one in theirs]
+    losses = [(one.value, other.value) for one, other in zip(ours, theirs, strict=True)]
+    assert all(one is not None and other is not None for one, other in losses), losses
+    furthest = max(abs(one - other) / other for one, other in losses if one is not None and other is not None)
+    assert furthest < MOST_LOSSES, losses
+    return Story(
+        "A sweep of jobs",
+        "`hfdist sweep sweep.launcher=slurm`: three trials of two processes, two jobs at a time. The sweep is killed "
+        "(`kill -9`) while both run, finds them again, is told to stop, and goes on. The table is that of trial 0.",
+        read_starts(folder / "sweep" / "trial-0000"),
+        f"All three trials have the values of the same sweep on one machine, and the losses to {furthest:.1e}.",
     )

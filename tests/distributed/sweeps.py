@@ -79,7 +79,7 @@ def write_losses(folder: Path) -> str:
         "random, 32 trials",
         "TPE + ASHA, a third of the tokens",
         "its end (share)",
-        "share at equal loss",
+        "as good at",
     ]
     return markdown(header, rows)
 

@@ -1,5 +1,7 @@
 """The recipe that audits: a real run passes, a step is shown, damage ends with exit code 3, mistakes need no torch."""
 
+import shutil
+
 import pytest
 
 from hfdist.data.order.records import RECORD
@@ -35,6 +37,11 @@ def test_a_run_is_audited(tmp_path):
     assert shown.returncode == 0, shown.stderr
     assert "sequence 12 of the run: lane 0, sequence 1 of it, from all\n  files:" in shown.stdout
     assert "'data.quarantine=[\"files:" in shown.stdout
+
+    shutil.copytree(tmp_path / "runs" / "x", tmp_path / "runs" / "y")
+    two = run_forked("run=runs/x,runs/y", cwd=tmp_path, script=RECIPE, **cache)
+    assert two.returncode == 2
+    assert "these runs have not read one stream together" in two.stderr
 
     path = tmp_path / "runs" / "x" / "ledger" / "lane-00003.records"
     path.write_bytes(path.read_bytes()[: -RECORD.itemsize])

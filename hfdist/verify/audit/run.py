@@ -60,6 +60,7 @@ def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConf
     """
     set_up_logging(Topology())
     runs = {folder: config, **(others or {})}
+    _check_indices(runs)
     cursors = [
         (int(match[1]), Cursor.from_json(read_state(path.parent).get("cursor")))
         for one in runs
@@ -98,6 +99,17 @@ def read_ledger(folder: Path, lanes: int) -> list[Records]:
             hint="an audit once the run has saved or ended",
         )
     return records
+
+
+def _check_indices(runs: Mapping[Path, RunConfig]) -> None:
+    """Refuse runs that are no islands of one stream."""
+    seen: dict[int, Path] = {}
+    for folder, config in runs.items():
+        other = seen.setdefault(config.islands.index, folder)
+        if other != folder:
+            what, found = "these runs have not read one stream together", f"{other} and {folder} are one island"
+            hint = f"hfdist audit run={other}, and each other run alone"
+            raise ConfigError(what, where="run", found=found, allowed="the islands of one training", hint=hint)
 
 
 def _check_islands(runs: Mapping[Path, RunConfig], shares: Shares) -> None:

@@ -1,19 +1,23 @@
 """A sweep whose controller or trials are killed at any moment ends as one that nobody disturbed."""
 
+import io
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import time
 
 import pytest
+from rich.console import Console
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import compose_sweep
 from hfdist.records import METRICS, read_lines
 from hfdist.records.trials import TrialLog
+from hfdist.sweep import live
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.launchers.local import LocalLauncher, TrialProcess
 from hfdist.sweep.space import Space, parse_dimension
@@ -237,3 +241,19 @@ def test_a_trial_that_is_killed_again_and_again_is_given_up(tmp_path):
     launcher = LocalLauncher([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     book = finish(sweep, tmp_path / "lines", launcher)
     assert [trial.failure for trial in book.trials] == ["it was killed 3 times"]
+
+
+def test_a_terminal_shows_the_trials_that_run_and_how_long_still(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "_SECONDS", 0.01)
+    sweep = make_sweep(tmp_path / "sweep", "asha", "trials=4", "rungs=2")
+    sweep.folder.mkdir()
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    with live.LiveTable(console, "eval_loss") as table:
+        controller = Controller(sweep, make_launcher(sweep), table.say)
+        assert controller.run(table.look)
+    said = console.file.getvalue()
+    assert re.search(r"\n +\d +1 +\d+/\d+ +\d\.\d{4} .*optimizer\.lr=", said), said[-3000:]
+    assert re.search(r"3 of 4 trials have a result; best: trial \d, eval_loss \d\.\d{4}; about 0:00:\d\d left", said)
+    assert said.count("trial 0 (rung 0) begins") == 1
+    # Four thirds of a trial, and two thirds of a third of four trials.
+    assert controller.planned_tokens == 4 * 15 * TOKENS_PER_STEP + 4 / 3 * 30 * TOKENS_PER_STEP

@@ -25,6 +25,7 @@ def main():
     folder, lr, last = Path(given["run.dir"]), float(given["optimizer.lr"]), int(given["train.max_steps"])
     folder.mkdir(parents=True, exist_ok=True)
     recorder = RunRecorder(folder, {}, 1)
+    recorder.record.max_steps = last
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
     # A path such as .../step-00000012
