@@ -18,17 +18,23 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
 
 from benchmarks.table import markdown, write_section
 from hfdist.records import read_lines
 from hfdist.records.trials import TRIALS, Trial, TrialLog
-from hfdist.sweep.launchers.local import TrialProcess
+from hfdist.sweep.command import parse_sweep
+from hfdist.sweep.controller import Controller
+from hfdist.sweep.launchers.base import LOG
+from hfdist.sweep.launchers.local import LocalLauncher, TrialProcess
+from tests.e2e.forked import run_script, start_forked
+from tests.e2e.test_command_line import RECIPE
+from tests.imports import import_all
 
 SEEDS = range(5)
 RUN = ("model=tiny", "report=quiet", "optimizer.schedule=constant", "data.eval_sequences=64")
 SPACE = ("optimizer.lr=tag(log, interval(1e-4, 1e-1))", "optimizer.warmup_steps=int(interval(0, 8))",
          "optimizer.weight_decay=tag(log, interval(1e-3, 1))")  # fmt: skip
-MOST_SECONDS = 3600
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -36,9 +42,23 @@ def command(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "hfdist", "sweep", f"run.dir={folder}", *RUN, *arguments]
 
 
+class ForkingLauncher(LocalLauncher):
+    """Trials inherit what this process has imported: most of the time of short ones."""
+
+    def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> TrialProcess:
+        """See `Launcher`."""
+        log = folder / LOG
+        process = start_forked(run_script, RECIPE, *self._command, *overrides, cwd=folder, said=(log, log))
+        assert process.pid is not None
+        return TrialProcess(psutil.Process(process.pid), slot, rung)
+
+
 def run_sweep(folder: Path, *arguments: str) -> list[Trial]:
     """Run it to its end, and give its trials."""
-    subprocess.run(command(folder, *arguments), check=True, timeout=MOST_SECONDS, stdout=subprocess.DEVNULL)
+    _, sweep, _ = parse_sweep([f"run.dir={folder}", *RUN, *arguments])
+    folder.mkdir()
+    launcher = ForkingLauncher(sweep.base[1:], sweep.config.slots)
+    assert Controller(sweep, launcher, lambda line: None).run()
     return TrialLog(folder).trials
 
 
@@ -117,7 +137,7 @@ def write_kills(folder: Path, num_kills: int = 20) -> str:
     """A sweep that is killed at moments of all kinds beside one that nobody killed."""
     arguments = ("sweep=asha", "sweep.trials=9", "train.max_steps=81", *SPACE)
     begin = time.monotonic()
-    run_sweep(folder / "whole", *arguments)
+    subprocess.run(command(folder / "whole", *arguments), check=True, stdout=subprocess.DEVNULL)
     seconds = time.monotonic() - begin
     choose, kills = random.Random(0), {"the controller": 0, "a trial": 0, "both": 0}
     killed = folder / "killed"
@@ -140,7 +160,7 @@ def write_kills(folder: Path, num_kills: int = 20) -> str:
                 controller.wait(choose.uniform(0.5, 3))
             controller.kill()
         controller.wait()
-    run_sweep(killed, *arguments)
+    subprocess.run(command(killed, *arguments), check=True, stdout=subprocess.DEVNULL)
     is_same = (folder / "whole" / TRIALS).read_bytes() == (killed / TRIALS).read_bytes()
     words = ", ".join(f"{what} {number} times" for what, number in kills.items())
     return (
@@ -158,6 +178,8 @@ def _kill_session(one: TrialProcess) -> None:
 def main(page: Path, *parts: str) -> None:
     """Write the parts that are asked for; none: all."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    import_all()
     for name, write in (("losses", write_losses), ("population", write_population), ("kills", write_kills)):
         if not parts or name in parts:
             with tempfile.TemporaryDirectory() as folder:
