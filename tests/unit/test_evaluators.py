@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import hfdist
 from hfdist.config.data import ChatConfig
@@ -79,6 +79,12 @@ TINY = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
               "num_key_value_heads": 1, "vocab_size": 96, "initializer_range": 0.5},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40, "vocab_size": 96, "initializer_range": 0.5},
+    # Windows shorter than the texts, positions in the attention alone, and a state in place of keys and values.
+    "gemma2": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+               "head_dim": 16, "num_key_value_heads": 1, "vocab_size": 96, "sliding_window": 8,
+               "initializer_range": 0.5},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 96, "initializer_range": 0.5},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 8, "initializer_range": 0.5},
 }  # fmt: skip
 PROMPTS = [[5, 6, 7], [9], list(range(20, 31)), [4, 4]]
 
@@ -88,15 +94,16 @@ def make_model(kind):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY[kind])).eval()
 
 
-def continued(model, prompts, rows_at_once=2, **limits):
+def continued(model, prompts, rows_at_once=2, uses_cache=True, **limits):
     def forward(batch, function):
         with torch.no_grad():
             return [function(model, batch)]
 
     limits = Limits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits)
     return continue_prompts(
-        prompts, forward, limits, topology=Topology(), rows_at_once=rows_at_once, device=torch.device("cpu")
-    )
+        prompts, forward, limits, topology=Topology(), rows_at_once=rows_at_once, device=torch.device("cpu"),
+        uses_cache=uses_cache,
+    )  # fmt: skip
 
 
 def generated(model, prompt, num_tokens=12, end=None):
@@ -106,22 +113,32 @@ def generated(model, prompt, num_tokens=12, end=None):
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("uses_cache", [True, False])
 @pytest.mark.parametrize("kind", TINY)
-def test_each_prompt_goes_on_as_it_does_alone(kind):
+def test_each_prompt_goes_on_as_it_does_alone(kind, uses_cache):
     model = make_model(kind)
     wanted = [generated(model, prompt) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in wanted}) == len(PROMPTS), "or the test would not see a mix-up"
     positions = 40 if kind == "gpt2" else None
     for rows_at_once in (1, 3, 8):
-        assert continued(model, PROMPTS, rows_at_once, most_tokens=positions) == wanted
+        assert continued(model, PROMPTS, rows_at_once, uses_cache, most_tokens=positions) == wanted
 
 
-def test_an_end_token_ends_one_row_and_is_left_out():
+def test_what_the_model_says_of_generation_does_not_matter():
+    model = make_model("llama")
+    wanted = continued(model, PROMPTS, uses_cache=False)
+    own = model.generation_config = GenerationConfig(do_sample=True, temperature=9.0, repetition_penalty=5.0)
+    assert continued(model, PROMPTS) == wanted
+    assert model.generation_config is own
+
+
+@pytest.mark.parametrize("uses_cache", [True, False])
+def test_an_end_token_ends_one_row_and_is_left_out(uses_cache):
     model = make_model("llama")
     whole = generated(model, PROMPTS[0])
     end = whole[5]
     first = whole.index(end)
-    rows = continued(model, PROMPTS, end_ids=frozenset({end}))
+    rows = continued(model, PROMPTS, uses_cache=uses_cache, end_ids=frozenset({end}))
     assert rows[0] == whole[:first]
     for row, prompt in zip(rows, PROMPTS, strict=True):
         assert row == [token for token in generated(model, prompt, end=end) if token != end]

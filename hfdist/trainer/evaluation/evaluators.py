@@ -64,6 +64,7 @@ def make_evaluators(
             topology=topology,
             rows_at_once=arguments.per_device_eval_batch_size,
             device=arguments.device,
+            uses_cache=topology.pipeline == topology.context == 1 and model.can_generate(),
         )
     if evaluate.prompts:
         samples = PromptSamples(Path(config.run.dir), tokenizer, generate, evaluate, config.data.chat)

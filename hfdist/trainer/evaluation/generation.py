@@ -1,7 +1,7 @@
 """Greedy continuations in the layout that trains: of fixed prompts, for people; of held-out ones, with their metrics.
 
-There is no cache of keys and values: a pipeline's stages and ZeRO-3's parameters are only there for forwards as in
-training, and one way for all layouts gives the same tokens in all.
+Where a rank has all blocks, transformers' own `generate` continues its rows, with a cache of keys and values. Pipeline
+and context ranks are only there for forwards as in training, so they compute all tokens again for each new one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerControl, TrainerState
 
 from hfdist.collectives import on_rank_zero
 from hfdist.config.data import ChatConfig
@@ -103,6 +104,7 @@ def continue_prompts(
     topology: Topology,
     rows_at_once: int,
     device: torch.device,
+    uses_cache: bool = False,
 ) -> list[list[int]]:
     """Give each prompt's continuation, on all ranks. All ranks call it.
 
@@ -110,46 +112,113 @@ def continue_prompts(
     prompts, `rows_at_once` in a forward; `device` is that of tensors that travel between ranks.
     """
     room, step = limits.room(), rows_at_once * topology.data_size
+    continue_rows = _generate_rows if uses_cache else _continue_rows
     continued: list[list[int]] = []
     for start in range(0, len(prompts), step):
         short = [list(prompt if room is None else prompt[-room:]) for prompt in prompts[start : start + step]]
         rows = [_Row(prompt, len(prompt)) for prompt in short]
-        _continue_rows(rows, forward, limits, topology, device)
+        continue_rows(rows, forward, limits, topology, device)
         continued += [row.ids[row.num_prompt_tokens :] for row in rows]
     return continued
+
+
+def _own_rows(rows: list[_Row], topology: Topology) -> list[list[int]]:
+    """Give the ids of this data rank's share of the rows; copies of the first row pad the shares to equal sizes."""
+    share = -(-len(rows) // topology.data_size)
+    places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
+    return [rows[place].ids if place < len(rows) else rows[0].ids for place in places]
+
+
+def _share_tokens(
+    values: list[torch.Tensor], num_rows: int, num_tokens: int, topology: Topology, device: torch.device
+) -> list[list[int]]:
+    """Give all ranks the tokens of each row; `values`: those of this rank's own rows, empty if another one has them."""
+    # Token ids are not negative, and each is known to one rank.
+    tokens = torch.full((topology.data_size, num_rows, num_tokens), -1, device=device)
+    if values:
+        tokens[topology.data_rank] = torch.cat(values)[:num_rows]
+    if dist.is_initialized():
+        dist.all_reduce(tokens, op=dist.ReduceOp.MAX)
+    shared: list[list[int]] = tokens.flatten(0, 1).tolist()
+    return shared
+
+
+def _generate_rows(
+    rows: list[_Row], forward: Forward, limits: Limits, topology: Topology, device: torch.device
+) -> None:
+    """Continue all rows in one call of `generate`, each data rank its share."""
+    own = _own_rows(rows, topology)
+    longest = max(map(len, own))
+    batch = {
+        "input_ids": torch.tensor([[0] * (longest - len(ids)) + ids for ids in own]),
+        "attention_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in own]),
+    }
+    values = forward(batch, partial(generate_greedily, limits=limits))
+    for row, tokens in zip(
+        rows, _share_tokens(values, len(own), limits.max_new_tokens, topology, device), strict=False
+    ):
+        for token in tokens:
+            if not row.is_done:
+                row.take(token, limits)
+
+
+def generate_greedily(model: nn.Module, batch: Batch, *, limits: Limits) -> torch.Tensor:
+    """Give the likeliest tokens behind each sequence; what stands behind a token of `end_ids` does not matter.
+
+    Args:
+        model: with all blocks.
+        batch: `input_ids` and `attention_mask`, padded on the left.
+        limits: where continuations end.
+
+    Returns:
+        Tokens of shape [sequences, max_new_tokens].
+    """
+    inner: Any = getattr(model, "module", model)
+    ends = sorted(limits.end_ids)
+    # The model's own may sample, or punish what comes again.
+    own, inner.generation_config = inner.generation_config, GenerationConfig()
+    plain = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=limits.max_new_tokens,
+        use_cache=True,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    # Sharded parameters are gathered by all ranks together, until the last row of all has ended.
+    is_shared = dist.is_initialized() and dist.get_world_size() > 1
+    try:
+        # Each length would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            whole = inner.generate(**batch, generation_config=plain, synced_gpus=is_shared)
+    finally:
+        inner.generation_config = own
+    new = whole[:, batch["input_ids"].shape[1] :]
+    return nn.functional.pad(new, (0, limits.max_new_tokens - new.shape[1]), value=plain.pad_token_id)
 
 
 def _continue_rows(
     rows: list[_Row], forward: Forward, limits: Limits, topology: Topology, device: torch.device
 ) -> None:
-    """Each data rank continues its share of the rows; copies of the first row pad the shares to equal sizes."""
-    share = -(-len(rows) // topology.data_size)
-    places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
+    """Continue all rows token by token, each data rank its share."""
     while not all(row.is_done for row in rows):
         # The same length on all ranks and in all layouts.
         longest = max(len(row.ids) for row in rows)
         length = -(-longest // _LENGTH_STEP_TOKENS) * _LENGTH_STEP_TOKENS
         if limits.most_tokens is not None:
             length = max(longest, min(length, limits.most_tokens))
-        own = [rows[place].ids if place < len(rows) else rows[0].ids for place in places]
+        own = _own_rows(rows, topology)
         batch = {
             "input_ids": torch.tensor([ids + [0] * (length - len(ids)) for ids in own]),
             "last": torch.tensor([len(ids) - 1 for ids in own]),
         }
         values = forward(batch, next_tokens)
-        # Token ids are not negative, and each is known to one rank.
-        tokens = torch.full((topology.data_size, share), -1, device=device)
-        if values:
-            tokens[topology.data_rank] = torch.cat(values)[:share]
-        if dist.is_initialized():
-            dist.all_reduce(tokens, op=dist.ReduceOp.MAX)
-        for row, token in zip(rows, tokens.flatten().tolist(), strict=False):
+        for row, (token,) in zip(rows, _share_tokens(values, len(own), 1, topology, device), strict=False):
             if not row.is_done:
                 row.take(token, limits)
 
 
 def next_tokens(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Give the likeliest token behind place `last` of each sequence; shape [sequences].
+    """Give the likeliest token behind place `last` of each sequence; shape [sequences, 1].
 
     What stands behind that place does not matter: the model is causal.
     """
@@ -160,8 +229,8 @@ def next_tokens(model: nn.Module, batch: Batch) -> torch.Tensor:
         places, column = torch.unique(last, return_inverse=True)
         logits = _logits(model(input_ids=input_ids, logits_to_keep=places))
         if logits.shape[1] == len(places):
-            return logits[rows, column].argmax(-1)
-    return _logits(model(input_ids=input_ids))[rows, last].argmax(-1)
+            return logits[rows, column].argmax(-1, keepdim=True)
+    return _logits(model(input_ids=input_ids))[rows, last].argmax(-1, keepdim=True)
 
 
 def _logits(outputs: Any) -> torch.Tensor:
