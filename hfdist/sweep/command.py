@@ -101,7 +101,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
         else:
             check_job(run, cluster, is_offline=line.is_offline)
         if sweep.has_lengths:
-            _check_lengths(run)
+            _check_lengths(run, config)
             # Of the shortest one, for which a warm-up may be too long.
             sweep.compose(sweep.overrides_of(Trial(number=0, values=example), 0))
     if config.sampler is Sampler.pbt:
@@ -124,10 +124,7 @@ def _find_cluster(
             raise ConfigError(what, where=COMMAND_LINE, found=found, hint="sweep.launcher=slurm")
         return None
     if config.launcher is LauncherName.slurm and shutil.which("sbatch") is None:
-        what, hint = (
-            "SLURM's commands are not on this machine",
-            "the cluster's login node, or sweep.launcher=local",
-        )
+        what, hint = "SLURM's commands are not on this machine", "the cluster's login node"
         raise ConfigError(what, where="sweep.launcher", found="no sbatch in PATH", hint=hint)
     if config.launcher is LauncherName.ray and importlib.util.find_spec("ray") is None:
         what, hint = "this launcher needs a package that is not installed", "pip install 'ray[default]'"
@@ -167,16 +164,22 @@ def _check_population(space: Space, run: RunConfig) -> None:
         raise ConfigError(what, where="optimizer.changes", found=found, allowed="none", hint="optimizer.changes=[]")
 
 
-def _check_lengths(run: RunConfig) -> None:
+def _check_lengths(run: RunConfig, config: SweepConfig) -> None:
     """Refuse runs whose steps depend on how long they will be, or that cannot go on."""
-    if run.optimizer.schedule is not Schedule.constant or run.optimizer.warmup_fraction is not None:
+    optimizer = run.optimizer
+    if optimizer.schedule not in (Schedule.constant, Schedule.wsd) or optimizer.warmup_fraction is not None:
         raise ConfigError(
             "a trial that goes on to a later rung would have had another learning rate before",
             where="optimizer.schedule, optimizer.warmup_fraction",
-            found=run.optimizer.schedule.value,
-            allowed="constant, with optimizer.warmup_steps or warmup_tokens",
+            found=optimizer.schedule.value,
+            allowed="constant or wsd, with optimizer.warmup_steps or warmup_tokens",
             hint="optimizer.schedule=constant optimizer.warmup_fraction=null, or sweep.rungs=1",
         )
+    last_share = 1 / config.generations if config.sampler is Sampler.pbt else 1 - 1 / config.factor
+    if optimizer.schedule is Schedule.wsd and optimizer.decay_fraction > last_share:
+        what = "the rate would fall before the last rung begins"
+        where, found, allowed = "optimizer.decay_fraction", optimizer.decay_fraction, f"<= {last_share:.3g}"
+        raise ConfigError(what, where=where, found=found, allowed=allowed)
     if run.train.max_steps is None:
         raise ConfigError("rungs are shares of all tokens", where="train.max_steps", found=None, hint="a number")
     if run.checkpoint.every is None:
@@ -207,7 +210,7 @@ def _sweep(arguments: list[str]) -> None:
         for one in history[:-1]:
             _say(f"  up to step {one.results[-1].step}, trial {one.number}: {' '.join(as_overrides(one))}")
         path = write_best(sweep, history)
-        _say(f"again alone: hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}")
+        _say(f"to train it again: hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}")
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
@@ -250,7 +253,7 @@ def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
         changes += [f"{{{', '.join(words)}}}"] if values else []
     own = [*as_overrides(history[0]), f"run.dir={sweep.folder / BEST}"]
     own += [f"optimizer.changes=[{', '.join(changes)}]"] if changes else []
-    own += [f"train.max_steps={history[-1].results[-1].step}"] if sweep.has_lengths else []
+    own += sweep.length_of(history[-1], len(history[-1].results) - 1) if sweep.has_lengths else []
     path = sweep.folder / f"{BEST}.yaml"
     write_atomically(path, to_yaml(sweep.compose(own)).encode())
     return path

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.atomic_write import write_atomically
+from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.errors import BudgetError
@@ -60,19 +61,28 @@ class Sweep:
         own = [*(as_override(key, value) for key, value in trial.values.items()), f"run.dir={self.folder_of(trial)}"]
         if not self.has_lengths:
             return own
-        config = self.compose(own)
-        if self.config.sampler is Sampler.pbt:
-            share = (generation_of(self.config, trial.number) + 1) / self.config.generations
-            tokens = round(share * _tokens(config))
-        else:
-            tokens = tokens_of_rungs(self.config, trial.number, _tokens(config))[rung]
-        steps = max(1, math.ceil(tokens / tokens_per_step(config)))
-        own += [f"train.max_steps={steps}", "checkpoint.allow_changes=true"]
+        own += [*self.length_of(trial, rung), "checkpoint.allow_changes=true"]
         if trial.parent is None:
             return own
         # Names of steps are as long as each other, and one that is not complete has another ending.
         steps_of_parent = (self.folder / f"trial-{trial.parent:04d}" / "checkpoints").glob("step-????????")
         return [*own, f"checkpoint.resume={max(steps_of_parent)}"]
+
+    def length_of(self, trial: Trial, rung: int) -> list[str]:
+        """Give the overrides that end the trial at the end of a rung."""
+        config = self.compose([as_override(key, value) for key, value in trial.values.items()])
+        if self.config.sampler is Sampler.pbt:
+            whole = _tokens(config)
+            ends = [round(share / self.config.generations * whole) for share in range(1, self.config.generations + 1)]
+            rung = generation_of(self.config, trial.number)
+        else:
+            ends = tokens_of_rungs(self.config, trial.number, _tokens(config))
+        steps = max(1, math.ceil(ends[rung] / tokens_per_step(config)))
+        own = [f"train.max_steps={steps}"]
+        if config.optimizer.schedule is Schedule.wsd and rung < len(ends) - 1:
+            # The decay would begin behind the last step: that of the whole run is still to come.
+            own += ["optimizer.decay_fraction=1e-9"]
+        return own
 
 
 def tokens_per_step(config: RunConfig) -> int:

@@ -28,6 +28,20 @@ def hfdist(folder, *arguments):
     )
 
 
+def train_again(folder, said):
+    """Follow what a sweep says in its end, and give the run folder."""
+    (again,) = [line for line in said.splitlines() if line.startswith("to train it again: hfdist ")]
+    words = again.removeprefix("to train it again: hfdist ").split()
+    replay = hfdist(folder, *words)
+    _, problem = replay.communicate(timeout=60)
+    assert replay.returncode == 0, problem
+    return folder / words[words.index("--config-dir") + 1] / "best"
+
+
+def losses_of(run):
+    return {line["step"]: line["loss"] for line in read_lines(run / METRICS) if "loss" in line}
+
+
 def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
     command = ("sweep", "sweep=grid", "run.name=grid", *TINY, "strategy=choice(ddp,zero1)", "launch.processes=2",
                "train.max_steps=3", "checkpoint=none", "sweep.slots=2")  # fmt: skip
@@ -49,7 +63,7 @@ def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
 
 
 def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path):
-    command = ("sweep", "sweep=asha", "run.name=asha", *TINY, "optimizer.schedule=constant", "train.max_steps=6",
+    command = ("sweep", "sweep=asha", "run.name=asha", *TINY, "optimizer.schedule=wsd", "train.max_steps=6",
                "optimizer.warmup_steps=2", "optimizer.warmup_fraction=null", "train.eval_every=null",
                "sweep.trials=2", "sweep.rungs=2", "sweep.factor=2",
                "optimizer.lr=tag(log, interval(1e-4, 1e-1))")  # fmt: skip
@@ -61,7 +75,7 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path)
     _, problem = sweep.communicate(timeout=60)
     assert sweep.returncode == 75, problem
     sweep = hfdist(tmp_path, *command)
-    _, problem = sweep.communicate(timeout=120)
+    said, problem = sweep.communicate(timeout=120)
     assert sweep.returncode == 0, problem
     trials = TrialLog(tmp_path / "runs/asha").trials
     steps = sorted([result.step for result in trial.results] for trial in trials)
@@ -69,6 +83,8 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path)
     best = next(trial for trial in trials if len(trial.results) == 2)
     events = read_lines(tmp_path / f"runs/asha/trial-{best.number:04d}" / EVENTS)
     assert [event["step"] for event in events if event["event"] == "resume"] == [3]
+    # The rate falls on the last rung only, as it does in one run.
+    assert losses_of(train_again(tmp_path, said)) == losses_of(tmp_path / f"runs/asha/trial-{best.number:04d}")
 
 
 def test_the_best_member_of_a_population_is_trained_again_as_one_run(tmp_path):
@@ -81,10 +97,7 @@ def test_the_best_member_of_a_population_is_trained_again_as_one_run(tmp_path):
     sweep = hfdist(tmp_path, *command)
     said, problem = sweep.communicate(timeout=170)
     assert sweep.returncode == 0, problem
-    (again,) = [line for line in said.splitlines() if line.startswith("again alone: hfdist ")]
-    replay = hfdist(tmp_path, *again.removeprefix("again alone: hfdist ").split())
-    _, problem = replay.communicate(timeout=60)
-    assert replay.returncode == 0, problem
+    ours = losses_of(train_again(tmp_path, said))
     trials = TrialLog(tmp_path / "runs/pbt").trials
     best = min(trials[-2:], key=lambda trial: trial.value)
     history = [best]
@@ -93,8 +106,6 @@ def test_the_best_member_of_a_population_is_trained_again_as_one_run(tmp_path):
     assert len({str(trial.values) for trial in history}) > 1
     theirs = {}
     for trial in history:
-        lines = read_lines(tmp_path / f"runs/pbt/trial-{trial.number:04d}" / METRICS)
-        theirs |= {line["step"]: line["loss"] for line in lines if "loss" in line}
-    ours = {line["step"]: line["loss"] for line in read_lines(tmp_path / "runs/pbt/best" / METRICS) if "loss" in line}
+        theirs |= losses_of(tmp_path / f"runs/pbt/trial-{trial.number:04d}")
     assert sorted(ours) == [1, 2, 3, 4, 5, 6]
     assert ours == theirs

@@ -47,6 +47,11 @@ def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
         (["sweep=asha", LR], "another learning rate before", None),
         (["sweep=asha", LR, *CONSTANT, "checkpoint=none"], "there is none", None),
         (["sweep=asha", LR, *CONSTANT, "train.max_steps=18"], "the warm-up is as long as the whole run", None),
+        (
+            ["sweep=asha", LR, *CONSTANT, "optimizer.schedule=wsd", "optimizer.decay_fraction=0.7"],
+            "would fall before",
+            None,
+        ),
         (["sweep=pbt", "data.seed=1,2", *CONSTANT], "a member's value changes", None),
         (["sweep=pbt", "optimizer.min_lr_ratio=interval(0.1,0.2)", *CONSTANT], "a smallest rate has no meaning", None),
         (["sweep=pbt", LR, "optimizer.changes=[{step: 3, lr: 1}]", *CONSTANT], "changes the optimizer's values", None),
