@@ -78,6 +78,13 @@ class ModelConfig:
     trust_remote_code: bool = False
 
 
+class Quantization(Enum):
+    """Data types of 4 bits, as bitsandbytes names them."""
+
+    nf4 = "nf4"
+    fp4 = "fp4"
+
+
 @dataclass(kw_only=True)
 class AdapterConfig:
     """A few weights of PEFT's in a model's layers, trained in place of the model's own."""
@@ -92,6 +99,7 @@ class AdapterConfig:
     modules_to_save: list[str] = field(default_factory=list)
     rslora: bool = False
     dora: bool = False
+    quantization: Quantization | None = None
     merge: bool = True
     arguments: dict[str, Any] = field(default_factory=dict)
 

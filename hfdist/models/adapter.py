@@ -72,6 +72,9 @@ def check_adapter(config: AdapterConfig, model: ModelConfig) -> None:
         what = "an adapter is merged into the weights of a pretrained model, and these are random"
         hint = "model=hub model.name=ID, or adapter.merge=false"
         raise ConfigError(what, where="adapter.merge", found="true, with model.init=random", hint=hint)
+    if config.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+        what, hint = "weights of 4 bits need a package that is not installed", "pip install 'hfdist[qlora]'"
+        raise ConfigError(what, where="adapter.quantization", found=config.quantization.value, hint=hint)
     make_peft_config(config)
 
 
@@ -111,10 +114,7 @@ def reads_weights(config: AdapterConfig) -> bool:
 def refusal(error: Exception, where: str) -> ConfigError:
     """Turn an exception of PEFT into a ConfigError about the key `where`."""
     text = " ".join(str(error).split()) or type(error).__name__
-    hint = None
-    if importlib.util.find_spec("bitsandbytes") is None and "bitsandbytes" in text:
-        hint = "quantized weights are not supported: model.dtype=bfloat16 is the least memory"
-    return ConfigError(f"PEFT refuses the adapter: {text[:300]}", where=where, hint=hint)
+    return ConfigError(f"PEFT refuses the adapter: {text[:300]}", where=where)
 
 
 def _saved_config(path: str) -> Any:

@@ -15,6 +15,7 @@ from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.quantize import quantize_frozen
 from hfdist.models.trainable import TrainableParameters
 
 _WHOLE = Partitioning()
@@ -45,9 +46,11 @@ def build_model(
     """
     trained = trained or TrainableParameters()
     _check_not_quantized(architecture)
-    if config.init is Init.random:
-        return _draw(config, architecture, trained, seed, layout)
-    return _read(config, architecture, trained, seed, layout)
+    make = _draw if config.init is Init.random else _read
+    model = make(config, architecture, trained, seed, layout)
+    if trained.adapter.quantization is not None:
+        quantize_frozen(model, trained.adapter.quantization)
+    return model
 
 
 def make_without_values(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
@@ -123,7 +126,7 @@ def _check_not_quantized(architecture: PreTrainedConfig) -> None:
             "the weights are quantized, and cannot be trained or adapted here",
             where="model.name",
             found=f"a quantization_config in its config.json: {str(quantization)[:200]}",
-            hint="the repository that it was quantized from; adapter=lora model.dtype=bfloat16 is the least memory",
+            hint="the repository that it was quantized from, with adapter=qlora",
         )
 
 

@@ -28,6 +28,7 @@ from hfdist.config.strategy import Compression, StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.quantize import packed_shape
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients.reduction import local_tensor, total_norm
@@ -301,7 +302,7 @@ class Engine:
 
     def whole_numel(self, parameter: torch.Tensor) -> int:
         """Give the number of elements that a parameter of `model` has in the whole model."""
-        return math.prod(self.whole_shape(parameter))
+        return math.prod(packed_shape(parameter) or self.whole_shape(parameter))
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too.

@@ -27,6 +27,7 @@ SHORT = (
 LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=8")
 DORA = (*LORA, "adapter.dora=true")
 LOKR = ("adapter.type=lokr", "adapter.rank=4")
+QLORA = ("adapter=qlora", "adapter.rank=4", "adapter.alpha=8")
 HEAD = (*LORA, "adapter.modules_to_save=[lm_head]")
 LAYOUTS = {
     "zbv": ("strategy=pipeline", "strategy.schedule=zbv"),
@@ -73,6 +74,8 @@ def single(run, tmp_path_factory):
         ("pipeline", 2, (*LORA, "train.gradient_checkpointing=true")),
         ("pipeline_fsdp2", 4, LORA),
         ("pipeline", 2, DORA),
+        ("pipeline", 2, QLORA),
+        ("ddp", 2, QLORA),
         ("zero3", 2, LOKR),
         ("zbv", 2, HEAD),
         ("tensor", 2, HEAD),
@@ -88,13 +91,14 @@ def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_process
     assert losses(reference)[-1] != losses(reference)[0]
 
 
-def test_goes_on_in_any_other_layout(run, single, tmp_path):
+@pytest.mark.parametrize(("first", "choice"), [("zero3", LORA), ("ddp", QLORA)])
+def test_goes_on_in_any_other_layout(run, single, tmp_path, first, choice):
     """Three lives, each in another layout, make the steps of one.
 
     Frozen weights without adapters pass through the same layouts in test_layout_changes.py."""
-    reference = single(LORA)
-    for steps, (strategy, num_processes) in enumerate([("zero3", 2), ("pipeline", 2), ("single", 1)], start=1):
-        run(tmp_path, num_processes, f"strategy={strategy}", *LORA, f"train.max_steps={steps}")
+    reference = single(choice)
+    for steps, (strategy, num_processes) in enumerate([(first, 2), ("pipeline", 2), ("single", 1)], start=1):
+        run(tmp_path, num_processes, f"strategy={strategy}", *choice, f"train.max_steps={steps}")
     rows = compare_runs(tmp_path, reference, BOUNDS[Precision.fp32])
     assert all(row.passed for row in rows), rows
 

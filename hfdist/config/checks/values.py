@@ -128,7 +128,8 @@ def _check_adapter(config: RunConfig) -> None:
             else "without an adapter this key has no meaning"
         )
         for name in (field.name for field in dataclasses.fields(adapter)):
-            if name not in ("path", "merge") and getattr(adapter, name) != getattr(default, name):
+            kept = ("path", "merge", "quantization") if adapter.is_used else ("path", "merge")
+            if name not in kept and getattr(adapter, name) != getattr(default, name):
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
@@ -141,6 +142,28 @@ def _check_adapter(config: RunConfig) -> None:
         raise _conflict(config, "adapter.targets", what, hint=hint)
     if not adapter.targets:
         raise _conflict(config, "adapter.targets", "no layer is to be adapted", hint=f"adapter.targets=[{ALL_LINEAR}]")
+    if adapter.quantization is not None:
+        _check_quantization(config)
+
+
+def _check_quantization(config: RunConfig) -> None:
+    """Check what weights of 4 bits go with."""
+    adapter, strategy = config.adapter, config.strategy
+    if (adapter.type or "lora").lower() != "lora" or adapter.dora:
+        what = "this adapter looks at the weights that it stands beside, and they are in 4 bits"
+        keys, hint = "adapter.quantization adapter.type adapter.dora", "adapter=qlora"
+        raise _conflict(config, keys, what, allowed="null, or LoRA without DoRA", hint=hint)
+    if strategy.sharding is not Sharding.none:
+        what, hint = "shards of packed weights would not know their scales", "strategy=ddp, or strategy=pipeline"
+        keys = "adapter.quantization strategy.sharding"
+        raise _conflict(config, keys, what, allowed="null", hint=hint)
+    for axis in ("tensor", "expert"):
+        if getattr(strategy, axis) > 1:
+            what, hint = f"{axis} ranks have parts of weights, and packed ones are whole", f"strategy.{axis}=1"
+            raise _conflict(config, f"adapter.quantization strategy.{axis}", what, allowed="null", hint=hint)
+    if config.train.precision is Precision.fp8:
+        what, hint = "the same layers cannot be in float8, too", "train.precision=bf16"
+        raise _conflict(config, "adapter.quantization train.precision", what, allowed="null", hint=hint)
 
 
 def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:

@@ -78,7 +78,7 @@ _OVERRIDES = {
 """An override, in which `{value}` is replaced by the value that was given, and the names that mean it."""
 OVERRIDES = {name: override for override, names in _OVERRIDES.items() for name in names.split()}
 
-_QUANTIZED = "quantized weights (QLoRA) are not supported: model.dtype=bfloat16 with adapter=lora is the least memory"
+_QUANTIZED = "adapter=qlora has the frozen weights in 4 bits"
 _NO_GPU = "a machine without a GPU trains on the CPU; launch.processes=2 starts two ranks on it"
 _BATCH = "it follows from train.global_batch_size / (train.micro_batch_size x data ranks): set train.global_batch_size"
 REASONS = {

@@ -1,0 +1,95 @@
+"""Weights of 4 bits beside an adapter: as PEFT and transformers have them, and the adapter stands alone."""
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import PeftModel, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from hfdist.errors import ConfigError
+from hfdist.models.flops import measure_size
+from hfdist.models.quantize import packed_shape
+from tests.unit.test_adapter import TOKENS, base, build, compose, save_adapter, trained_names  # noqa: F401
+
+
+def gradients(model):
+    model.train()
+    model.zero_grad()
+    loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_losses_and_gradients_are_those_of_peft(base, tmp_path, kind):  # noqa: F811
+    ours = build(base, "adapter=lora", "adapter.rank=4", f"adapter.quantization={kind}")
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    save_adapter(ours, tmp_path / "adapter")
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    plain = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=torch.float32)
+    plain = prepare_model_for_kbit_training(plain, use_gradient_checkpointing=False)
+    theirs = PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True)
+    (loss, found), (their_loss, wanted) = gradients(ours), gradients(theirs)
+    assert loss == pytest.approx(their_loss, rel=1e-6)
+    wanted = {name.removeprefix("base_model.model."): gradient for name, gradient in wanted.items()}
+    assert found.keys() == wanted.keys() == set(trained_names(ours))
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert loss != pytest.approx(gradients(whole)[0], rel=1e-4), "or nothing was rounded"
+
+
+def test_an_evaluation_changes_nothing(base):  # noqa: F811
+    """On CPUs with bfloat16, bitsandbytes would pack the weights for inference, and not back."""
+    model = build(base, "adapter=qlora")
+    before = gradients(model)
+    with torch.no_grad():
+        model.eval()(TOKENS)
+    after = gradients(model)
+    assert before[0] == after[0]
+    assert all(torch.equal(before[1][name], gradient) for name, gradient in after[1].items())
+    # By this attribute it is switched off.
+    assert hasattr(Linear4bit(64, 64), "support_avx512bf16_for_cpu")
+
+
+def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
+    plain, packed = build(base, "adapter=lora"), build(base, "adapter=qlora")
+    assert [name for name, _ in packed.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert trained_names(packed) == trained_names(plain)
+    shapes = {name: packed_shape(p) for name, p in packed.named_parameters()}
+    names = {name for name, shape in shapes.items() if shape is not None}
+    assert names == {name for name in shapes if name.endswith("base_layer.weight")}
+    assert all(shapes[name] == tuple(plain.get_parameter(name).shape) for name in names)
+    assert packed.lm_head.weight.dtype == torch.float32
+
+    def numel(parameter):
+        shape = packed_shape(parameter)
+        return parameter.numel() if shape is None else torch.Size(shape).numel()
+
+    assert measure_size(packed, numel) == measure_size(plain)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "said"),
+    [
+        (["adapter.quantization=nf4"], "adapter.quantization", "without an adapter"),
+        (["adapter=dora", "adapter.quantization=nf4"], "adapter.quantization", "in 4 bits"),
+        (["adapter.type=ia3", "adapter.quantization=nf4"], "adapter.quantization", "in 4 bits"),
+        (["adapter=qlora", "strategy=fsdp2"], "adapter.quantization", "strategy=ddp"),
+        (["adapter=qlora", "strategy=tensor"], "adapter.quantization", "strategy.tensor=1"),
+        (["adapter=qlora", "adapter.quantization=nf5"], "adapter.quantization", "nf4"),
+    ],
+)
+def test_what_does_not_go_together_is_told(base, overrides, where, said):  # noqa: F811
+    with pytest.raises(ConfigError) as caught:
+        compose(base, *overrides)
+    assert str(caught.value.where).startswith(where)
+    assert said in str(caught.value)
