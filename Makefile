@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs gpu plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs gpu sweeps plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -80,6 +80,9 @@ jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCl
 gpu: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it with a CPU, and write docs/gpu.md (15 minutes).
 	$(BIN)/python -m benchmarks.gpu --write
 	$(BIN)/python -m tests.gpu docs/gpu.md
+
+sweeps: $(READY)  ## Compare samplers, populations, and a sweep that is killed, on real runs, into docs/sweeps.md (35 minutes).
+	$(BIN)/python -m tests.distributed.sweeps docs/sweeps.md
 
 plan: $(READY)  ## Plan runs, train them, and write what was predicted and measured into docs/plan.md and docs/experiments.md.
 	$(BIN)/python -m tests.distributed.plan_memory docs/plan.md
