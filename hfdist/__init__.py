@@ -3,6 +3,7 @@
 What is listed here is loaded at first use, since the config system needs no torch.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from hfdist.trainer.evaluation.generation import Generation
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
     from hfdist.watch.callback import Watch
+
+# PEFT imports it wherever it is installed, and on some CPUs it says that an optional package is missing.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOMES = {
     "DistributedTrainerMixin": "hfdist.trainer.trainer",
