@@ -223,9 +223,12 @@ def _measure(folder: Path, name: str, overrides: tuple[str, ...], end: float) ->
     try:
         items = {item["name"]: item for item in json.loads((run_dir / "grade.json").read_text())["items"]}
         last = read_lines(run_dir / METRICS)[-2]
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError):
         return ["-"] * len(FIGURES) + ["-", why or "no records"]
-    cells = [f"{items[what]['measured'] / unit:,.3g} ({items[what]['error']:+.1%})" for what, unit in FIGURES.items()]
+    cells = [
+        f"{items[what]['measured'] / unit:,.3g} ({items[what]['error']:+.1%})" if what in items else "-"
+        for what, unit in FIGURES.items()
+    ]
     return [*cells, f"{last.get('mfu', 0):.1%}", why or ""]
 
 

@@ -84,7 +84,8 @@ def values(name):
     lines = [json.loads(line) for line in open(f"runs/{name}/sweep.jsonl")]
     return sorted((line["trial"], line["value"]) for line in lines if "value" in line)
 assert len(values("swept")) == 2
-assert all(abs(one[1] - other[1]) < 1e-5 for one, other in zip(values("swept"), values("local"))), values("swept")
+both = zip(values("swept"), values("local"), strict=True)
+assert all(abs(one[1] - other[1]) < 1e-5 for one, other in both), values("swept")
 cluster.shutdown()
 """
 

@@ -75,7 +75,11 @@ def check_adapter(config: AdapterConfig, model: ModelConfig) -> None:
     if config.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
         what, hint = "weights of 4 bits need a package that is not installed", "pip install 'hfdist[qlora]'"
         raise ConfigError(what, where="adapter.quantization", found=config.quantization.value, hint=hint)
-    make_peft_config(config)
+    asked = make_peft_config(config)
+    if config.quantization is not None and (asked.peft_type.value != "LORA" or asked.use_dora):
+        what, found = "the saved adapter looks at the weights that it stands beside", str(asked.peft_type.value)
+        hint = "adapter.quantization=null"
+        raise ConfigError(what, where="adapter.path", found=found, allowed="LoRA without DoRA", hint=hint)
 
 
 def make_peft_config(config: AdapterConfig) -> Any:

@@ -37,7 +37,7 @@ from hfdist.sweep.launchers.local import LocalLauncher
 from hfdist.sweep.launchers.ray import RayLauncher
 from hfdist.sweep.launchers.slurm import SlurmLauncher
 from hfdist.sweep.sampling import importances, write_study
-from hfdist.sweep.space import Space, as_override, is_sweep, parse_dimension
+from hfdist.sweep.space import Space, as_overrides, is_sweep, parse_dimension
 from hfdist.topology import read_launcher
 from hfdist.trainer.run.run_lock import RunLock
 
@@ -95,7 +95,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     )
     cluster = _find_cluster(config, line, of_cluster, own)
     for example in space.examples():
-        run = sweep.compose([as_override(key, value) for key, value in example.items()])
+        run = sweep.compose(as_overrides(example))
         if cluster is None:
             check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
         else:
@@ -129,7 +129,12 @@ def _find_cluster(
     if config.launcher is LauncherName.ray and importlib.util.find_spec("ray") is None:
         what, hint = "this launcher needs a package that is not installed", "pip install 'ray[default]'"
         raise ConfigError(what, where="sweep.launcher", found="ray", hint=hint)
-    return compose_cluster(line.own.get(CLUSTER, "default"), overrides, own)
+    cluster = compose_cluster(line.own.get(CLUSTER, "default"), overrides, own)
+    if not cluster.same_files or cluster.folder is not None:
+        what, allowed = "a sweep reads what its trials write, in the folder where it is started", "true, and no folder"
+        found = f"cluster.same_files={str(cluster.same_files).lower()}, cluster.folder={cluster.folder}"
+        raise ConfigError(what, where="cluster.same_files, cluster.folder", found=found, allowed=allowed)
+    return cluster
 
 
 def _make_launcher(sweep: Sweep, cluster: ClusterConfig | None, arguments: Sequence[str]) -> Launcher:
@@ -182,6 +187,10 @@ def _check_lengths(run: RunConfig, config: SweepConfig) -> None:
         raise ConfigError(what, where=where, found=found, allowed=allowed)
     if run.train.max_steps is None:
         raise ConfigError("rungs are shares of all tokens", where="train.max_steps", found=None, hint="a number")
+    least = config.generations if config.sampler is Sampler.pbt else config.factor ** (config.rungs - 1)
+    if run.train.max_steps < least:
+        what, where, allowed = "there are more rungs than steps", "train.max_steps", f">= {least}"
+        raise ConfigError(what, where=where, found=run.train.max_steps, allowed=allowed)
     if run.checkpoint.every is None:
         what = "a trial goes on to a later rung from its checkpoint, and there is none"
         raise ConfigError(what, where="checkpoint.every", found=None, hint="checkpoint=default, or sweep.rungs=1")
@@ -206,9 +215,9 @@ def _sweep(arguments: list[str]) -> None:
     best = controller.best()
     if best is not None:
         history = controller.history(best)
-        _say(f"best: {sweep.folder_of(best)}: {' '.join(as_overrides(best))}")
+        _say(f"best: {sweep.folder_of(best)}: {' '.join(as_overrides(best.values))}")
         for one in history[:-1]:
-            _say(f"  up to step {one.results[-1].step}, trial {one.number}: {' '.join(as_overrides(one))}")
+            _say(f"  up to step {one.results[-1].step}, trial {one.number}: {' '.join(as_overrides(one.values))}")
         path = write_best(sweep, history)
         _say(f"to train it again: hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}")
     lock.release()
@@ -239,11 +248,6 @@ def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
         return controller, controller.run(*([] if look is None else [look]))
 
 
-def as_overrides(trial: Trial) -> list[str]:
-    """Give the values of a trial as words of a command line."""
-    return [as_override(key, value) for key, value in trial.values.items()]
-
-
 def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
     """Write the config of one run that trains as the best trial did, behind its parents: `best.yaml`."""
     changes = []
@@ -251,7 +255,7 @@ def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
         values = {key: value for key, value in after.values.items() if value != before.values[key]}
         words = [f"step: {before.results[-1].step}", *(f"{key[len('optimizer.') :]}: {values[key]}" for key in values)]
         changes += [f"{{{', '.join(words)}}}"] if values else []
-    own = [*as_overrides(history[0]), f"run.dir={sweep.folder / BEST}"]
+    own = [*as_overrides(history[0].values), f"run.dir={sweep.folder / BEST}"]
     own += [f"optimizer.changes=[{', '.join(changes)}]"] if changes else []
     own += sweep.length_of(history[-1], len(history[-1].results) - 1) if sweep.has_lengths else []
     path = sweep.folder / f"{BEST}.yaml"
@@ -264,7 +268,7 @@ def keep_settings(sweep: Sweep) -> None:
     config = sweep.config
     path = sweep.folder / SETTINGS
     # Where and how many at a time does not matter; nor how many in all, unless these are the members of a population.
-    free = ["launcher", "slots", "devices", "space", *([] if config.sampler is Sampler.pbt else ["trials"])]
+    free = ["slots", "devices", "space", *([] if config.sampler is Sampler.pbt else ["trials"])]
     asked = {key: value for key, value in plain(config).items() if key not in free}
     asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.base)}
     if path.is_file():

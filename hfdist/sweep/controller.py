@@ -20,18 +20,20 @@ from hfdist.atomic_write import write_atomically
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.sweep import Sampler, SweepConfig
-from hfdist.errors import BudgetError
+from hfdist.errors import BudgetError, PeerError
 from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
 from hfdist.records.trials import Result, Trial, TrialLog, rank_trials
 from hfdist.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
 from hfdist.sweep.launchers.base import LOG, LaunchedTrial, Launcher
 from hfdist.sweep.population import generation_of, next_member
 from hfdist.sweep.sampling import choose_values
-from hfdist.sweep.space import Space, as_override
+from hfdist.sweep.space import Space, as_overrides
 
 _AIM = "aim.json"
 """In the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
-_MOST_STARTS = 3
+_SIGNALS = 128
+"""A shell's exit code of what a signal has ended is higher."""
+_MOST_KILLS = 3
 """Of a trial that is killed again and again on its way to one rung."""
 
 
@@ -58,7 +60,7 @@ class Sweep:
 
     def overrides_of(self, trial: Trial, rung: int) -> list[str]:
         """What is the trial's own, on the way to the end of a rung."""
-        own = [*(as_override(key, value) for key, value in trial.values.items()), f"run.dir={self.folder_of(trial)}"]
+        own = [*as_overrides(trial.values), f"run.dir={self.folder_of(trial)}"]
         if not self.has_lengths:
             return own
         own += [*self.length_of(trial, rung), "checkpoint.allow_changes=true"]
@@ -70,7 +72,7 @@ class Sweep:
 
     def length_of(self, trial: Trial, rung: int) -> list[str]:
         """Give the overrides that end the trial at the end of a rung."""
-        config = self.compose([as_override(key, value) for key, value in trial.values.items()])
+        config = self.compose(as_overrides(trial.values))
         if self.config.sampler is Sampler.pbt:
             whole = _tokens(config)
             ends = [round(share / self.config.generations * whole) for share in range(1, self.config.generations + 1)]
@@ -114,8 +116,8 @@ class Controller:
         self.most *= self._config.generations
         self._running: dict[int, LaunchedTrial] = {}
         """By the number of the trial."""
-        self._starts: dict[tuple[int, int], int] = {}
-        """By trial and rung: so often this controller has started it."""
+        self._kills: dict[tuple[int, int], int] = {}
+        """By trial and rung: so often this controller has seen it killed."""
         self._is_told_to_stop = False
         still_running = launcher.find_all()
         for trial in self.log.trials:
@@ -128,7 +130,9 @@ class Controller:
                 self._note(trial, len(trial.results), None)
 
     def stop(self) -> None:
-        """Tell all trials to save and to stop, and start no other ones."""
+        """Tell all trials to save and to stop, each once, and start no other ones."""
+        if self._is_told_to_stop:
+            return
         self._is_told_to_stop = True
         for process in self._running.values():
             process.stop()
@@ -184,14 +188,16 @@ class Controller:
         if trial is None:
             return False
         rung, folder = len(trial.results), self.sweep.folder_of(trial)
-        self._starts[trial.number, rung] = self._starts.get((trial.number, rung), 0) + 1
         folder.mkdir(parents=True, exist_ok=True)
         before = read_run(folder)
         aim = {"rung": rung, "start": 0 if before is None else before.start}
         write_atomically(folder / _AIM, json.dumps(aim).encode())
         overrides = self.sweep.overrides_of(trial, rung)
-        self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
-        values = " ".join(as_override(key, value) for key, value in trial.values.items())
+        started = self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
+        if self._is_told_to_stop:
+            # Meanwhile.
+            started.stop()
+        values = " ".join(as_overrides(trial.values))
         start = "" if trial.parent is None else f" at the checkpoint of trial {trial.parent}"
         self._say(f"trial {trial.number}{self._rung_text(rung)} begins{start}: {values}")
         return True
@@ -243,27 +249,31 @@ class Controller:
                 self.log.fail(trial, f"metrics.jsonl has no {self._config.metric}")
         elif self._is_told_to_stop or (record is not None and record.state is State.stopped):
             self._say(f"{name} has stopped")
-        elif record is not None and record.state is State.failed:
+        elif record is not None and record.state is State.failed and not _was_killed(record):
             self.log.fail(trial, record.error or f"exit code {record.exit_code}")
             self._say(f"{name} has failed: {record.error}; {folder / LOG}")
         elif record is None and exit_code is not None and exit_code > 0:
             self.log.fail(trial, f"exit code {exit_code} before the run had begun")
             self._say(f"{name} has failed before it had begun, with {exit_code}: {folder / LOG}")
-        elif self._starts.get((trial.number, rung), 0) >= _MOST_STARTS:
-            self.log.fail(trial, f"it was killed {_MOST_STARTS} times")
-            self._say(f"{name} was killed {_MOST_STARTS} times: {folder / LOG}")
         else:
-            self._say(f"{name} was killed, and goes on")
+            kills = self._kills[trial.number, rung] = self._kills.get((trial.number, rung), 0) + 1
+            if kills >= _MOST_KILLS:
+                self.log.fail(trial, f"it was killed {kills} times")
+                self._say(f"{name} was killed {kills} times: {folder / LOG}")
+            else:
+                self._say(f"{name} was killed, and goes on")
 
     def _rung_text(self, rung: int) -> str:
         return "" if self._config.rungs == 1 else f" (rung {rung})"
 
     def best(self) -> Trial | None:
         """Give the best of the trials that have come furthest; None: none has a value."""
-        last = (len(self.log.trials) - 1) // self._config.trials * self._config.trials
-        trials = self.log.trials[last:] if self._config.sampler is Sampler.pbt else self.log.trials
+        trials = [trial for trial in self.log.trials if trial.value is not None]
+        if trials and self._config.sampler is Sampler.pbt:
+            newest = generation_of(self._config, trials[-1].number)
+            trials = [trial for trial in trials if generation_of(self._config, trial.number) == newest]
         best = rank_trials(trials, sign=self._config.direction.sign)[:1]
-        return best[0] if best and best[0].value is not None else None
+        return best[0] if best else None
 
     def history(self, trial: Trial) -> list[Trial]:
         """Give a trial behind its parents, the first first: whose values its steps had."""
@@ -278,12 +288,17 @@ class Controller:
         for trial in rank_trials(self.log.trials, sign=self._config.direction.sign):
             shown = "failed" if trial.failure is not None else "-"
             value = shown if trial.value is None else f"{trial.value:.4f}"
-            values = " ".join(as_override(key, one) for key, one in trial.values.items())
+            values = " ".join(as_overrides(trial.values))
             rows.append([str(trial.number), value, f"{trial.tokens:,}", str(len(trial.results)), values])
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return "\n".join(
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
         )
+
+
+def _was_killed(record: RunRecord) -> bool:
+    """Whether the run was ended from outside: a rank was lost, or a signal came before it could save."""
+    return record.exit_code == PeerError.exit_code or (record.exit_code or 0) > _SIGNALS
 
 
 def last_value(folder: Path, metric: str) -> float | None:

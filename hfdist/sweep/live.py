@@ -14,7 +14,7 @@ from rich.text import Text
 from hfdist.records import RunRecord, read_run
 from hfdist.records.trials import Trial
 from hfdist.sweep.controller import Controller
-from hfdist.sweep.space import as_override
+from hfdist.sweep.space import as_overrides
 
 _SECONDS = 1.0
 """Between two drawings."""
@@ -59,17 +59,21 @@ class LiveTable:
         table = Table(box=None, pad_edge=False)
         for name in ("trial", "rung", "step", self._metric, "left", "values"):
             table.add_column(name, justify="left" if name == "values" else "right", no_wrap=True, overflow="ellipsis")
-        read = {trial.number: trial.tokens for trial in controller.log.trials if trial.parent is None}
+        trials = controller.log.trials
+        read = {trial.number: trial.tokens for trial in trials}
         for trial in controller.running():
             record = read_run(controller.sweep.folder_of(trial)) or RunRecord(start=0)
             step, last = record.step, record.max_steps or 0
             read[trial.number] = max(record.tokens, trial.tokens)
             value = "" if trial.value is None else f"{trial.value:.4f}"
-            values = " ".join(as_override(key, one) for key, one in trial.values.items())
+            values = " ".join(as_overrides(trial.values))
             left = self._left(trial, step, last)
             cells = (str(trial.number), str(len(trial.results)), f"{step}/{last or '?'}", value, left, values)
             table.add_row(*map(Text, cells))
-        return Group(table, Text(self._about_all(controller, sum(read.values()))))
+        # Who goes on from another one's checkpoint has not read what that has.
+        before = {trial.number: 0 if trial.parent is None else trials[trial.parent].tokens for trial in trials}
+        tokens = sum(max(end - before[number], 0) for number, end in read.items())
+        return Group(table, Text(self._about_all(controller, tokens)))
 
     def _left(self, trial: Trial, step: int, last: int) -> str:
         now = time.monotonic()

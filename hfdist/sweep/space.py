@@ -166,6 +166,11 @@ class Space:
         return next(one for one in self.dimensions if one.key == key)
 
 
+def as_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Give the values of a trial as words of a command line."""
+    return [as_override(key, value) for key, value in values.items()]
+
+
 def as_override(key: str, value: Any) -> str:
     """Write `key=value` for the command line of a run."""
     return f"{key}={as_text(value)}"

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.config.optimizer import CHANGEABLE, OptimizerConfig
+from hfdist.errors import ConfigError
 
 # A scheduler is Any here: DeepSpeed's is of another class than torch's.
 
@@ -21,7 +22,6 @@ class OptimizerChanges(TrainerCallback):
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
         self._keys = [key for key in CHANGEABLE if any(getattr(one, key) is not None for one in config.changes)]
-        self._steps = {change.step for change in config.changes}
         self._scheduler: Any = None
         self._begun: list[dict[str, Any]] = []
         """Each group of parameters as it was made, with `base_lr`."""
@@ -38,15 +38,14 @@ class OptimizerChanges(TrainerCallback):
         self._scheduler = lr_scheduler
         groups = zip(lr_scheduler.optimizer.param_groups, lr_scheduler.base_lrs, strict=True)
         self._begun = [{**group, "params": None, "base_lr": base} for group, base in groups]
-        self._apply(state.global_step)
+        names = {"lr": "lr", "weight_decay": "weight_decay", "beta1": "betas", "beta2": "betas", "eps": "eps"}
+        for key in self._keys:
+            if not any(names[key] in group for group in self._begun):
+                what, found = "this optimizer has no such value", f"{key}, with {self._config.name.value}"
+                raise ConfigError(what, where="optimizer.changes", found=found)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called by the Trainer."""
-        if state.global_step in self._steps:
-            self._apply(state.global_step)
-
-    def on_rollback(self, state: TrainerState) -> None:
-        """Set what holds behind the checkpoint."""
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Set what holds for this step, each time: a step that is skipped, or a rollback, sets the rates back."""
         self._apply(state.global_step)
 
     def _apply(self, step: int) -> None:
@@ -62,10 +61,9 @@ class OptimizerChanges(TrainerCallback):
             if "weight_decay" in now and "weight_decay" in group:
                 group["weight_decay"] = _scaled(begun["weight_decay"], config.weight_decay, now["weight_decay"])
             if "betas" in group:
-                group["betas"] = tuple(
-                    now.get(key, value) for key, value in zip(("beta1", "beta2"), begun["betas"], strict=True)
-                )
-            if "eps" in now and "eps" in group:
+                first, second, *others = begun["betas"]
+                group["betas"] = (now.get("beta1", first), now.get("beta2", second), *others)
+            if "eps" in now and isinstance(begun.get("eps"), float):
                 group["eps"] = now["eps"]
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 

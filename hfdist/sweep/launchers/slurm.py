@@ -12,12 +12,20 @@ from typing import NamedTuple
 from hfdist.errors import ConfigError
 from hfdist.jobs.job import Job
 from hfdist.jobs.slurm import write_slurm
+from hfdist.records import RUN_FILE
 from hfdist.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mark
 
 SCRIPT = "job.sbatch"
 _MARK = "hfdist sweep "
 """What a comment begins with."""
-_WAITING = ("PENDING", "REQUEUED", "SUSPENDED")
+_WAITING = ("PENDING", "CONFIGURING")
+_FROM_OUTSIDE = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
+"""States of a job whose exit code says nothing of the run."""
+_MOST_TRIES, _TRY_SECONDS = 4, 5.0
+"""Of a command that SLURM does not answer, or refuses for now."""
+
+
+_QUEUE = ("squeue", "--me", "--noheader", "--format=%i|%T|%k")
 
 
 class _Queued(NamedTuple):
@@ -46,38 +54,49 @@ class SlurmLauncher:
             file.path.write_text(file.text, encoding="utf-8")
         # The sweep itself decides whether a trial starts again. What the command line says wins over the script.
         options = ["--parsable", "--no-requeue", f"--output={folder.resolve() / LOG}", "--open-mode=append"]
-        said = _run("sbatch", *options, f"--comment={_MARK}{trial_mark(slot, rung, folder)}", str(path))
+        said = _try("sbatch", *options, f"--comment={_MARK}{trial_mark(slot, rung, folder)}", str(path))
         if said.returncode != 0:
             found = " ".join(said.stderr.split())
             raise ConfigError("SLURM does not take the job", where="sweep.launcher", found=found, hint=f"sbatch {path}")
+        job = int(said.stdout.split(";")[0])
+        self._queue[job] = _Queued("PENDING", "")
+        # What was read before does not know it.
         self._read_at = 0.0
-        return SlurmTrial(self, int(said.stdout.split(";")[0]), slot, rung)
+        return SlurmTrial(self, job, slot, rung, folder)
 
     def find_all(self) -> dict[Path, LaunchedTrial]:
-        """See `Launcher`."""
+        """See `Launcher`. A ConfigError where SLURM does not say what runs: trials would be started twice."""
+        said = _try(*_QUEUE)
+        if said.returncode != 0:
+            what, found_words = "SLURM does not answer", " ".join(said.stderr.split())
+            raise ConfigError(what, where="sweep.launcher", found=found_words, hint="squeue --me")
+        self._take(said.stdout)
         found: dict[Path, LaunchedTrial] = {}
-        for job, one in self.read_queue().items():
+        for job, one in self._queue.items():
             mark = read_mark(one.comment.removeprefix(_MARK)) if one.comment.startswith(_MARK) else None
             if mark is not None:
-                found[mark[2]] = SlurmTrial(self, job, mark[0], mark[1])
+                found[mark[2]] = SlurmTrial(self, job, *mark)
         return found
 
     def read_queue(self) -> dict[int, _Queued]:
         """Give the user's jobs that wait, run or end; as they were before, while SLURM does not answer."""
         if time.monotonic() - self._read_at >= self.poll_seconds:
-            said = _run("squeue", "--me", "--noheader", "--format=%i|%T|%k")
+            said = _run(*_QUEUE)
             if said.returncode == 0:
-                lines = [line.split("|", 2) for line in said.stdout.splitlines() if line.count("|") >= 2]
-                self._queue = {int(job): _Queued(*rest) for job, *rest in lines if job.isdecimal()}
-                self._read_at = time.monotonic()
+                self._take(said.stdout)
         return self._queue
+
+    def _take(self, text: str) -> None:
+        lines = [line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
+        self._queue = {int(job): _Queued(*rest) for job, *rest in lines if job.isdecimal()}
+        self._read_at = time.monotonic()
 
 
 class SlurmTrial:
     """A job."""
 
-    def __init__(self, launcher: SlurmLauncher, job: int, slot: int, rung: int) -> None:
-        self._launcher, self._job, self.slot, self.rung = launcher, job, slot, rung
+    def __init__(self, launcher: SlurmLauncher, job: int, slot: int, rung: int, folder: Path) -> None:
+        self._launcher, self._job, self.slot, self.rung, self._folder = launcher, job, slot, rung, folder
         self.exit_code: int | None = None
 
     @property
@@ -87,8 +106,8 @@ class SlurmTrial:
             return False
         # SLURM forgets a job some minutes after its end.
         shown = _run("scontrol", "--oneliner", "show", "job", str(self._job)).stdout
-        found = re.search(r"\bExitCode=(\d+):(\d+)", shown)
-        if found is not None:
+        found, state = re.search(r"\bExitCode=(\d+):(\d+)", shown), re.search(r"\bJobState=(\w+)", shown)
+        if found is not None and state is not None and state[1] not in _FROM_OUTSIDE:
             self.exit_code = -int(found[2]) or int(found[1])
         return True
 
@@ -96,10 +115,21 @@ class SlurmTrial:
         """See `LaunchedTrial`."""
         one = self._launcher.read_queue().get(self._job)
         if one is not None:
-            # To the run and not to the script, and without an end by force; one that waits has nothing to save.
-            is_waiting = one.state in _WAITING
-            _run("scancel", *([] if is_waiting else ["--signal=TERM"]), str(self._job))
+            # To the run and not to the script, and without an end by force; without a record there is nothing to save.
+            has_run = one.state not in _WAITING and (self._folder / RUN_FILE).is_file()
+            _run("scancel", *(["--signal=TERM"] if has_run else []), str(self._job))
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    # In a session of its own: Ctrl-C is for the sweep, which tells its jobs.
+    return subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+
+
+def _try(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command again and again, while it fails."""
+    for tries_left in reversed(range(_MOST_TRIES)):
+        said = _run(*command)
+        if said.returncode == 0 or not tries_left:
+            break
+        time.sleep(_TRY_SECONDS)
+    return said

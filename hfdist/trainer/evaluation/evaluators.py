@@ -26,6 +26,7 @@ from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.generation import (
     GenerationMetrics,
     PromptSamples,
+    can_generate,
     continue_prompts,
     find_limits,
     load_metrics,
@@ -64,7 +65,7 @@ def make_evaluators(
             topology=topology,
             rows_at_once=arguments.per_device_eval_batch_size,
             device=arguments.device,
-            uses_cache=topology.pipeline == topology.context == 1 and model.can_generate(),
+            uses_cache=topology.pipeline == topology.context == 1 and can_generate(model),
         )
     if evaluate.prompts:
         samples = PromptSamples(Path(config.run.dir), tokenizer, generate, evaluate, config.data.chat)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerControl, TrainerState
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerControl, TrainerState
 
 from hfdist.collectives import on_rank_zero
 from hfdist.config.data import ChatConfig
@@ -160,6 +160,11 @@ def _generate_rows(
         for token in tokens:
             if not row.is_done:
                 row.take(token, limits)
+
+
+def can_generate(model: PreTrainedModel) -> bool:
+    """Whether `generate` continues rows of different lengths: recurrent models may read what pads them."""
+    return bool(model.can_generate() and model._supports_sdpa and not model._is_stateful)
 
 
 def generate_greedily(model: nn.Module, batch: Batch, *, limits: Limits) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import re
 import signal
 import sys
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from hfdist.config.hardware import Hardware
+from hfdist.config.model import Loss
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ResourceError, first_line
@@ -61,7 +63,9 @@ class OwnPlan:
             self._pid = _fork(make, theirs)
         else:
             self._pid = _start(theirs)
-            self._connection.send(make)
+            # What cannot be pickled has the reader end, which says so.
+            with suppress(pickle.PicklingError, AttributeError, TypeError):
+                self._connection.send(make)
         theirs.close()
 
     def take(self) -> Made | str:
@@ -94,6 +98,9 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
 def _make_own(
     config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int, architecture: PreTrainedConfig
 ) -> Made:
+    if hardware is not None and config.model.loss in (Loss.liger, Loss.cut_cross_entropy):
+        # The new process has no GPU for their kernels. What they keep is about what the chunks keep.
+        config = replace(config, model=replace(config.model, loss=Loss.chunked))
     machines = find_machines(config, asked, hardware, processes)
     return make_plan(config, machines, processes, architecture), machines
 
@@ -171,7 +178,7 @@ def _start(connection: Connection) -> int:
 def make_received(descriptor: int) -> None:
     """In a new process: receive what makes the plan, and answer."""
     connection = Connection(descriptor)
-    _answer(connection.recv(), connection)
+    _answer(lambda: connection.recv()(), connection)
 
 
 def _answer(make: Callable[[], Made], connection: Connection) -> None:

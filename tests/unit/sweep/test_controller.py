@@ -257,3 +257,25 @@ def test_a_terminal_shows_the_trials_that_run_and_how_long_still(tmp_path, monke
     assert said.count("trial 0 (rung 0) begins") == 1
     # Four thirds of a trial, and two thirds of a third of four trials.
     assert controller.planned_tokens == 4 * 15 * TOKENS_PER_STEP + 4 / 3 * 30 * TOKENS_PER_STEP
+
+
+@pytest.mark.parametrize("exit_code", [6, 143])
+def test_a_trial_that_is_ended_from_outside_goes_on(tmp_path, exit_code):
+    """A lost rank, and a signal that came before it could save: its record says `failed`."""
+    sweep = make_sweep(tmp_path / "sweep", "random", "trials=1", more=["train.max_steps=3"])
+    sweep.folder.mkdir()
+
+    class Ends(LocalLauncher):
+        """Its first trial is ended."""
+
+        starts = 0
+
+        def start(self, overrides, folder, **named):
+            self.starts += 1
+            more = [f"ended={exit_code}"] if self.starts == 1 else []
+            return super().start([*overrides, *more], folder, **named)
+
+    book = finish(sweep, tmp_path / "lines", Ends([sys.executable, "-m", *sweep.base]))
+    assert [trial.failure for trial in book.trials] == [None]
+    assert [result.step for result in book.trials[0].results] == [3]
+    assert "was killed, and goes on" in (tmp_path / "lines").read_text()

@@ -32,6 +32,9 @@ def main():
     first = 1 + int(given["checkpoint.resume"][-8:]) if "checkpoint.resume" in given else 1
     steps = [line["step"] for line in read_lines(folder / METRICS)]
     assert steps == list(range(first, first + len(steps))), "each step is done once"
+    if "ended" in given:
+        recorder.end(int(given["ended"]), "ended from outside")
+        sys.exit(int(given["ended"]))
     if given.get("fail") == "true" and lr > 0.01:
         recorder.end(5, "the loss is not finite")
         sys.exit(5)
