@@ -31,7 +31,7 @@ _WORDS = {
     "sweep": "sweep= sweep. recipe= run.name= --offline",
 }
 """What may follow a command that has no config."""
-_MAY_BE_SWEPT, _MULTIRUN = ("pretrain", "finetune"), ("-m", "--multirun")
+_MAY_BE_SWEPT, _MULTIRUN = ("pretrain", "finetune", "tune"), ("-m", "--multirun")
 _USAGE = """\
 hfdist COMMAND [flags] [key=value ...]
 

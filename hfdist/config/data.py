@@ -39,6 +39,9 @@ class RowFormat(Enum):
     `text`: documents, every token a target; `messages`: conversations as OpenAI writes them; `sharegpt`:
     `conversations` of `from` and `value`; `alpaca`: `instruction`, `input`, `output`; `prompt_completion`: `prompt` and
     `completion`, as text or as messages; `auto`: whichever of these a row's columns fit.
+
+    Of `hfdist tune`: `preference`: `chosen` and `rejected`, with or without `prompt`; `unpaired_preference`: `prompt`,
+    `completion` and `label` (true or false); `prompt`: a prompt alone; all as text or as messages.
     """
 
     text = "text"
@@ -46,7 +49,10 @@ class RowFormat(Enum):
     messages = "messages"
     sharegpt = "sharegpt"
     alpaca = "alpaca"
+    preference = "preference"
+    unpaired_preference = "unpaired_preference"
     prompt_completion = "prompt_completion"
+    prompt = "prompt"
 
 
 class TrainOn(Enum):

@@ -17,6 +17,7 @@ from hfdist.config.model import AdapterConfig, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.ranges import LIMIT, Limit, limited
 from hfdist.config.strategy import StrategyConfig
+from hfdist.config.task import TaskConfig
 from hfdist.config.train import TrainConfig
 
 AUTO = "auto"
@@ -182,6 +183,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     islands: IslandsConfig = field(default_factory=IslandsConfig)

@@ -12,15 +12,20 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from hfdist.config.model import Attention, Init, ModelConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.hub_client import reading_from_hub
 
 
-def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTrainedConfig:
+def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool = False) -> PreTrainedConfig:
     """Give the model's Hugging Face config with `model.config.*` applied. Needs no tokenizer.
+
+    `scores`: of a model that gives one score.
 
     Raises:
         ConfigError: an unknown type or field, a model without a causal language head, or sequences longer than the
@@ -35,6 +40,12 @@ def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTraine
             allowed="a type with an AutoModelForCausalLM class",
             hint="another model.name, of a model that writes text" if config.name else None,
         )
+    if scores:
+        if architecture.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+            what, found = "transformers has no model of this type that scores sequences", architecture.model_type
+            allowed = "a type with an AutoModelForSequenceClassification class"
+            raise ConfigError(what, where="model.name, model.type", found=found, allowed=allowed)
+        architecture.num_labels = 1
     _check_positions(architecture, sequence_length)
     if config.attention is not Attention.auto:
         architecture._attn_implementation = config.attention.value

@@ -5,10 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from hfdist.config.model import Dtype, Init, ModelConfig
@@ -20,6 +26,9 @@ from hfdist.models.trainable import TrainableParameters
 
 _WHOLE = Partitioning()
 
+SCORE = "score"
+"""The layer of a model for sequence classification, as transformers calls it."""
+
 
 def build_model(
     config: ModelConfig,
@@ -28,6 +37,7 @@ def build_model(
     seed: int,
     layout: Partitioning = _WHOLE,
     trained: TrainableParameters | None = None,
+    scores: bool = False,
 ) -> PreTrainedModel:
     """Make the model on the CPU, as much of it as this rank holds; TrainingArguments must exist by then.
 
@@ -40,20 +50,25 @@ def build_model(
         seed: of random weights.
         layout: how it is partitioned.
         trained: what of it is trained; None: all.
+        scores: it gives one score, and not the next token; the layer for that is drawn where the file has none.
 
     Raises:
         ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here.
     """
     trained = trained or TrainableParameters()
     _check_not_quantized(architecture)
-    make = _draw if config.init is Init.random else _read
-    model = make(config, architecture, trained, seed, layout)
+    if config.init is Init.random:
+        model = _draw(make_without_values(config, architecture, scores=scores), trained, seed, layout)
+    else:
+        model = _read(config, architecture, trained, seed, layout, scores=scores)
     if trained.adapter.quantization is not None:
         quantize_frozen(model, trained.adapter.quantization)
     return model
 
 
-def make_without_values(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
+def make_without_values(
+    config: ModelConfig, architecture: PreTrainedConfig, *, scores: bool = False
+) -> PreTrainedModel:
     """Make the whole model, tied, with whatever its memory holds in place of weights.
 
     Raises:
@@ -61,7 +76,7 @@ def make_without_values(config: ModelConfig, architecture: PreTrainedConfig) -> 
     """
     try:
         with no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = _auto_class(scores).from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
     except (ImportError, ValueError) as error:
@@ -76,11 +91,14 @@ def make_without_values(config: ModelConfig, architecture: PreTrainedConfig) -> 
     return model
 
 
+def _auto_class(scores: bool) -> Any:
+    return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+
+
 def _draw(
-    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, layout: Partitioning
+    model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning
 ) -> PreTrainedModel:
     """Random weights."""
-    model = make_without_values(config, architecture)
     if trained.adapter.is_used:
         # By the names that the weights have without it, and not over it.
         initialize_by_name(model, seed, layout)
@@ -92,14 +110,21 @@ def _draw(
 
 
 def _read(
-    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, layout: Partitioning
+    config: ModelConfig,
+    architecture: PreTrainedConfig,
+    trained: TrainableParameters,
+    seed: int,
+    layout: Partitioning,
+    *,
+    scores: bool,
 ) -> PreTrainedModel:
     """Weights of a file."""
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with reading_from_hub("model.name", config.name):
-        model = AutoModelForCausalLM.from_pretrained(
+        model, about = _auto_class(scores).from_pretrained(
             config.name,
+            output_loading_info=True,
             config=architecture,
             revision=config.revision,
             # As in the file, so that its pages are mapped and only those of this rank's part are ever read. The type
@@ -109,6 +134,8 @@ def _read(
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
+    if scores and any(name.startswith(f"{SCORE}.") for name in about["missing_keys"]):
+        initialize_by_name(model, seed, layout, only=SCORE)
     if trained.reads_weights and not is_partitioned:
         nn.Module.to(model, dtype)
     trained.choose(model, seed=seed, layout=layout)
@@ -140,14 +167,20 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
-def initialize_by_name(model: PreTrainedModel, seed: int, layout: Partitioning = _WHOLE) -> None:
+def initialize_by_name(
+    model: PreTrainedModel, seed: int, layout: Partitioning = _WHOLE, *, only: str | None = None
+) -> None:
     """Give every parameter of `model` the random value that its name and `seed` determine, in place.
+
+    `only`: those of the module of this name.
 
     Leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied. All ranks call
     it where the layout partitions parameters in the constructor.
     """
     initialized: set[int] = set()
     for name, module, owner in _children_first("", model, model):
+        if only is not None and name != only:
+            continue
         own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in initialized]
         # A rule may also reach into direct children, as GPT-2's does for its residual projections.
         reachable = own + [p for child in module.children() for p in child.parameters(recurse=False)]

@@ -346,10 +346,10 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     model.eval()
     # As in training: with a cache, restarting positions are not looked at.
     model.config.use_cache = False
+    # One that scores sequences gives nothing for each token itself.
+    reader = model if model.get_output_embeddings() is not None else model.base_model
     try:
-        before, after = (
-            model(input_ids=tokens, position_ids=positions).logits[:, _FIRST:] for tokens in (ids, changed)
-        )
+        before, after = (reader(input_ids=tokens, position_ids=positions)[0][:, _FIRST:] for tokens in (ids, changed))
     except (TypeError, ValueError, RuntimeError, ImportError):
         return None
     finally:

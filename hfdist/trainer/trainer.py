@@ -37,6 +37,7 @@ from hfdist.trainer.evaluation.loop import Evaluator, Measure, sharded_batches
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.islands import Island, ServerOptimizer, make_island
+from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep
@@ -66,6 +67,8 @@ class RunOptions:
     """Steps between replicas; None: none but with the saves."""
     save_in_background: bool = True
     """Whether training goes on from a copy in memory while a checkpoint is written."""
+    objective: Objective | None = None
+    """What is trained in place of the model's own loss; None: that one."""
     loss_head: LossHead | None = None
     """Computes training losses without whole logits; None: the model computes them."""
     limits: Limits = field(default_factory=Limits)
@@ -130,6 +133,9 @@ class DistributedTrainerMixin(_Trainer):
         if self._sums_targets and adds_router_loss(model):
             check_router_loss(model)
         self._optimizers = Optimizers(self)
+        if self.options.objective is not None:
+            self.weighted_loss.convention = self.options.objective.convention
+            self.loss_is_scaled_for_ga = True
         if trl_trainers.is_sft(type(self)):
             # SFTTrainer divides by the targets of the global batch, whatever the model's forward takes: count them.
             self.model_accepts_loss_kwargs = True
@@ -258,6 +264,8 @@ class DistributedTrainerMixin(_Trainer):
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
         self._lean_step = LeanStep.make(self, self.model_wrapped, inherited)
         self.checkpointer.begin()
+        if self.options.objective is not None:
+            self.options.objective.begin(self)
         if self.islands is not None:
             self.islands.begin()
         if came_from is not None:
@@ -321,7 +329,9 @@ class DistributedTrainerMixin(_Trainer):
         deferred = nullcontext() if head is None else head.deferring(model)
         with deferred, self.router_loss.recording(counted):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
-            if self._lean_step is not None and not return_outputs:
+            if self.options.objective is not None:
+                compute = partial(self._objective_loss, self.options.objective, model)
+            elif self._lean_step is not None and not return_outputs:
                 compute = partial(self._lean_step.compute_loss, model)
             convention = self.weighted_loss.convention
             if convention is not None and not convention.divides and num_items_in_batch is not None:
@@ -336,6 +346,13 @@ class DistributedTrainerMixin(_Trainer):
             # Gradients are averaged over the processes, and each adds its own share.
             loss = loss + of_routers * num_losses(self)
         return (propagate_nan(loss), *outputs) if return_outputs else propagate_nan(loss)
+
+    def _objective_loss(
+        self, objective: Objective, model: nn.Module, inputs: Batch, *, num_items_in_batch: Any
+    ) -> torch.Tensor:
+        """Give the share of a micro batch in the mean over the items of the global batch."""
+        # Gradients are averaged over the processes, and items are counted over all of them.
+        return objective.loss(model, inputs) / num_items_in_batch * num_losses(self)
 
     def hooks(self, model: nn.Module) -> TrainerHooks:
         """Give the functions of this Trainer that an engine may call, for the model as accelerate prepared it."""
@@ -403,6 +420,9 @@ class DistributedTrainerMixin(_Trainer):
                     self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
                     return [], num_items
                 samples, num_items = read()
+        if self.options.objective is not None:
+            samples = [self.options.objective.prepare(batch) for batch in samples]
+            self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
         self.num_targets = num_items
         self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
@@ -454,6 +474,8 @@ class DistributedTrainerMixin(_Trainer):
         self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read() | self.options.figures()
         self._figures |= self.checkpointer.replica_figures()
         self._figures |= {} if self.islands is None else self.islands.figures()
+        if self.options.objective is not None:
+            self._figures |= self.options.objective.figures(trains=True)
         self._share_sft_metrics()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

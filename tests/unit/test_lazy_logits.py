@@ -14,8 +14,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.model import Loss
 from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
-from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
-from hfdist.models.loss.lazy_logits import LogitsOperation, _DeferredLogits, cast, deferring
+from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _losses_and_gradient
+from hfdist.models.loss.lazy_logits import LogitsOperation, _DeferredLogits, cast, deferring, reduce_token_losses
 from hfdist.models.partitioning import Partitioning
 from hfdist.testing import run_ranks
 from tests.unit.tiny import llama
@@ -70,8 +70,18 @@ def shifted(logits, targets):
     return functional.cross_entropy(logits.flatten(0, -2), targets.view(2, -1)[:, 1:].flatten(), reduction="sum")
 
 
+def preferred(logits, targets):
+    """No sum of the rows' losses: the gradient of each depends on all."""
+
+    def reduce(losses):
+        return -functional.logsigmoid((losses[: ROWS // 2].sum() - losses[ROWS // 2 :].sum()) / 10)
+
+    return reduce_token_losses(logits / 2.0, targets, reduce, ignore_index=IGNORED)
+
+
 USES = {
     "mean": plain,
+    "preferred": preferred,
     "sum": lambda logits, targets: plain(logits, targets, reduction="sum"),
     "smoothed": lambda logits, targets: plain(logits, targets, label_smoothing=0.1),
     "capped": capped,
@@ -91,7 +101,7 @@ HEADS = {
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("use", USES)
-def test_same_loss_and_gradients_as_from_whole_logits(use, head):
+def test_same_losses_and_gradients_as_from_whole_logits(use, head):
     before, after, made_whole = losses(HEADS[head](), USES[use])
     agree(before, after)
     assert made_whole == []
@@ -190,18 +200,18 @@ def test_the_form_that_is_compiled_for_gpus_computes_the_same():
     logits, targets = torch.randn(ROWS, VOCABULARY), torch.randint(VOCABULARY, (ROWS,))
     targets[:4] = IGNORED
     for one, other in zip(
-        _fusable(logits.clone(), targets, IGNORED), _loss_and_gradient(logits.clone(), targets, IGNORED), strict=True
+        _fusable(logits.clone(), targets, IGNORED), _losses_and_gradient(logits.clone(), targets, IGNORED), strict=True
     ):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("compute", [_fusable, _loss_and_gradient])
+@pytest.mark.parametrize("compute", [_fusable, _losses_and_gradient])
 def test_an_ignored_row_need_not_be_finite(compute):
     logits, targets = torch.randn(ROWS, VOCABULARY), torch.randint(VOCABULARY, (ROWS,))
     targets[:4] = IGNORED
     logits[0], logits[1, 2] = torch.nan, torch.inf
-    loss, gradient = compute(logits.clone(), targets, IGNORED)
-    torch.testing.assert_close(loss, functional.cross_entropy(logits, targets, reduction="sum"))
+    losses, gradient = compute(logits.clone(), targets, IGNORED)
+    torch.testing.assert_close(losses, functional.cross_entropy(logits, targets, reduction="none"))
     assert (gradient[:4] == 0).all()
     assert gradient.isfinite().all()
 

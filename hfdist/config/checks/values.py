@@ -13,6 +13,7 @@ from pathlib import Path
 from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.budgets import find_limits
 from hfdist.config.checks.data import check_data, check_source
+from hfdist.config.checks.task import check_task
 from hfdist.config.data import SourceKind
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
@@ -32,6 +33,7 @@ def check_config(config: RunConfig) -> None:
     _check_model(config)
     _check_adapter(config)
     check_data(config.data)
+    check_task(config)
     check_layout(config.strategy, config.train)
     _check_optimizer(config)
     _check_tokens(config)

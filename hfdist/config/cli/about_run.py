@@ -13,7 +13,7 @@ from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 
-RECIPES = ("pretrain", "finetune")
+RECIPES = ("pretrain", "finetune", "tune")
 """Those whose processes may be on several machines; each one's primary config has its name."""
 _VALUE_FLAGS = ("--config-dir", "--config-name")
 _OF_RUN = ("recipe", "run")

@@ -17,6 +17,7 @@ from hfdist.config.checks.values import check_config
 from hfdist.config.composition.files import refuse_resolver, searching, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
+from hfdist.config.data import RowFormat
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
@@ -91,6 +92,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
     _expand_home(values)
+    if values.data.format is RowFormat.auto:
+        values.data.format = values.task.name.row_format or RowFormat.auto
     check_config(values)
     for source in values.data.sources.values():
         # The limits of the sources are what ends a stream.

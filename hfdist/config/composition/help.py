@@ -14,13 +14,14 @@ from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.schema import find_key
 
 _HEAD = """\
-Pretrain or fine-tune a causal language model of transformers, in any layout, from one config.
+Pretrain, fine-tune or tune on preferences a language model of transformers, in any layout, from one config.
 
 Examples
   hfdist pretrain model=tiny train.max_steps=20
   hfdist pretrain +experiment=demo launch.processes=2
   hfdist pretrain +experiment=gpt2_xl_zero2 data.sources.files.path=FOLDER launch.processes=auto
   hfdist finetune model.name=ID data=chats.jsonl strategy=zero2 train.micro_batch_size=4 launch.processes=auto
+  hfdist tune task=dpo model.name=ID data=preferences.jsonl adapter=lora
   accelerate launch --config_file conf/launch/gpu_8.yaml recipes/pretrain.py ...    (as does torchrun)
 """
 _FOOT = """\
@@ -55,7 +56,7 @@ def descriptions() -> dict[str, str]:
         # The file that explains the group before those that only say what is different in them.
         for of_file in sorted(of_files, key=len, reverse=True):
             found = of_file | found
-    for name in ("pretrain", "finetune"):
+    for name in ("pretrain", "finetune", "tune"):
         found = dict(_comments(folder / f"{name}.yaml", "")) | found
     return found
 

@@ -93,7 +93,7 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
     if corpus.has_examples:
-        packed = (one.rows for one in best_fit(placed, 0, shape, ("held out",)) if (one.rows[LABELS] >= 0).any())
+        packed = (one.rows for one in best_fit(placed, 0, shape, ("held out",)) if (one.rows[LABELS] != IGNORED).any())
     else:
         ends = concat(placed, shape)
         packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))

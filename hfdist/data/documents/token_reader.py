@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hfdist.config.data import BadRows, DataConfig, TooLong, cache_dir
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_cache import TokenCache, shard_key
+from hfdist.data.marks import are_targets
 from hfdist.data.order.records import Status
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
 from hfdist.data.sources.document_batch import DocumentBatch
@@ -182,7 +183,7 @@ def _have_target(
     """Whether any token of the documents at `places` is a target; the first never is: no token stands before it."""
     ends, tokens = starts + lengths, columns.tokens
     spans = zip(*(column[places].tolist() for column in (columns.arrays, starts, ends)), strict=True)
-    return np.array([bool((tokens[array][start + 1 : stop] >= 0).any()) for array, start, stop in spans], dtype=bool)
+    return np.array([bool(are_targets(tokens[array][start + 1 : stop]).any()) for array, start, stop in spans], dtype=bool)
 
 
 def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:

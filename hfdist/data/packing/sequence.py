@@ -5,7 +5,8 @@ input_ids   a a a b | b b b b | c c ...
 position    0 1 2 0 | 0 1 2 3 | 0 1          restarts: models of transformers then mask across documents
 labels      . a a . | . b b b | . c          . is ignored: nothing before it is of its document and its sequence
 
-A negative token of a document is the complement of one that is context: `~id` becomes id, without a label.
+A negative token of a document is the complement of one that is context: `~id` becomes id, without a label. See
+`data/marks.py` for what else it may say: a preference is one piece, in which a second document begins.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hfdist.config.batch import IGNORED as IGNORED
 from hfdist.config.data import Packing
+from hfdist.data import marks
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Records, join, make_records
 from hfdist.errors import CheckpointError
@@ -97,8 +99,9 @@ def make_rows(sequences: Sequences[Sequence], dtype: DTypeLike) -> tuple[NDArray
     lengths = list(chain.from_iterable([one.lengths for one in sequences]))
     tokens = _tokens(sequences)
     if tokens.dtype.kind == "i" and tokens.min() < 0:
-        tokens, targets = ids_and_labels(tokens)
-        ids, labels = tokens.astype(dtype), targets.astype(dtype)
+        own_ids = marks.ids_of(tokens)
+        ids, labels = own_ids.astype(dtype), marks.labels_of(tokens, own_ids).astype(dtype)
+        lengths = _split(lengths, marks.begin(tokens))
     else:
         ids = tokens.astype(dtype)
         labels = ids.copy()
@@ -172,10 +175,8 @@ def unbundle(given: Bundle) -> Iterator[Sequence]:
         token, record = stop, last
 
 
-def ids_and_labels(tokens: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Token ids and labels of a document's tokens; both of shape [tokens], signed."""
-    if tokens.dtype.kind == "u":
-        # Wide enough for IGNORED; none is context.
-        tokens = tokens.astype(np.int32)
-    is_context = tokens < 0
-    return np.where(is_context, ~tokens, tokens), np.where(is_context, tokens.dtype.type(IGNORED), tokens)
+def _split(lengths: list[int], begins: NDArray[np.intp]) -> list[int]:
+    """Give the lengths of documents: those of pieces, of which some hold two."""
+    if not len(begins):
+        return lengths
+    return np.diff(np.union1d([0, *accumulate(lengths)], begins)).tolist()

@@ -7,6 +7,10 @@ as they treat a document. The canonical forms are
 {"prompt": ..., "completion": ...}                     text: the completion's tokens are targets
 {"messages": [...], "tools": [...], "learned_from": n} a conversation as OpenAI writes it; assistant messages before
                                                        number n are no targets
+
+A preference is such a form with "rejected": of a text, the rejected completion; of a conversation, the messages that
+stand in the place of those from number n on; or true, where there is this answer only, and it is rejected. A prompt
+alone has an empty completion, or no message from number n on.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from os.path import commonprefix
 from typing import Any, NamedTuple, NoReturn
 
 from hfdist.config.data import RowFormat, SourceConfig
@@ -89,10 +94,44 @@ def _from_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     return _conversation(messages, row) | {"learned_from": len(asked)}
 
 
+def _from_preference(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A chosen and a rejected answer, with their prompt or with what both begin with as their prompt."""
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+        if prompt is None:
+            # The space belongs to the answers: tokenizers put it in front of a word.
+            prompt = commonprefix([chosen, rejected]).rstrip(" ")
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        return {"prompt": prompt, "completion": chosen, "rejected": rejected}
+    if prompt is None:
+        chosen, rejected = _list(chosen, "chosen"), _list(rejected, "rejected")
+        num_common = len(commonprefix([chosen, rejected]))
+        prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
+    example = _from_prompt({**row, "prompt": prompt, "completion": chosen})
+    if isinstance(rejected, str):
+        return example | {"rejected": [{"role": "assistant", "content": rejected}]}
+    return example | {"rejected": [_message(m, f"rejected[{n}]") for n, m in enumerate(_list(rejected, "rejected"))]}
+
+
+def _from_unpaired(row: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer that was liked or not."""
+    if not isinstance(row["label"], bool):
+        _refuse("this says neither that the answer was liked nor that it was not", "label", row["label"], "true or false")
+    return _from_prompt(row) | ({} if row["label"] else {"rejected": True})
+
+
+def _from_prompt_alone(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt, as text or as messages."""
+    prompt = _parsed(row["prompt"])
+    return _from_prompt({**row, "completion": "" if isinstance(prompt, str) else []})
+
+
 def texts_in(example: str) -> str:
     """All that is written in an example, for what wants text: its fields and messages, a line each."""
     values = json.loads(example)
-    messages = values.pop("messages", [])
+    rejected = values.pop("rejected", [])
+    messages = values.pop("messages", []) + (rejected if isinstance(rejected, list) else [])
+    values["rejected"] = rejected
     written = [value for value in values.values() if isinstance(value, str)]
     return "\n".join([*written, *(message["content"] for message in messages if "content" in message)])
 
@@ -203,13 +242,18 @@ class _Form(NamedTuple):
     convert: Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-_FORMS: Mapping[RowFormat, _Form] = {
+_FORMS: dict[RowFormat, _Form] = {
     RowFormat.messages: _Form(("messages",), ("tools",), _from_messages),
     RowFormat.sharegpt: _Form(("conversations",), ("system", "tools"), _from_sharegpt),
     RowFormat.alpaca: _Form(("instruction", "output"), ("input", "system", "history"), _from_alpaca),
     RowFormat.prompt_completion: _Form(("prompt", "completion"), ("tools",), _from_prompt),
 }
 """In the order in which `auto` tries them; plain text comes last."""
+_FORMS_BY_NAME = _FORMS | {
+    RowFormat.preference: _Form(("chosen", "rejected"), ("prompt", "tools"), _from_preference),
+    RowFormat.unpaired_preference: _Form(("prompt", "completion", "label"), ("tools",), _from_unpaired),
+    RowFormat.prompt: _Form(("prompt",), ("tools",), _from_prompt_alone),
+}
 
 
 @dataclass(frozen=True)
@@ -263,7 +307,7 @@ class RowReader:
     @property
     def _forms(self) -> list[_Form]:
         if self.format is not RowFormat.auto:
-            return [_FORMS[self.format]]
+            return [_FORMS_BY_NAME[self.format]]
         return [*_FORMS.values(), _Form((self.text,), (), partial(_from_text, column=self.text))]
 
     def _no_format(self, present: Sequence[str], where: str) -> ContentError:

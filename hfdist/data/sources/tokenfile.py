@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hfdist.data.cache import load_array
+from hfdist.data.marks import ids_of
 from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.files import MOST_BYTES, LocalFile, digests_of, read_contents
@@ -149,9 +150,8 @@ class TokenFileShard:
         return [self._decode(row.tokens) for row in self.read_tokens(rows)]
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
-        ids = np.where(tokens < 0, ~tokens, tokens)
-        # Those in its text were split, so that only the ends are special.
-        return str(self._tokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        # Special tokens in its text were split, so that only the ends are special.
+        return str(self._tokenizer().decode(ids_of(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @cached_property
     def _tokens(self) -> NDArray[Any]:

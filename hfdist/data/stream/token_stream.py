@@ -5,6 +5,7 @@ Its figures follow below: the steps of some epochs; how much of each source a ru
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import logging
@@ -96,6 +97,13 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self.num_deals = 0
         """How often other lanes came to this rank, or others of their sequences."""
         self._take(self._beginning(0))
+
+    def at_beginning(self) -> TokenStream:
+        """Give another stream of the same data for this rank, which stands where they begin, and writes no ledger."""
+        other = copy.copy(self)
+        other.ledger = None
+        other._take(self._beginning(0))
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor of this rank's lanes, behind what was given (not what was read ahead).

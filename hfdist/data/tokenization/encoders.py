@@ -2,7 +2,7 @@
 
 Of an example only some tokens are targets: a token that is context is stored as its complement, `~id`. So an example is
 one array, which caches, packing and cursors treat as they treat a document, and its mask cannot come apart from it.
-Complements are negative; `packing/` turns them into input_ids and labels.
+Complements are negative; `packing/` turns them into input_ids and labels. `data/marks.py` has all that they say.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import ChatConfig, SourceConfig, SourceKind, TrainOn
+from hfdist.data import marks
 from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import BadRow, ContentError, Shard
 from hfdist.data.sources.tokenfile import check_tokenizer
@@ -197,17 +198,28 @@ class Encoders:
 
         ConfigError: there are conversations, and the tokenizer or `data.chat` does not fit them.
         """
-        begun: list[Tokens | _Chat | ContentError] = []
+        begun: list[list[Tokens | _Chat] | ContentError] = []
+        rejected = []
         for text in examples:
+            example = json.loads(text)
+            rejected.append(example.pop("rejected", None))
             try:
-                begun.append(self._begin(json.loads(text)))
+                begun.append([self._begin(answer) for answer in _answers(example, rejected[-1])])
             except RefusedError as error:
                 what = "the chat template does not take the conversation"
                 begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
         # Together: a tokenizer that takes turns with a template finds the processor's cache full of the other.
-        chats = [one for one in begun if isinstance(one, _Chat)]
+        answers = [answer for one in begun if isinstance(one, list) for answer in one]
+        chats = [answer for answer in answers if isinstance(answer, _Chat)]
         encoded = iter(self._conversations.encode(chats) if chats else [])
-        return [next(encoded) if isinstance(one, _Chat) else one for one in begun]
+
+        def finish(answers: list[Tokens | _Chat], other: Any) -> Tokens:
+            tokens = [next(encoded) if isinstance(answer, _Chat) else answer for answer in answers]
+            if other is True:
+                return marks.reject(tokens[0])
+            return tokens[0] if other is None else marks.join(tokens[0], marks.reject(tokens[1]))
+
+        return [one if isinstance(one, ContentError) else finish(one, other) for one, other in zip(begun, rejected, strict=True)]
 
     def _begin(self, example: dict[str, Any]) -> Tokens | _Chat:
         if "text" in example:
@@ -233,6 +245,15 @@ class Encoders:
     def _open(self, ids: list[int]) -> list[int]:
         """Without the end that some tokenizers put behind each text."""
         return ids[:-1] if ids and ids[-1] == self._end else ids
+
+
+def _answers(example: dict[str, Any], rejected: Any) -> list[dict[str, Any]]:
+    """Give the forms of both answers of a preference; the only one of another example."""
+    if isinstance(rejected, str):
+        return [example, example | {"completion": rejected}]
+    if isinstance(rejected, list):
+        return [example, example | {"messages": example["messages"][: example["learned_from"]] + rejected}]
+    return [example]
 
 
 def check_token_sources(sources: Mapping[str, SourceConfig], encoders: Encoders) -> None:

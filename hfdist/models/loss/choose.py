@@ -63,8 +63,12 @@ class LossHead:
 
     @contextmanager
     def _watched(self, module: nn.Module) -> Iterator[Head]:
-        # Other packages' kernels need all rows of the head.
-        loss = self._by_chunks if vocabulary_shard_of(module) is not None else _FUSED.get(self.choice, self._by_chunks)
+        # Other packages' kernels need all rows of the head, and only give sums.
+        fused = None if vocabulary_shard_of(module) is not None else _FUSED.get(self.choice)
+
+        def loss(rows: Rows) -> torch.Tensor:
+            return self._by_chunks(rows) if fused is None or rows.reduce is not None else fused(rows)
+
         with deferring(module, _vocabulary(module), loss) as head:
             yield head
         if head.made_whole:

@@ -3,6 +3,9 @@
     rows     [rows, width]      chunk by chunk: logits, their loss, their gradient, and from it the gradients of
     weight   [vocabulary, width]                the chunk's rows and of the head, which are kept; logits are not
 
+Where the loss is not the sum but another function of the rows' losses, these are computed first, and the rows'
+gradients are multiplied by what the function's gradient is.
+
 A backward only multiplies what is kept by the gradient of the sum. What is kept is float32, rounded after that and not
 before: 8 bits times a number such as 1/1025, rounded to 8 bits again, are too large by a thousandth throughout. Rows
 and head have nodes of their own in the graph, so that a pipeline schedule can run them apart.
@@ -33,7 +36,7 @@ CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
 LEAST_ROWS = 128
 """A chunk has at least as many, however large the vocabulary: each reads and writes the gradient of the whole head."""
 
-_LossAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+_LossesAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class ChunkedLoss:
@@ -48,18 +51,18 @@ class ChunkedLoss:
         self._chunk_logits = chunk_logits or CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
         self._least_rows = LEAST_ROWS if chunk_logits is None else 1
         is_cuda = device.type == "cuda"
-        self._loss_and_gradient = _compiled_if_possible(device) if is_cuda else _loss_and_gradient
+        self._losses_and_gradient = _compiled_if_possible(device) if is_cuda else _losses_and_gradient
         self._is_wide = is_cuda and _has_wide_products(device)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
-        """Give the sum of the losses of all rows with a target, float32.
+        """Give the sum of the losses of all rows with a target, float32; or what `rows.reduce` makes of them.
 
         A collective where ranks share the vocabulary: they have the same rows, and the gradients of these are whole on
         each.
         """
         module = rows.head.module
         targets = rows.targets.to(rows.hidden.device)
-        hidden = rows.hidden
+        hidden, kept = rows.hidden, slice(None)
         if hidden.device.type == "cpu":
             # Nothing to wait for here, and a fine-tuning batch may be prompts for the most part.
             kept = targets != rows.ignore_index
@@ -70,7 +73,12 @@ class ChunkedLoss:
         given = rows._replace(hidden=hidden.detach(), targets=targets)
         with torch.no_grad():
             run = self._linear if type(module) is nn.Linear else self._any
-            total, of_rows, of_parameters = run(given, parameters, chunk_rows, wants_rows=hidden.requires_grad)
+            total, weights = None, None
+            if rows.reduce is not None:
+                losses, *_ = run(given, [], chunk_rows, None, wants_rows=False)
+                total, weights = _reduced(rows, losses, kept)
+            losses, of_rows, of_parameters = run(given, parameters, chunk_rows, weights, wants_rows=hidden.requires_grad)
+            total = losses.sum() if total is None else total
             # Another class runs its own forward, whose backward has summed.
             if shard is not None and of_rows is not None and type(module) is nn.Linear:
                 dist.all_reduce(of_rows, group=shard.group)
@@ -86,7 +94,13 @@ class ChunkedLoss:
         return max(1, -(-num_rows // num_chunks))
 
     def _linear(
-        self, rows: Rows, parameters: list[nn.Parameter], chunk_rows: int, *, wants_rows: bool
+        self,
+        rows: Rows,
+        parameters: list[nn.Parameter],
+        chunk_rows: int,
+        weights: torch.Tensor | None,
+        *,
+        wants_rows: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
         """A weight and perhaps a bias: their gradients are summed in place, in float32."""
         module: Any = rows.head.module
@@ -96,7 +110,7 @@ class ChunkedLoss:
             bias = None if module.bias is None else module.bias.to(dtype)
             sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in parameters}
             of_rows = torch.empty_like(rows.hidden, dtype=torch.float32) if wants_rows else None
-            total = rows.hidden.new_zeros((), dtype=torch.float32)
+            losses = rows.hidden.new_zeros(len(rows.hidden), dtype=torch.float32)
             # One for all chunks: the system clears large memory each time that it gives it.
             memory = torch.empty(chunk_rows, len(weight), dtype=dtype, device=rows.hidden.device)
             for begin in range(0, len(rows.hidden), chunk_rows):
@@ -107,8 +121,9 @@ class ChunkedLoss:
                     logits = torch.mm(hidden, weight.T, out=out)
                 else:
                     logits = torch.addmm(bias, hidden, weight.T, out=out)
-                loss, gradient = self._of_logits(logits, rows, rows.targets[part])
-                total += loss
+                losses[part], gradient = self._of_logits(logits, rows, rows.targets[part])
+                if weights is not None:
+                    gradient.mul_(weights[part, None])
                 if of_rows is not None:
                     of_rows[part] = _multiply(gradient, weight, is_wide=self._is_wide)
                 if id(module.weight) in sums:
@@ -117,36 +132,43 @@ class ChunkedLoss:
                     sums[id(module.bias)] += gradient.sum(0, dtype=torch.float32)
                 # Before the next chunk's is made, not after.
                 del gradient
-        return total, of_rows, [sums[id(p)] for p in parameters]
+        return losses, of_rows, [sums[id(p)] for p in parameters]
 
     def _of_logits(self, logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the sum of losses, and its gradient by what the head gave, in that one's type."""
+        """Give the losses of rows, and the gradient of their sum by what the head gave, in that one's type."""
         shard = shared_vocabulary.vocabulary_shard_of(rows.head.module)
         if shard is not None:
-            return shared_vocabulary.loss_and_gradient(logits, rows, targets, shard)
+            return shared_vocabulary.losses_and_gradient(logits, rows, targets, shard)
         if rows.label_smoothing == 0.0 and all(step == cast(torch.float32) for step in rows.per_row):
-            return self._loss_and_gradient(logits, targets, rows.ignore_index)
+            return self._losses_and_gradient(logits, targets, rows.ignore_index)
         with torch.enable_grad():
-            loss = _loss(logits.requires_grad_(), rows, targets)
-            (gradient,) = torch.autograd.grad(loss, logits)
-        return loss.detach(), gradient
+            losses = _losses(logits.requires_grad_(), rows, targets)
+            (gradient,) = torch.autograd.grad(losses.sum(), logits)
+        return losses.detach(), gradient
 
     def _any(
-        self, rows: Rows, parameters: list[nn.Parameter], chunk_rows: int, *, wants_rows: bool
+        self,
+        rows: Rows,
+        parameters: list[nn.Parameter],
+        chunk_rows: int,
+        weights: torch.Tensor | None,
+        *,
+        wants_rows: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
         """Whatever the head is made of, such as an adapter: autograd runs it chunk by chunk."""
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         of_rows = torch.zeros_like(rows.hidden, dtype=torch.float32) if wants_rows else None
-        total = rows.hidden.new_zeros((), dtype=torch.float32)
+        losses = rows.hidden.new_zeros(len(rows.hidden), dtype=torch.float32)
         # At least once, since gradients of no rows are zeros, and not none.
         for begin in range(0, max(1, len(rows.hidden)), chunk_rows):
             part = slice(begin, begin + chunk_rows)
             with torch.enable_grad():
                 hidden = rows.hidden[part].requires_grad_(wants_rows)
-                loss = _loss(rows.head.forward(hidden), rows, rows.targets[part])
+                own_losses = _losses(rows.head.forward(hidden), rows, rows.targets[part])
+                total = own_losses.sum() if weights is None else own_losses @ weights[part]
                 wanting = [*([hidden] if wants_rows else []), *parameters]
-                gradients = list(torch.autograd.grad(loss, wanting, allow_unused=True)) if wanting else []
-            total += loss.detach()
+                gradients = list(torch.autograd.grad(total, wanting, allow_unused=True)) if wanting else []
+            losses[part] = own_losses.detach()
             if of_rows is not None and (of_part := gradients.pop(0)) is not None:
                 of_rows[part] = of_part
             for place, gradient in enumerate(gradients):
@@ -155,7 +177,7 @@ class ChunkedLoss:
                     own += gradient
                 elif gradient is not None:
                     sums[place] = gradient.float()
-        return total, of_rows, sums
+        return losses, of_rows, sums
 
 
 def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -164,19 +186,30 @@ def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _loss(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the losses of a chunk, as torch computes it."""
+def _reduced(rows: Rows, losses: torch.Tensor, kept: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the loss that `rows.reduce` makes of the losses of the kept rows, and its gradient by each of these."""
+    assert rows.reduce is not None
+    every = losses.new_zeros(len(rows.targets))
+    every[kept] = losses
+    with torch.enable_grad(), torch.autocast(losses.device.type, enabled=False):
+        total = rows.reduce(every.requires_grad_())
+        (weights,) = torch.autograd.grad(total, every)
+    return total.detach(), weights[kept]
+
+
+def _losses(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:
+    """Losses of a chunk, as torch computes them; shape [rows]."""
     for step in rows.per_row:
         logits = step(logits)
     return functional.cross_entropy(
-        logits.float(), targets, ignore_index=rows.ignore_index, reduction="sum", label_smoothing=rows.label_smoothing
+        logits.float(), targets, ignore_index=rows.ignore_index, reduction="none", label_smoothing=rows.label_smoothing
     )
 
 
-def _loss_and_gradient(
+def _losses_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the sum of token losses of logits [rows, vocabulary], and its gradient by them, in their type.
+    """Give the token losses of logits [rows, vocabulary], and the gradient of their sum by them, in their type.
 
     If that is float32, also in their place.
     """
@@ -187,13 +220,13 @@ def _loss_and_gradient(
     gradient = wide.sub_(largest).exp_()
     sums = gradient.sum(-1, keepdim=True)
     # Chosen, not multiplied by zero: an ignored row need not be finite.
-    loss = (largest - own + sums.log())[:, 0].masked_fill(~is_target, 0).sum()
+    losses = (largest - own + sums.log())[:, 0].masked_fill(~is_target, 0)
     gradient.div_(sums)
     gradient.scatter_add_(1, places, torch.full_like(places, -1, dtype=torch.float32))
     # A pass over all of it, which a CPU can spare, where nothing waits for an answer.
     if logits.device.type != "cpu" or not is_target.all():
         gradient.masked_fill_(~is_target[:, None], 0)
-    return loss, gradient.to(logits.dtype)
+    return losses, gradient.to(logits.dtype)
 
 
 def _fusable(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,20 +235,20 @@ def _fusable(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> 
     places = targets.masked_fill(~is_target, 0)[:, None]
     wide = logits.float()
     log_sums = wide.logsumexp(-1, keepdim=True)
-    loss = torch.where(is_target, (log_sums - wide.gather(1, places))[:, 0], 0).sum()
+    losses = torch.where(is_target, (log_sums - wide.gather(1, places))[:, 0], 0)
     shares = (wide - log_sums).exp()
     is_own = torch.arange(logits.shape[-1], device=logits.device) == places
-    return loss, torch.where(is_target[:, None], shares - is_own.float(), 0).to(logits.dtype)
+    return losses, torch.where(is_target[:, None], shares - is_own.float(), 0).to(logits.dtype)
 
 
-def _compiled_if_possible(device: torch.device) -> _LossAndGradient:
+def _compiled_if_possible(device: torch.device) -> _LossesAndGradient:
     """Compile for this GPU, or do without where its compiler does not work, and say so."""
-    compiled: _LossAndGradient = torch.compile(_fusable)
+    compiled: _LossesAndGradient = torch.compile(_fusable)
     logits = torch.zeros(2, 8, device=device)
     reason = why_not_compiled(compiled, logits, torch.zeros(2, dtype=torch.int64, device=device), -100)
     if reason is not None:
         logger.warning("the loss is not compiled, since that fails here: %s", reason)
-        return _loss_and_gradient
+        return _losses_and_gradient
     return compiled
 
 

@@ -70,7 +70,12 @@ class Rows(NamedTuple):
     """From the head's output to the logits."""
     ignore_index: int
     label_smoothing: float
+    reduce: Reduce | None = None
+    """What becomes of the losses of the rows; None: their sum."""
 
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""From token losses, float32 of shape [rows], to one loss; it is differentiated. A row without a target has loss 0."""
 
 SumOfLosses = Callable[[Rows], torch.Tensor]
 """Gives the sum over rows, through which gradients flow to the hidden states and to the head."""
@@ -321,8 +326,31 @@ def _cross_entropy(
     if not is_simple or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
     rows = Rows(logits._head, logits._hidden, target, logits._per_row, ignore_index, label_smoothing)
-    with logits._autocast.again():
-        total: torch.Tensor = logits._head.module(
-            rows.hidden, _Demand(lambda hidden: logits._head.loss(rows._replace(hidden=hidden)))
-        )
+    total = _compute(rows, logits._autocast)
     return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _compute(rows: Rows, autocast: _Autocast) -> torch.Tensor:
+    head = rows.head
+    with autocast.again():
+        total: torch.Tensor = head.module(
+            rows.hidden, _Demand(lambda hidden: head.loss(rows._replace(hidden=hidden)))
+        )
+    return total
+
+
+def reduce_token_losses(logits: Any, targets: torch.Tensor, reduce: Reduce, *, ignore_index: int) -> torch.Tensor:
+    """Give the loss that `reduce` makes of the cross entropy of each row, without whole logits if they are deferred.
+
+    Args:
+        logits: of a model, of shape [..., vocabulary].
+        targets: class indices, of shape [...].
+        reduce: is called once.
+        ignore_index: of rows without a target.
+    """
+    flat, targets = logits.reshape(-1, logits.shape[-1]), targets.flatten()
+    if isinstance(flat, _DeferredLogits) and flat._is_deferred:
+        rows = Rows(flat._head, flat._hidden, targets, flat._per_row, ignore_index, 0.0, reduce)
+        return _compute(rows, flat._autocast)
+    whole = _made(flat, "reduce_token_losses").float()
+    return reduce(nn.functional.cross_entropy(whole, targets, ignore_index=ignore_index, reduction="none"))

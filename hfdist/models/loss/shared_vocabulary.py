@@ -50,10 +50,10 @@ def vocabulary_shard_of(head: nn.Module) -> VocabularyShard | None:
     return getattr(head, "vocabulary_shard", None)
 
 
-def loss_and_gradient(
+def losses_and_gradient(
     logits: torch.Tensor, rows: Rows, targets: torch.Tensor, shard: VocabularyShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the sum of the losses, float32 and the same on all ranks, and its gradient by this rank's logits.
+    """Give the losses of rows, float32 and the same on all ranks, and the gradient of their sum by this rank's logits.
 
     A collective over the group of the shard, whose ranks call it with the same targets.
 
@@ -71,10 +71,10 @@ def loss_and_gradient(
             values = step.of_columns(shard.start, shard.stop, shard.num_rows)(values)
     # What autograd keeps of the steps is not to be overwritten.
     wide = values.detach().to(torch.float32, copy=values is not logits)
-    loss, gradient = _cross_entropy(wide, rows, targets, shard)
+    losses, gradient = _cross_entropy(wide, rows, targets, shard)
     if values is not logits:
         (gradient,) = torch.autograd.grad(values, logits, gradient.to(values.dtype))
-    return loss, gradient.to(logits.dtype)
+    return losses, gradient.to(logits.dtype)
 
 
 def _cross_entropy(
@@ -100,4 +100,4 @@ def _cross_entropy(
     gradient.div_(exponentials[:, None]).sub_(smoothing / shard.num_rows)
     gradient.scatter_add_(1, places, (smoothing - 1) * is_own[:, None].float())
     gradient.masked_fill_(~is_target[:, None], 0)
-    return losses.masked_fill(~is_target, 0).sum(), gradient
+    return losses.masked_fill(~is_target, 0), gradient

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import torch
@@ -118,9 +119,13 @@ class Evaluator:
         sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=trainer.args.device)
         is_labelled = True
         convention = trainer.weighted_loss.convention
+        objective = trainer.options.objective
+        if objective is not None:
+            objective.begin_evaluation(chain.from_iterable(loaders.values()), forward)
         for own, loader in zip(sums, loaders.values(), strict=True):
             trainer.callback_handler.eval_dataloader = loader
             for batch in loader:
+                batch = batch if objective is None else objective.prepare(batch)
                 is_labelled = is_labelled and self._gives_loss(batch)
                 if is_labelled:
                     convention = trainer.find_convention(batch, forward)

@@ -18,6 +18,7 @@ from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.composition.compose import to_values
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init
+from hfdist.config.task import TaskName
 from hfdist.config.run import ExportConfig, RunConfig
 from hfdist.data import PoolReport
 from hfdist.records import METRICS, PACKAGES, RunRecord, find_versions, read_lines
@@ -145,6 +146,7 @@ def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
     no_budgets: dict[str, Any] = dict.fromkeys(BUDGETS)
     config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **no_budgets))
     recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
+    recipe = recipe if config.task.name is TaskName.causal_lm else "tune"
     launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
     values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)

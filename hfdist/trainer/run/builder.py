@@ -30,6 +30,7 @@ from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.data import cache_dir
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskName
 from hfdist.config.train import Precision
 from hfdist.data import (
     LEDGER,
@@ -75,6 +76,8 @@ from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.islands import ServerOptimizer
+from hfdist.trainer.objectives.base import Objective
+from hfdist.trainer.objectives.choose import fit_model, make_objective
 from hfdist.trainer.optimizer_changes import OptimizerChanges
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
@@ -151,11 +154,17 @@ class Run:
         """On rank 0, once the folder is open."""
         self._own_plan: OwnPlan | None = None
 
+    @property
+    def _scores(self) -> bool:
+        return self.config.task.name is TaskName.reward
+
     def find_model(self) -> None:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
         start = resolve_model(self.config.model, cache_dir=_make_cache(self.config))
         self._here, self._fetch_weights = replace(self.config, model=start.model), start.fetch_weights
-        self.architecture = find_architecture(start.model, sequence_length=self.config.data.sequence_length)
+        self.architecture = find_architecture(
+            start.model, sequence_length=self.config.data.sequence_length, scores=self._scores
+        )
 
     def open_data(self) -> None:
         """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
@@ -203,6 +212,7 @@ class Run:
             seed=self.config.train.seed,
             layout=self.strategy,
             trained=TrainableParameters.of(self.config),
+            scores=self._scores,
         )
 
     def build_trainer(self) -> None:
@@ -213,6 +223,9 @@ class Run:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
             )
+        objective = make_objective(config)
+        if objective is not None:
+            fit_model(model, data.tokenizer)
         if train.precision is Precision.fp8:
             use_float8(model)
         if compiles_blocks(config, model, self.strategy):
@@ -220,6 +233,8 @@ class Run:
         measures, evaluators = make_evaluators(
             config, data.held_out, model=model, tokenizer=data.tokenizer, arguments=arguments, topology=self.topology
         )
+        if objective is not None:
+            measures = [objective.measure, *measures]
         bar = [ProgressBar()] if config.report.progress else []
         self._usage = Usage(self._recorder, config.cost, arguments.device)
         # They report on rank 0, but one or another on the first rank of each machine.
@@ -234,7 +249,7 @@ class Run:
             data_collator=default_data_collator,
             callbacks=[*trackers, MetricsWriter(run_dir), *bar, *evaluators, self._usage],
             optimizer_cls_and_kwargs=self._find_optimizer(),
-            options=self._make_options(measures),
+            options=self._make_options(measures, objective),
         )
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
             checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
@@ -260,7 +275,7 @@ class Run:
             return GradientRecorder, {"lr": config.optimizer.lr}
         return find_optimizer(config.optimizer, warmup_steps=int(self.arguments.warmup_steps))
 
-    def _make_options(self, measures: Sequence[Measure]) -> RunOptions:
+    def _make_options(self, measures: Sequence[Measure], objective: Objective | None) -> RunOptions:
         config, checkpoint, train = self.config, self.config.checkpoint, self.config.train
         return RunOptions(
             run_values=to_values(config),
@@ -268,7 +283,8 @@ class Run:
             replicas=open_replicas(config),
             replicate_every=checkpoint.replicate_every,
             save_in_background=checkpoint.background,
-            loss_head=choose_loss(config, self.model, self.strategy),
+            objective=objective,
+            loss_head=None if self._scores else choose_loss(config, self.model, self.strategy),
             limits=Limits(
                 skipped_steps=train.max_skipped_steps,
                 rollbacks=train.max_rollbacks,

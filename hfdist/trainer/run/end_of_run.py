@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.config.run import Export, RunConfig
+from hfdist.config.task import TaskName
 from hfdist.data import LEDGER, HeldOut, HeldOutSources, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
@@ -74,10 +75,13 @@ def finish(
     usage.read()
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
-            logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
-            baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
-            words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
-            logger.info(words, baseline, perplexity(baseline))
+            if run.task.name is not TaskName.causal_lm:
+                logger.info("held-out loss %.4f", loss)
+            else:
+                logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
+                baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
+                words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
+                logger.info(words, baseline, perplexity(baseline))
         if is_over and (prompt := run.report.sample_prompt) is not None:
             with trainer.strategy.without_partitioning(trainer.args), warning_of_failure("sample"):
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))

@@ -30,6 +30,7 @@ from hfdist.config.hardware import Hardware
 from hfdist.config.model import Loss
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskName
 from hfdist.errors import ResourceError, first_line
 from hfdist.planning.describe import verdict
 from hfdist.planning.machines import Machines, find_machines
@@ -88,6 +89,9 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
     Call it before the process group is started: the child would have a part in it.
     """
     if not (config.report.plan and topology.is_main and hasattr(os, "fork")) or dist.is_initialized():
+        return None
+    if config.task.name is TaskName.reward:
+        # A plan is of a model that gives the next token.
         return None
     asked = PlanConfig(per_machine=read_launcher().local_world_size)
     has_gpu = torch.cuda.is_available()

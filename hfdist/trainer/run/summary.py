@@ -15,8 +15,9 @@ from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.run import RunConfig
 from hfdist.data import Corpus, TokenStream
 from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.marks import are_targets
 from hfdist.data.order.records import Status
-from hfdist.data.packing.sequence import INPUT_IDS, LABELS, POSITION_IDS
+from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS
 from hfdist.data.packing.sequence import Sequence as Packed
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import printable
@@ -87,7 +88,7 @@ def describe_kernels(trainer: Trainer) -> str:
 def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:
     """Show the next sequences of a stream, decoded from what the model gets; the stream stays where it is."""
     for number, (_, _, sequence) in enumerate(islice(stream.packed(0, 1), count), 1):
-        num_targets = int((sequence.rows[LABELS] >= 0).sum())
+        num_targets = int((sequence.rows[LABELS] != IGNORED).sum())
         share = 100 * num_targets / max(sequence.num_tokens, 1)
         head = f"sequence {number}: {sequence.num_tokens:,} tokens, {num_targets:,} of them targets ({share:.1f} %)"
         yield f"{head}, between {_OPEN} and {_SHUT}\n{_show(sequence, tokenizer)}"
@@ -98,7 +99,7 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase) -> str:
     rows = sequence.rows[:, : sequence.num_tokens]
     starts = [*np.flatnonzero(rows[POSITION_IDS] == 0).tolist(), rows.shape[1]]
     for start, stop in pairwise(starts):
-        ids, is_target = rows[INPUT_IDS, start:stop], rows[LABELS, start:stop] >= 0
+        ids, is_target = rows[INPUT_IDS, start:stop], rows[LABELS, start:stop] != IGNORED
         edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), stop - start]
         shown, before = "", ""
         for first, end in pairwise(edges):
@@ -128,7 +129,7 @@ def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfi
     found = list(islice(rows, _SURVEYED_DOCUMENTS))
     trained = [(tokens, cut_tokens) for tokens, fate, cut_tokens in found if fate == Status.trained]
     num_tokens = sum(len(tokens) for tokens, _ in trained)
-    share = 100 * sum(int((tokens >= 0).sum()) for tokens, _ in trained) / max(num_tokens, 1)
+    share = 100 * sum(int(are_targets(tokens).sum()) for tokens, _ in trained) / max(num_tokens, 1)
     fates = Counter(int(fate) for _, fate, _ in found)
     notes = [
         (sum(int(cut_tokens > 0) for _, cut_tokens in trained), f"cut to {config.sequence_length:,} tokens"),

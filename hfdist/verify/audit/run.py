@@ -19,7 +19,7 @@ from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import Records, Status
 from hfdist.data.order.shares import Shares
-from hfdist.data.packing.sequence import ids_and_labels
+from hfdist.data.marks import ids_of
 from hfdist.data.stream.ledger import read_records
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError, DataError, printable
@@ -261,7 +261,7 @@ def _describe(
     if found != total:
         raise DataError("the row has changed since the run", where=row, found=f"{found} tokens")
     # What the model saw: the piece, through the tokenizer and back.
-    ids, _ = ids_and_labels(tokens[first:end])
+    ids = ids_of(tokens[first:end])
     text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
     if shows_all_text:
         yield from (f"      {printable(line)}" for line in text.split("\n"))

@@ -1,0 +1,76 @@
+"""`task.*`: what is trained: the next token, preferences, or a reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hfdist.config.data import RowFormat
+from hfdist.config.ranges import limited
+
+
+class TaskName(Enum):
+    """What a run trains.
+
+    `causal_lm`: the next token; `dpo`: pairs of answers, directly; `kto`: answers that were liked or not; `reward`: a
+    model that scores answers, from pairs.
+    """
+
+    causal_lm = "causal_lm"
+    dpo = "dpo"
+    kto = "kto"
+    reward = "reward"
+
+    @property
+    def row_format(self) -> RowFormat | None:
+        """The format that rows must have; None: any of the others."""
+        return _ROWS.get(self)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether it compares with the model that it begins with."""
+        return self in (TaskName.dpo, TaskName.kto)
+
+
+_ROWS = {
+    TaskName.dpo: RowFormat.preference,
+    TaskName.reward: RowFormat.preference,
+    TaskName.kto: RowFormat.unpaired_preference,
+}
+
+
+class PreferenceLoss(Enum):
+    """How preferences become a loss.
+
+    Of `dpo`: `sigmoid`, `robust`, `hinge`, `ipo`, `apo_zero`, `apo_down`; of `kto`: `kto`, `apo_zero_unpaired`; of `reward`:
+    `sigmoid`.
+    """
+
+    sigmoid = "sigmoid"
+    robust = "robust"
+    hinge = "hinge"
+    ipo = "ipo"
+    apo_zero = "apo_zero"
+    apo_down = "apo_down"
+    kto = "kto"
+    apo_zero_unpaired = "apo_zero_unpaired"
+
+
+LOSSES = {
+    TaskName.dpo: tuple(PreferenceLoss)[:6],
+    TaskName.kto: tuple(PreferenceLoss)[6:],
+    TaskName.reward: (PreferenceLoss.sigmoid,),
+}
+"""Those of each task."""
+
+
+@dataclass(kw_only=True)
+class TaskConfig:
+    """What is trained, and how strictly."""
+
+    name: TaskName = TaskName.causal_lm
+    loss: PreferenceLoss = PreferenceLoss.sigmoid
+    beta: float = limited(0.1, above=0)
+    label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
+    desirable_weight: float = limited(1.0, at_least=0)
+    undesirable_weight: float = limited(1.0, at_least=0)

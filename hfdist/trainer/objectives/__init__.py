@@ -1,0 +1,1 @@
+"""What a run trains besides the next token: preferences, rewards, policies; each a loss that is a sum over items."""

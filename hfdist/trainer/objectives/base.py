@@ -1,0 +1,157 @@
+"""An objective: a loss that is a sum over items, such as pairs of answers, divided by their number in the global batch.
+
+So it means the same in every layout, as the loss of next tokens does, which is a sum over targets. Sequences hold whole
+documents, packed: where positions restart, a document begins. A document is a prompt and an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hfdist.config.batch import IGNORED
+from hfdist.data.marks import split_labels
+from hfdist.models.loss.lazy_logits import reduce_token_losses
+from hfdist.strategies.base import Batch, Forward, TrainerHooks
+from hfdist.trainer.step.loss import Convention
+
+# A trainer is Any here, as in step/loss.py.
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch by number, in the order of rows; there is room for one a token."""
+
+    of_token: torch.Tensor
+    """Shape [rows, tokens]."""
+    is_first: torch.Tensor
+    """Whether a token begins one; shape [rows, tokens]."""
+    labels: torch.Tensor
+    """Plain labels; shape [rows, tokens]."""
+    is_rejected: torch.Tensor
+    """Whether a label is one of a rejected answer; shape [rows, tokens]."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Documents:
+        """Find them by `position_ids` and `labels` of shape [rows, tokens]."""
+        labels, is_rejected = split_labels(batch["labels"])
+        is_first = batch["position_ids"] == 0
+        of_token = (is_first.flatten().cumsum(0) - 1).view(is_first.shape)
+        return cls(of_token, is_first, labels, is_rejected)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up values of tokens, of shape [rows, tokens], for each document; shape [rows x tokens]."""
+        totals = values.new_zeros(values.numel())
+        return totals.index_add(0, self.of_token.flatten(), values.flatten())
+
+    @property
+    def num_chosen_targets(self) -> torch.Tensor:
+        """Targets of answers that are not rejected, by document."""
+        return self.sum(((self.labels != IGNORED) & ~self.is_rejected).float())
+
+    @property
+    def num_rejected_targets(self) -> torch.Tensor:
+        """Targets of rejected answers, by document."""
+        return self.sum(((self.labels != IGNORED) & self.is_rejected).float())
+
+    def log_probabilities(self, token_losses: torch.Tensor) -> torch.Tensor:
+        """Give the log-probability of each document's answer, from the losses of the tokens but the first of a row."""
+        rows, tokens = self.labels.shape
+        return self.sum(nn.functional.pad(-token_losses.view(rows, tokens - 1), (1, 0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemConvention(Convention):
+    """Counts what an objective counts."""
+
+    count: Callable[[Batch], torch.Tensor]
+
+    def weight(self, batch: Any) -> torch.Tensor:
+        """Count the items."""
+        return self.count(batch)
+
+
+class Objective:
+    """What a Trainer computes in place of the model's own loss; see `RunOptions.objective`."""
+
+    names: tuple[str, ...] = ()
+    """Of the figures; means over items."""
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._sums: dict[bool, torch.Tensor] = {}
+        """By whether the model trains: sums of the figures, and the number of items."""
+
+    # ---- what each objective defines ----
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Count the items of a batch, which may be on any device."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Sum the losses of the items; `model` as the engine gives it, perhaps one stage."""
+        raise NotImplementedError
+
+    def begin(self, trainer: Any) -> None:
+        """Called once the model is ready, with its first weights, before a checkpoint is read. A collective."""
+        self._trainer = trainer
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Add to a batch, on the CPU, what the loss needs besides."""
+        return batch
+
+    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> None:
+        """Called with all micro batches of a step of this data rank. A collective."""
+
+    def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
+        """Called with all batches of a held-out set of this data rank. A collective."""
+
+    # ---- what all have ----
+
+    @property
+    def convention(self) -> Convention:
+        """How the Trainer weights the micro batches."""
+        return ItemConvention(shifts=True, divides=True, count=self.count)
+
+    def figures(self, *, trains: bool) -> dict[str, float]:
+        """Give the means over all items since the last call, and forget them. A collective."""
+        own = self._sums.pop(trains, None)
+        sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=self._trainer.args.device)
+        sums = sums if own is None else own
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        *totals, count = sums.tolist()
+        # Ranks of a tensor group count the same items; that leaves a mean as it is.
+        return {name: total / count for name, total in zip(self.names, totals, strict=True)} if count else {}
+
+    def measure(self, forward: Forward, prefix: str) -> dict[str, float | None]:
+        """Give the figures of an evaluation: a `Measure`."""
+        return {f"{prefix}_{name}": value for name, value in self.figures(trains=False).items()}
+
+    def _note(self, values: list[torch.Tensor], is_item: torch.Tensor, *, trains: bool) -> None:
+        """Take figures of items, each of the shape of `is_item`."""
+        rows = torch.stack([*values, torch.ones_like(values[0])]).detach()
+        sums = torch.where(is_item, rows, 0).double().sum(1)
+        self._sums[trains] = self._sums[trains] + sums if trains in self._sums else sums
+
+
+def reduce_answers(
+    model: nn.Module, batch: Batch, reduce: Callable[[Documents, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Run the model on packed documents, and give what `reduce` makes of them and of their answers' log-probabilities.
+
+    No whole logits are made where the model's are deferred (models/loss).
+    """
+    documents = Documents.of(batch)
+    outputs: Any = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    return reduce_token_losses(
+        outputs.logits[:, :-1],
+        documents.labels[:, 1:],
+        lambda losses: reduce(documents, documents.log_probabilities(losses)),
+        ignore_index=IGNORED,
+    )

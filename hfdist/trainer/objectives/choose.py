@@ -1,0 +1,56 @@
+"""From `task.*` to an objective, and what all objectives want of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import plain
+from hfdist.config.task import TaskName
+from hfdist.errors import ConfigError
+from hfdist.models.probing import class_keeps_documents_apart
+from hfdist.trainer.objectives.base import Objective
+from hfdist.trainer.objectives.preference import DirectPreference
+from hfdist.trainer.objectives.reference import ReferenceTable
+from hfdist.trainer.objectives.reward import RewardPairs
+from hfdist.trainer.objectives.unpaired import KahnemanTversky
+
+
+def make_objective(config: RunConfig) -> Objective | None:
+    """Make the objective of a run; None: it trains next tokens."""
+    task = config.task
+    match task.name:
+        case TaskName.dpo:
+            return DirectPreference(task, _table(config))
+        case TaskName.kto:
+            return KahnemanTversky(task, _table(config))
+        case TaskName.reward:
+            return RewardPairs()
+    return None
+
+
+def _table(config: RunConfig) -> ReferenceTable:
+    return ReferenceTable(Path(config.run.dir), plain([config.model, config.adapter.path, config.train.seed]))
+
+
+def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Switch dropout off, in place: answers are compared, and must not differ by chance.
+
+    Raises:
+        ConfigError: the model sees through from one packed answer to the next.
+    """
+    if class_keeps_documents_apart(model) is False:
+        what = "answers are packed, and this model sees through from one to the next"
+        hint = "a model that masks by positions, with model.attention=auto"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+    if model.config.pad_token_id is None:
+        # A model that scores sequences asks for it, though none is padded.
+        model.config.pad_token_id = tokenizer.eos_token_id
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

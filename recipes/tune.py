@@ -1,0 +1,25 @@
+"""Tune a model on preferences (DPO, KTO), or train a reward model, in any layout.
+
+accelerate launch --config_file conf/launch/cpu_2.yaml recipes/tune.py task=dpo model.name=ID data=...
+"""
+
+from hfdist.config.cli.command import recipe
+from hfdist.config.run import RunConfig
+from hfdist.trainer.run import prepare_run
+
+
+@recipe(primary="tune")
+def main(config: RunConfig) -> None:
+    """Build the run from its config, in the order in which mistakes are cheapest to find, and train."""
+    run = prepare_run(config)
+    run.find_model()
+    run.open_data()
+    run.open_folder()
+    run.start_ranks()
+    run.build_model()
+    run.build_trainer()
+    run.train()
+
+
+if __name__ == "__main__":
+    main()
