@@ -95,9 +95,7 @@ def _auto_class(scores: bool) -> Any:
     return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
 
 
-def _draw(
-    model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning
-) -> PreTrainedModel:
+def _draw(model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning) -> PreTrainedModel:
     """Random weights."""
     if trained.adapter.is_used:
         # By the names that the weights have without it, and not over it.

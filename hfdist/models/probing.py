@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from hfdist.errors import ConfigError
 
@@ -321,6 +322,11 @@ def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
     return float(loss.detach()), torch.cat(gradients)
 
 
+def scores_sequences(model: PreTrainedModel) -> bool:
+    """Whether the model is one for sequence classification: its labels are of sequences, not of tokens."""
+    return type(model).__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+
+
 _FIRST, _SECOND = 6, 5
 
 
@@ -347,7 +353,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     # As in training: with a cache, restarting positions are not looked at.
     model.config.use_cache = False
     # One that scores sequences gives nothing for each token itself.
-    reader = model if model.get_output_embeddings() is not None else model.base_model
+    reader = model.base_model if scores_sequences(model) else model
     try:
         before, after = (reader(input_ids=tokens, position_ids=positions)[0][:, _FIRST:] for tokens in (ids, changed))
     except (TypeError, ValueError, RuntimeError, ImportError):

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import HfdistError, PartitionError
+from hfdist.models.probing import scores_sequences
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, unpack
@@ -75,7 +76,8 @@ def infer_stage_io(
     vocab_size = split.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (_PROBE_SEQUENCES, _PROBE_TOKENS), generator=generator).to(channel.device)
-    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    labels = tokens[:, 0].float() if scores_sequences(split.model) else tokens.clone()
+    batch = {"input_ids": tokens, "labels": labels}
     with _portable_attention(split.model):
         carry, found = _find_carry(split, batch, channel, group)
         problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel))

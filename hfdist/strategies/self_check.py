@@ -22,7 +22,7 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import is_planned
 from hfdist.config.batch import IGNORED
 from hfdist.errors import first_line
-from hfdist.models.probing import keeps_documents_apart
+from hfdist.models.probing import keeps_documents_apart, scores_sequences
 
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 """Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
@@ -123,7 +123,7 @@ def _compare_small(
         _packed_batch(small, num_tokens, seed, takes_positions=takes_positions)
         for seed in range(_NUM_MICROBATCHES * sharding.data_ranks)
     ]
-    num_items = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
+    num_items = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum()
     whole_loss = _accumulate(small, batches, num_items)
     hooks = distribute(distributed)
     own = batches[sharding.data_rank :: sharding.data_ranks]
@@ -144,6 +144,8 @@ def _packed_batch(model: PreTrainedModel, num_tokens: int, seed: int, *, takes_p
         for start in starts:
             positions[row, start:] = torch.arange(num_tokens - start)
             labels[row, start] = IGNORED
+    if scores_sequences(model):
+        labels = ids[:, 0] / 100
     batch = {"input_ids": ids, "labels": labels} | ({"position_ids": positions} if takes_positions else {})
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
@@ -157,7 +159,7 @@ def _accumulate(
 ) -> torch.Tensor:
     """Run several micro batches and give the sum of their losses."""
     takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
-    counted = {"num_items_in_batch": num_items} if takes_any else {}
+    counted = {"num_items_in_batch": num_items} if takes_any and not scores_sequences(model) else {}
     total = torch.zeros((), device=model.device)
     for batch in batches:
         with sharded(batch) as own:

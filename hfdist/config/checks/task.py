@@ -54,7 +54,13 @@ def _refuse(config: RunConfig) -> None:
     evaluate, report = config.evaluate, config.report
     asks = evaluate.prompts or evaluate.metrics or evaluate.lm_eval or report.sample_prompt
     for key, found, is_wrong, allowed, why in (
-        ("data.packing", data.packing.value, data.packing is not Packing.best_fit, "best_fit", "answers must stay whole"),
+        (
+            "data.packing",
+            data.packing.value,
+            data.packing is not Packing.best_fit,
+            "best_fit",
+            "answers must stay whole",
+        ),
         ("data.too_long", data.too_long.value, data.too_long is not TooLong.drop, "drop", "answers must stay whole"),
         (
             "data.chat.train_on",
@@ -91,10 +97,17 @@ def _refuse(config: RunConfig) -> None:
             "[score]",
             "the layer that scores is new, and must be trained",
         ),
-        ("adapter.merge", "true", is_reward and config.adapter.is_used and config.adapter.merge, "false",
-         "a reward model is not merged in this version"),
+        (
+            "adapter.merge",
+            "true",
+            is_reward and config.adapter.is_used and config.adapter.merge,
+            "false",
+            "a reward model is not merged in this version",
+        ),
     ):
         if is_wrong:
             hint = f"{key}={allowed}" if "," not in key else None
             found = f"{found}, with task.name={task.name.value}"
-            raise ConfigError(f"it does not go with this task: {why}", where=key, found=found, allowed=allowed, hint=hint)
+            raise ConfigError(
+                f"it does not go with this task: {why}", where=key, found=found, allowed=allowed, hint=hint
+            )

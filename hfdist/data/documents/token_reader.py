@@ -183,7 +183,9 @@ def _have_target(
     """Whether any token of the documents at `places` is a target; the first never is: no token stands before it."""
     ends, tokens = starts + lengths, columns.tokens
     spans = zip(*(column[places].tolist() for column in (columns.arrays, starts, ends)), strict=True)
-    return np.array([bool(are_targets(tokens[array][start + 1 : stop]).any()) for array, start, stop in spans], dtype=bool)
+    return np.array(
+        [bool(are_targets(tokens[array][start + 1 : stop]).any()) for array, start, stop in spans], dtype=bool
+    )
 
 
 def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:

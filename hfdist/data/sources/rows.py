@@ -19,6 +19,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from os.path import commonprefix
 from typing import Any, NamedTuple, NoReturn
 
@@ -105,7 +106,7 @@ def _from_preference(row: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt, "completion": chosen, "rejected": rejected}
     if prompt is None:
         chosen, rejected = _list(chosen, "chosen"), _list(rejected, "rejected")
-        num_common = len(commonprefix([chosen, rejected]))
+        num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
         prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
     example = _from_prompt({**row, "prompt": prompt, "completion": chosen})
     if isinstance(rejected, str):
@@ -116,7 +117,9 @@ def _from_preference(row: Mapping[str, Any]) -> dict[str, Any]:
 def _from_unpaired(row: Mapping[str, Any]) -> dict[str, Any]:
     """An answer that was liked or not."""
     if not isinstance(row["label"], bool):
-        _refuse("this says neither that the answer was liked nor that it was not", "label", row["label"], "true or false")
+        _refuse(
+            "this says neither that the answer was liked nor that it was not", "label", row["label"], "true or false"
+        )
     return _from_prompt(row) | ({} if row["label"] else {"rejected": True})
 
 

@@ -151,7 +151,9 @@ class TokenFileShard:
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
         # Special tokens in its text were split, so that only the ends are special.
-        return str(self._tokenizer().decode(ids_of(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer().decode(ids_of(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     @cached_property
     def _tokens(self) -> NDArray[Any]:

@@ -219,7 +219,10 @@ class Encoders:
                 return marks.reject(tokens[0])
             return tokens[0] if other is None else marks.join(tokens[0], marks.reject(tokens[1]))
 
-        return [one if isinstance(one, ContentError) else finish(one, other) for one, other in zip(begun, rejected, strict=True)]
+        return [
+            one if isinstance(one, ContentError) else finish(one, other)
+            for one, other in zip(begun, rejected, strict=True)
+        ]
 
     def _begin(self, example: dict[str, Any]) -> Tokens | _Chat:
         if "text" in example:

@@ -77,7 +77,9 @@ class ChunkedLoss:
             if rows.reduce is not None:
                 losses, *_ = run(given, [], chunk_rows, None, wants_rows=False)
                 total, weights = _reduced(rows, losses, kept)
-            losses, of_rows, of_parameters = run(given, parameters, chunk_rows, weights, wants_rows=hidden.requires_grad)
+            losses, of_rows, of_parameters = run(
+                given, parameters, chunk_rows, weights, wants_rows=hidden.requires_grad
+            )
             total = losses.sum() if total is None else total
             # Another class runs its own forward, whose backward has summed.
             if shard is not None and of_rows is not None and type(module) is nn.Linear:

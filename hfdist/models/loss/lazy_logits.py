@@ -333,9 +333,7 @@ def _cross_entropy(
 def _compute(rows: Rows, autocast: _Autocast) -> torch.Tensor:
     head = rows.head
     with autocast.again():
-        total: torch.Tensor = head.module(
-            rows.hidden, _Demand(lambda hidden: head.loss(rows._replace(hidden=hidden)))
-        )
+        total: torch.Tensor = head.module(rows.hidden, _Demand(lambda hidden: head.loss(rows._replace(hidden=hidden))))
     return total
 
 

@@ -133,8 +133,10 @@ class Objective:
         """Give the figures of an evaluation: a `Measure`."""
         return {f"{prefix}_{name}": value for name, value in self.figures(trains=False).items()}
 
-    def _note(self, values: list[torch.Tensor], is_item: torch.Tensor, *, trains: bool) -> None:
+    def _note(self, values: list[torch.Tensor], is_item: torch.Tensor) -> None:
         """Take figures of items, each of the shape of `is_item`."""
+        # DeepSpeed's engine itself never says that it evaluates.
+        trains = self._trainer.model.training
         rows = torch.stack([*values, torch.ones_like(values[0])]).detach()
         sums = torch.where(is_item, rows, 0).double().sum(1)
         self._sums[trains] = self._sums[trains] + sums if trains in self._sums else sums

@@ -110,7 +110,6 @@ class DirectPreference(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the pairs."""
-        trains = model.training
 
         def reduce(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
             is_pair = are_pairs(documents)
@@ -120,7 +119,7 @@ class DirectPreference(Objective):
             losses = self._loss(Pairs(is_pair, chosen, rejected, *lengths), self._task)
             rewards = self._task.beta * chosen, self._task.beta * rejected
             margins = rewards[0] - rewards[1]
-            self._note([*rewards, margins, (margins > 0).float()], is_pair, trains=trains)
+            self._note([*rewards, margins, (margins > 0).float()], is_pair)
             return torch.where(is_pair, losses, 0).sum()
 
         return reduce_answers(model, batch, reduce)

@@ -95,7 +95,7 @@ class KahnemanTversky(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the answers."""
-        trains, task, kl = model.training, self._task, self._kl.to(self._trainer.args.device)
+        task, kl = self._task, self._kl.to(self._trainer.args.device)
 
         def reduce(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
             is_liked, is_disliked = documents.num_chosen_targets > 0, documents.num_rejected_targets > 0
@@ -104,7 +104,7 @@ class KahnemanTversky(Objective):
             sign = torch.where(is_liked, 1.0, -1.0)
             losses = 1 - torch.sigmoid(task.beta * sign * (ratios - kl if self._has_kl else ratios))
             weights = torch.where(is_liked, task.desirable_weight, task.undesirable_weight)
-            self._note([task.beta * sign * ratios, kl.expand_as(ratios)], is_answer, trains=trains)
+            self._note([task.beta * sign * ratios, kl.expand_as(ratios)], is_answer)
             return torch.where(is_answer, weights * losses, 0).sum()
 
         return reduce_answers(model, batch, reduce)
