@@ -75,6 +75,8 @@ def sample_completions(
     Returns:
         The new tokens, the one that ended a completion included, on all ranks of the model replica.
     """
+    # One seed would be that of all rows.
+    assert len(seeds) == len(prompts), (len(seeds), len(prompts))
     score = partial(perturb, warpers=sampling.warpers())
     keys = split_seeds(seeds)
     completions: list[list[int]] = []
