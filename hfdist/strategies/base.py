@@ -254,6 +254,14 @@ class Engine:
             values = [function(hooks.model, own)]
         return values if self._has_values else []
 
+    def gathered(self) -> AbstractContextManager[object]:
+        """Hold sharded weights whole while only forwards without gradients run, as of a generation. A collective.
+
+        This takes memory for all weights on each rank (a pipeline: for those of its stages). Where a GPU has not twice
+        as much free, weights stay sharded on all ranks, and each forward gathers them.
+        """
+        return nullcontext()
+
     @property
     def _has_values(self) -> bool:
         """Whether this is the one rank that gives what several have computed alike."""

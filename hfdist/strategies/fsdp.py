@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
-from hfdist.collectives import broadcast
+from hfdist.collectives import broadcast, device_of
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError, first_line
@@ -29,6 +29,7 @@ from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
 from hfdist.optim.probe import Reach, describe, state_after_step
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
+from hfdist.strategies.held import have_room
 from hfdist.strategies.parameter_shards import TENSOR
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.traffic import BACKWARD, FORWARD, Axes, Sent
@@ -71,7 +72,7 @@ class FsdpStrategy(Strategy):
             engine = Engine(model, context, parts)
         else:
             shard_model(model, self.mesh, self.config, parts)
-            engine = FsdpEngine(model, self.mesh, context, parts)
+            engine = FsdpEngine(model, self.mesh, context, parts, self.config.frees_behind_forward)
         self._count_fractions(engine)
         return engine
 
@@ -205,9 +206,11 @@ class ShardedEngine(Engine):
     # FSDP2 has sharded what is whole on the ranks of an expert group.
     axes_of_parts = (TENSOR,)
 
-    def _use(self, root: nn.Module, mesh: DeviceMesh) -> None:
-        """Take the module that FSDP knows as its root."""
+    def _use(self, root: nn.Module, mesh: DeviceMesh, frees_behind_forward: bool) -> None:
+        """Take the module that FSDP knows as its root; the blocks in it are freed behind their forwards, or are not."""
         self._root: Any = root
+        self._frees_behind_forward = frees_behind_forward
+        self._is_gathered = False
         self._sharded_group = mesh.get_group("sharded")
         has_parts = self._parts is not None and self._parts.groups.tensor is not None
         self._group_of_parts = mesh.get_group("sharded_parts") if has_parts else None
@@ -215,8 +218,30 @@ class ShardedEngine(Engine):
 
     def _reshard(self) -> None:
         """Free what is gathered: what is gathered of a parameter hides its shard from all that look at the model."""
-        for unit in self._units:
+        for unit in () if self._is_gathered else self._units:
             unit.reshard()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See the base class. Weights are gathered unit by unit, in the type that is trained."""
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        if not have_room(num_bytes, device_of(self._sharded_group)):
+            yield
+            return
+        self._is_gathered = True
+        self._free_behind_forward(False)
+        try:
+            for unit in self._units:
+                unit.unshard()
+            yield
+        finally:
+            self._is_gathered = False
+            self._free_behind_forward(self._frees_behind_forward)
+            self._reshard()
+
+    def _free_behind_forward(self, frees: bool) -> None:
+        for unit in self._units:
+            unit.set_reshard_after_forward(frees and unit is not self._root, recurse=False)
 
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         return [self._sharded_group, *super()._norm_groups()]
@@ -289,9 +314,10 @@ class FsdpEngine(ShardedEngine):
         mesh: DeviceMesh,
         context: ContextParallel | None = None,
         parts: ModelParts | None = None,
+        frees_behind_forward: bool = True,
     ) -> None:
         super().__init__(model, context, parts)
-        self._use(model, mesh)
+        self._use(model, mesh, frees_behind_forward)
         # Behind FSDP's own hook.
         model.register_forward_hook(self._after_forward)
 

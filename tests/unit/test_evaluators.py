@@ -20,15 +20,15 @@ from hfdist.trainer.checkpointing.checkpointer import NUM_ENTRIES, drop_old, new
 from hfdist.trainer.evaluation.evaluators import num_without_improvement
 from hfdist.trainer.evaluation.generation import (
     GROUP,
-    Limits,
     compute,
-    continue_prompts,
     encode_prompts,
     exact_match,
     load_metrics,
-    next_tokens,
     word_f1,
 )
+from hfdist.trainer.generation.continuation import next_tokens
+from hfdist.trainer.generation.greedy import continue_prompts
+from hfdist.trainer.generation.limits import Limits
 from tests.packages import install_package
 
 
@@ -101,9 +101,8 @@ def continued(model, prompts, rows_at_once=2, uses_cache=True, **limits):
 
     limits = Limits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits)
     return continue_prompts(
-        prompts, forward, limits, topology=Topology(), rows_at_once=rows_at_once, device=torch.device("cpu"),
-        uses_cache=uses_cache,
-    )  # fmt: skip
+        prompts, forward, limits, topology=Topology(), rows_at_once=rows_at_once, uses_cache=uses_cache
+    )
 
 
 def generated(model, prompt, num_tokens=12, end=None):

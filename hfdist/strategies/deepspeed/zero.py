@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from hfdist.checkpoint.piece import Piece
+from hfdist.collectives import device_of
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
@@ -24,10 +25,12 @@ from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
-from hfdist.strategies.held import state_tensors, storage_bytes
+from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.traffic import BACKWARD, DATA, FORWARD, Axes, Sent, StepSizes
 from hfdist.topology import Topology
 
+_GENERATION = object()
+"""Stands among the modules that use a parameter."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -189,6 +192,26 @@ class ZeroEngine(Engine):
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Working weights; under ZeRO-3 the small ones, which stay whole on every rank between steps."""
         return pieces_zero.whole_parameters(self.model)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See the base class. Under ZeRO-3 weights are gathered in the type that the model computes in."""
+        partitioned: list[Any] = [p for p in self.model.parameters() if is_partitioned(p)]
+        num_bytes = sum(p.ds_numel * p.element_size() for p in partitioned)
+        if not partitioned or not have_room(num_bytes, device_of(None)):
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(partitioned):
+            # DeepSpeed frees what a module has used, unless another one still uses it.
+            for parameter in partitioned:
+                parameter.ds_active_sub_modules.add(_GENERATION)
+            try:
+                yield
+            finally:
+                for parameter in partitioned:
+                    parameter.ds_active_sub_modules.discard(_GENERATION)
 
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""

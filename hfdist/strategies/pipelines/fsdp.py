@@ -49,7 +49,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         super().__init__(strategy, split, *found, mesh=mesh, parts=parts, **axes)
         step = _Step(split.model)
         shard_by_blocks(split.model, step, mesh, strategy.config, parts)
-        self._use(step, mesh)
+        self._use(step, mesh, strategy.config.frees_behind_forward)
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()

@@ -26,12 +26,12 @@ from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.generation import (
     GenerationMetrics,
     PromptSamples,
-    can_generate,
-    continue_prompts,
-    find_limits,
     load_metrics,
 )
 from hfdist.trainer.evaluation.loop import Measure
+from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.greedy import continue_prompts
+from hfdist.trainer.generation.limits import find_limits
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,6 @@ def make_evaluators(
             limits=find_limits(model, tokenizer, evaluate.max_new_tokens),
             topology=topology,
             rows_at_once=arguments.per_device_eval_batch_size,
-            device=arguments.device,
             uses_cache=topology.pipeline == topology.context == 1 and can_generate(model),
         )
     if evaluate.prompts:

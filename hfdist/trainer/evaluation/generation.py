@@ -1,28 +1,20 @@
-"""Greedy continuations in the layout that trains: of fixed prompts, for people; of held-out ones, with their metrics.
-
-Where a rank has all blocks, transformers' own `generate` continues its rows, with a cache of keys and values. Pipeline
-and context ranks are only there for forwards as in training, so they compute all tokens again for each new one.
-"""
+"""What an evaluation does with greedy continuations: of fixed prompts, for people; of held-out ones, with metrics."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerControl, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
 
 from hfdist.collectives import on_rank_zero
 from hfdist.config.data import ChatConfig
@@ -31,8 +23,7 @@ from hfdist.data.documents.held_out import Example
 from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError
 from hfdist.errors import ConfigError
 from hfdist.plugins import load_plugin
-from hfdist.strategies.base import Batch, Forward
-from hfdist.topology import Topology
+from hfdist.strategies.base import Forward
 from hfdist.trainer.reporting.callbacks import StepLines
 
 logger = logging.getLogger(__name__)
@@ -42,205 +33,8 @@ GROUP = "hfdist.metrics"
 """Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
 _RESERVED = re.compile(r"(.*_)?loss|perplexity|tokens|runtime|.*_per_second|model_preparation_time")
 
-_LENGTH_STEP_TOKENS = 64
-"""Sequences are padded to a multiple of it, so that few shapes occur."""
-
 Generate = Callable[[Sequence[Sequence[int]], Forward], list[list[int]]]
 """(prompts, forward) -> their continuations, on all ranks. All ranks call it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Where a continuation ends."""
-
-    max_new_tokens: int
-    end_ids: frozenset[int]
-    """Tokens that end it, and are no part of it."""
-    most_tokens: int | None
-    """That the model can read; None: any number."""
-
-    def room(self) -> int | None:
-        """The most tokens of a prompt; ConfigError: `max_new_tokens` leaves none."""
-        if self.most_tokens is None:
-            return None
-        if self.max_new_tokens >= self.most_tokens:
-            what = "so many new tokens leave the model no room for a prompt"
-            allowed = f"< {self.most_tokens}, the positions of the model"
-            raise ConfigError(what, where="evaluate.max_new_tokens", found=self.max_new_tokens, allowed=allowed)
-        return self.most_tokens - self.max_new_tokens
-
-
-def find_limits(model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> Limits:
-    """Read the limits off a model and its tokenizer; ConfigError: they leave no room for a prompt."""
-    # Chat models may end an answer with another token than a document.
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    end_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    most_tokens = positions if isinstance(positions, int) and positions > 0 else None
-    limits = Limits(max_new_tokens=max_new_tokens, end_ids=frozenset(end_ids), most_tokens=most_tokens)
-    limits.room()
-    return limits
-
-
-@dataclass
-class _Row:
-    ids: list[int]
-    num_prompt_tokens: int
-    is_done: bool = False
-
-    def take(self, token: int, limits: Limits) -> None:
-        if token in limits.end_ids:
-            self.is_done = True
-            return
-        self.ids.append(token)
-        self.is_done = len(self.ids) - self.num_prompt_tokens >= limits.max_new_tokens
-
-
-def continue_prompts(
-    prompts: Sequence[Sequence[int]],
-    forward: Forward,
-    limits: Limits,
-    *,
-    topology: Topology,
-    rows_at_once: int,
-    device: torch.device,
-    uses_cache: bool = False,
-) -> list[list[int]]:
-    """Give each prompt's continuation, on all ranks. All ranks call it.
-
-    The beginning of a prompt that is too long for the model is left out. Each data rank continues a share of the
-    prompts, `rows_at_once` in a forward; `device` is that of tensors that travel between ranks.
-    """
-    room, step = limits.room(), rows_at_once * topology.data_size
-    continue_rows = _generate_rows if uses_cache else _continue_rows
-    continued: list[list[int]] = []
-    for start in range(0, len(prompts), step):
-        short = [list(prompt if room is None else prompt[-room:]) for prompt in prompts[start : start + step]]
-        rows = [_Row(prompt, len(prompt)) for prompt in short]
-        continue_rows(rows, forward, limits, topology, device)
-        continued += [row.ids[row.num_prompt_tokens :] for row in rows]
-    return continued
-
-
-def _own_rows(rows: list[_Row], topology: Topology) -> list[list[int]]:
-    """Give the ids of this data rank's share of the rows; copies of the first row pad the shares to equal sizes."""
-    share = -(-len(rows) // topology.data_size)
-    places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
-    return [rows[place].ids if place < len(rows) else rows[0].ids for place in places]
-
-
-def _share_tokens(
-    values: list[torch.Tensor], num_rows: int, num_tokens: int, topology: Topology, device: torch.device
-) -> list[list[int]]:
-    """Give all ranks the tokens of each row; `values`: those of this rank's own rows, empty if another one has them."""
-    # Token ids are not negative, and each is known to one rank.
-    tokens = torch.full((topology.data_size, num_rows, num_tokens), -1, device=device)
-    if values:
-        tokens[topology.data_rank] = torch.cat(values)[:num_rows]
-    if dist.is_initialized():
-        dist.all_reduce(tokens, op=dist.ReduceOp.MAX)
-    shared: list[list[int]] = tokens.flatten(0, 1).tolist()
-    return shared
-
-
-def _generate_rows(
-    rows: list[_Row], forward: Forward, limits: Limits, topology: Topology, device: torch.device
-) -> None:
-    """Continue all rows in one call of `generate`, each data rank its share."""
-    own = _own_rows(rows, topology)
-    longest = max(map(len, own))
-    batch = {
-        "input_ids": torch.tensor([[0] * (longest - len(ids)) + ids for ids in own]),
-        "attention_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in own]),
-    }
-    values = forward(batch, partial(generate_greedily, limits=limits))
-    for row, tokens in zip(
-        rows, _share_tokens(values, len(own), limits.max_new_tokens, topology, device), strict=False
-    ):
-        for token in tokens:
-            if not row.is_done:
-                row.take(token, limits)
-
-
-def can_generate(model: PreTrainedModel) -> bool:
-    """Whether `generate` continues rows of different lengths: recurrent models may read what pads them."""
-    return bool(model.can_generate() and model._supports_sdpa and not model._is_stateful)
-
-
-def generate_greedily(model: nn.Module, batch: Batch, *, limits: Limits) -> torch.Tensor:
-    """Give the likeliest tokens behind each sequence; what stands behind a token of `end_ids` does not matter.
-
-    Args:
-        model: with all blocks.
-        batch: `input_ids` and `attention_mask`, padded on the left.
-        limits: where continuations end.
-
-    Returns:
-        Tokens of shape [sequences, max_new_tokens].
-    """
-    inner: Any = getattr(model, "module", model)
-    ends = sorted(limits.end_ids)
-    # The model's own may sample, or punish what comes again.
-    own, inner.generation_config = inner.generation_config, GenerationConfig()
-    plain = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=limits.max_new_tokens,
-        use_cache=True,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-    )
-    # Sharded parameters are gathered by all ranks together, until the last row of all has ended.
-    is_shared = dist.is_initialized() and dist.get_world_size() > 1
-    try:
-        # Each length would be compiled anew.
-        with torch.compiler.set_stance("force_eager"):
-            whole = inner.generate(**batch, generation_config=plain, synced_gpus=is_shared)
-    finally:
-        inner.generation_config = own
-    new = whole[:, batch["input_ids"].shape[1] :]
-    return nn.functional.pad(new, (0, limits.max_new_tokens - new.shape[1]), value=plain.pad_token_id)
-
-
-def _continue_rows(
-    rows: list[_Row], forward: Forward, limits: Limits, topology: Topology, device: torch.device
-) -> None:
-    """Continue all rows token by token, each data rank its share."""
-    while not all(row.is_done for row in rows):
-        # The same length on all ranks and in all layouts.
-        longest = max(len(row.ids) for row in rows)
-        length = -(-longest // _LENGTH_STEP_TOKENS) * _LENGTH_STEP_TOKENS
-        if limits.most_tokens is not None:
-            length = max(longest, min(length, limits.most_tokens))
-        own = _own_rows(rows, topology)
-        batch = {
-            "input_ids": torch.tensor([ids + [0] * (length - len(ids)) for ids in own]),
-            "last": torch.tensor([len(ids) - 1 for ids in own]),
-        }
-        values = forward(batch, next_tokens)
-        for row, (token,) in zip(rows, _share_tokens(values, len(own), 1, topology, device), strict=False):
-            if not row.is_done:
-                row.take(token, limits)
-
-
-def next_tokens(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Give the likeliest token behind place `last` of each sequence; shape [sequences, 1].
-
-    What stands behind that place does not matter: the model is causal.
-    """
-    input_ids, last = batch["input_ids"], batch["last"]
-    rows = torch.arange(len(last), device=last.device)
-    if "logits_to_keep" in inspect.signature(getattr(model, "module", model).forward).parameters:
-        # Logits of all places may be more than all else that the model keeps.
-        places, column = torch.unique(last, return_inverse=True)
-        logits = _logits(model(input_ids=input_ids, logits_to_keep=places))
-        if logits.shape[1] == len(places):
-            return logits[rows, column].argmax(-1, keepdim=True)
-    return _logits(model(input_ids=input_ids))[rows, last].argmax(-1, keepdim=True)
-
-
-def _logits(outputs: Any) -> torch.Tensor:
-    logits: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-    return logits
 
 
 class PromptSamples(StepLines):

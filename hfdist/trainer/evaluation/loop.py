@@ -70,8 +70,10 @@ class Evaluator:
         loaders = batches if isinstance(batches, Mapping) else {"": batches}
         with self.forwards() as forward:
             figures: dict[str, Any] = self._loss_figures(loaders, forward, prefix)
-            for measure in self._trainer.options.measures:
-                figures |= measure(forward, prefix)
+            if self._trainer.options.measures:
+                with self._trainer.engine.gathered():
+                    for measure in self._trainer.options.measures:
+                        figures |= measure(forward, prefix)
         nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
         num_samples = sum(len(cast(Sized, loader.dataset)) for loader in loaders.values())
         return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=num_samples)

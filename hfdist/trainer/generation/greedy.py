@@ -1,0 +1,42 @@
+"""Greedy continuations of prompts that all ranks have; each data rank continues a share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hfdist.strategies.base import Forward
+from hfdist.topology import Topology
+from hfdist.trainer.generation.continuation import continue_rows, exchange
+from hfdist.trainer.generation.limits import Limits
+
+
+def continue_prompts(
+    prompts: Sequence[Sequence[int]],
+    forward: Forward,
+    limits: Limits,
+    *,
+    topology: Topology,
+    rows_at_once: int,
+    uses_cache: bool = False,
+) -> list[list[int]]:
+    """Give each prompt's continuation without the token that ended it, on all ranks. All ranks call it.
+
+    The beginning of a prompt that is too long for the model is left out. Each data rank continues `rows_at_once` in a
+    forward.
+    """
+    step = rows_at_once * topology.data_size
+    continued: list[list[int]] = []
+    for start in range(0, len(prompts), step):
+        some = prompts[start : start + step]
+        share = -(-len(some) // topology.data_size)
+        places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
+        # Copies of the first one fill up the shares to equal sizes.
+        own = [some[place] if place < len(some) else some[0] for place in places]
+        written = continue_rows(own, forward, limits, topology=topology, uses_cache=uses_cache)
+        padded = torch.tensor([tokens + [-1] * (limits.max_new_tokens - len(tokens)) for tokens in written])
+        everyones = exchange([padded], share, limits.max_new_tokens, topology).flatten(0, 1)
+        for tokens in everyones[: len(some)].tolist():
+            continued.append([token for token in tokens if token >= 0 and token not in limits.end_ids])
+    return continued

@@ -1,0 +1,47 @@
+"""Where a continuation ends, as the model and its tokenizer say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hfdist.errors import ConfigError
+
+_KEY = "evaluate.max_new_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where a continuation ends."""
+
+    max_new_tokens: int
+    end_ids: frozenset[int]
+    """Tokens that end it."""
+    most_tokens: int | None
+    """That the model can read; None: any number."""
+    where: str = _KEY
+    """The key of `max_new_tokens`, for errors."""
+
+    def room(self) -> int | None:
+        """The most tokens of a prompt; ConfigError: `max_new_tokens` leaves none."""
+        if self.most_tokens is None:
+            return None
+        if self.max_new_tokens >= self.most_tokens:
+            what = "so many new tokens leave the model no room for a prompt"
+            allowed = f"< {self.most_tokens}, the positions of the model"
+            raise ConfigError(what, where=self.where, found=self.max_new_tokens, allowed=allowed)
+        return self.most_tokens - self.max_new_tokens
+
+
+def find_limits(model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, *, where: str = _KEY) -> Limits:
+    """Read the limits off a model and its tokenizer; ConfigError, of the key `where`: no room for a prompt."""
+    # Chat models may end an answer with another token than a document.
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    end_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most_tokens = positions if isinstance(positions, int) and positions > 0 else None
+    limits = Limits(max_new_tokens=max_new_tokens, end_ids=frozenset(end_ids), most_tokens=most_tokens, where=where)
+    limits.room()
+    return limits

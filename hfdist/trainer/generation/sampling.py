@@ -1,0 +1,100 @@
+"""Samples completions that do not depend on the layout: weights, prompt and seed decide a row's tokens.
+
+The Gumbel-max trick: the highest of log-probabilities with independent Gumbel noise is a sample of the distribution. A
+row's noise follows from its seed and the number of the token alone, so it is the same in any batch, on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hfdist.strategies.base import Batch, Forward
+from hfdist.topology import Topology
+from hfdist.trainer.generation.continuation import continue_rows
+from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
+from hfdist.trainer.generation.limits import Limits
+
+_KEYS = "keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The distribution that tokens are drawn from, as transformers' `generate` defines it."""
+
+    temperature: float = 1.0
+    """> 0: what logits are divided by."""
+    top_k: int | None = None
+    """>= 1: of so many tokens, the likeliest; None: of all."""
+    top_p: float = 1.0
+    """Of the fewest likeliest tokens whose probabilities reach it; > 0, and 1 is all tokens."""
+
+    def warpers(self) -> LogitsProcessorList:
+        """Give what changes logits, in the order of transformers' `generate`."""
+        warpers = LogitsProcessorList()
+        if self.temperature != 1.0:
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k is not None:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        return warpers
+
+
+def sample_completions(
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    forward: Forward,
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    topology: Topology,
+    rows_at_once: int,
+    uses_cache: bool,
+) -> list[list[int]]:
+    """Sample a completion of each prompt of this data rank. All ranks call it.
+
+    Within `Engine.gathered`, sharded weights are gathered once, and data ranks do not wait for each other.
+
+    Args:
+        prompts: the same on all ranks of a model replica, and equally many on all data ranks. The beginning of one that
+            is too long for the model is left out.
+        seeds: one for each prompt, of which 64 bits count.
+        forward: runs forwards in the layout.
+        limits: where a completion ends.
+        sampling: the distribution.
+        topology: the place of this rank.
+        rows_at_once: prompts of a data rank in a forward.
+        uses_cache: see `continue_rows`.
+
+    Returns:
+        The new tokens, the one that ended a completion included, on all ranks of the model replica.
+    """
+    # One seed would be that of all rows.
+    assert len(seeds) == len(prompts), (len(seeds), len(prompts))
+    score = partial(perturb, warpers=sampling.warpers())
+    keys = split_seeds(seeds)
+    completions: list[list[int]] = []
+    for start in range(0, len(prompts), rows_at_once):
+        some = slice(start, start + rows_at_once)
+        completions += continue_rows(
+            prompts[some],
+            forward,
+            limits,
+            score=score,
+            extras={_KEYS: keys[some]},
+            topology=topology,
+            uses_cache=uses_cache,
+        )
+    return completions
+
+
+def perturb(logits: torch.Tensor, batch: Batch, num_before: int, *, warpers: LogitsProcessorList) -> torch.Tensor:
+    """Add each row's noise to its warped logits, which are log-probabilities but for a constant; float64."""
+    ids: Any = batch["input_ids"]
+    return warpers(ids, logits) + gumbel_noise(batch[_KEYS], num_before, logits.shape[-1])
