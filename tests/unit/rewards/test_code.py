@@ -98,6 +98,7 @@ WANTED = """
     assert math.isclose(f(1), 1234577)
     assert sorted([f(1)]) == [1234577] and all(f(n) == 1234577 for n in [1])
     assert f(1) in (1234577, 1234578) and 1234577 in [f(1)]
+    assert 1234577 in listed(1)
     assert isinstance(f(1), int) and 1234576 < f(1) < 1234578
     def raises(function, kind):
         try:
@@ -137,7 +138,10 @@ ATTACKS = {
                 except OSError: pass
             return 1
     """,
-    "equals everything": ALWAYS + "\n    def f(x): return Always()",
+    "equals everything": ALWAYS + """
+    def f(x): return Always()
+    listed = f
+    """,
     "is a number that equals everything": """
         class Number(int):
             __eq__ = __ne__ = __lt__ = __gt__ = lambda self, other: True
@@ -145,12 +149,18 @@ ATTACKS = {
             __sub__ = __rsub__ = __abs__ = lambda self, *other: Number(0)
         def f(x): return Number(0)
     """,
-    "replaces functions": ALWAYS + """
-    import builtins, math as real
-    math = abs = sorted = all = isinstance = raises = Always()
-    real.isclose = builtins.abs = builtins.all = builtins.sorted = lambda *a, **n: True
-    builtins.AssertionError = builtins.isinstance = Always()
-    def f(x): return 1
+    "has functions of its own": """
+        def abs(x): return 0
+        def yes(*arguments, **named): return True
+        all = isinstance = raises = yes
+        class math: isclose = yes
+        def f(x): return 1
+    """,
+    "patches functions": """
+        import builtins, math, operator
+        def f(x): return 1
+        math.isclose = builtins.all = builtins.sorted = operator.eq = lambda *a, **n: True
+        builtins.abs, builtins.AssertionError = lambda x: 0, RecursionError
     """,
     "looks through frames and objects": """
         import gc, sys
@@ -204,8 +214,27 @@ def test_a_verdict_cannot_be_forged(attack, forged):
 
 
 def test_the_attacked_tests_pass_with_the_right_values():
-    right = "def f(x):\n    if x < 0: raise ValueError\n    return 1234577"
+    right = "def f(x):\n    if x < 0: raise ValueError\n    return 1234577\ndef listed(x): return [f(x)]"
     assert score(right, WANTED) == 1.0
+
+
+def test_a_module_that_the_tests_do_not_have_is_not_taken_from_the_program():
+    program = "class math:\n    def isclose(*arguments): return True\nno_module, f = math, int"
+    assert score(program, "import no_module\nassert no_module.isclose(f(1), 1234577)") == 0.0
+    assert score(program, "assert math.isclose(f(1), 1234577)") == 0.0
+
+
+def test_the_end_of_a_program_is_no_exception():
+    raises = """
+        def raises(function):
+            try:
+                function()
+            except Exception:
+                return True
+        assert raises(f)
+    """
+    assert score("def f(): raise ValueError", raises) == 1.0
+    assert score("import os\ndef f(): os._exit(1)", raises) == 0.0
 
 
 def test_attacks_are_programs():
