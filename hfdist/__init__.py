@@ -12,8 +12,8 @@ from hfdist.version import __version__
 
 if TYPE_CHECKING:
     from hfdist.optim.muon import MuonWithAdamW
+    from hfdist.rewards.generation import Generation
     from hfdist.strategies.select import make_strategy
-    from hfdist.trainer.evaluation.generation import Generation
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
     from hfdist.watch.callback import Watch
 
@@ -22,7 +22,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOMES = {
     "DistributedTrainerMixin": "hfdist.trainer.trainer",
-    "Generation": "hfdist.trainer.evaluation.generation",
+    "Generation": "hfdist.rewards.generation",
     "MuonWithAdamW": "hfdist.optim.muon",
     "Trainer": "hfdist.trainer.trainer",
     "Watch": "hfdist.watch.callback",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from hfdist.config.data import RowFormat
@@ -13,13 +13,15 @@ class TaskName(Enum):
     """What a run trains.
 
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `kto`: answers that were liked or not; `reward`: a
-    model that scores answers, from pairs.
+    model that scores answers, from pairs; `grpo`, `rloo`: its own answers to prompts, by their rewards.
     """
 
     causal_lm = "causal_lm"
     dpo = "dpo"
     kto = "kto"
     reward = "reward"
+    grpo = "grpo"
+    rloo = "rloo"
 
     @property
     def row_format(self) -> RowFormat | None:
@@ -30,6 +32,12 @@ class TaskName(Enum):
     def has_reference(self) -> bool:
         """Whether it compares with the model that it begins with."""
         return self in (TaskName.dpo, TaskName.kto)
+
+
+    @property
+    def is_reinforcement(self) -> bool:
+        """Whether the model answers prompts, and learns from the rewards."""
+        return self in (TaskName.grpo, TaskName.rloo)
 
 
 _ROWS = {
@@ -70,7 +78,19 @@ class TaskConfig:
 
     name: TaskName = TaskName.causal_lm
     loss: PreferenceLoss = PreferenceLoss.sigmoid
-    beta: float = limited(0.1, above=0)
+    beta: float = limited(0.1, at_least=0)
     label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
     desirable_weight: float = limited(1.0, at_least=0)
     undesirable_weight: float = limited(1.0, at_least=0)
+    num_generations: int = limited(8, at_least=2)
+    """Answers to each prompt: a sequence of the data is a prompt, so that a forward has so many rows for each."""
+    max_new_tokens: int = limited(256, at_least=1)
+    temperature: float = limited(1.0, above=0)
+    top_k: int | None = limited(None, at_least=1)
+    top_p: float = limited(1.0, above=0, at_most=1)
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Names of rewards, with the weight of each in the sum: `arithmetic`, `code`, or what installed packages offer
+    (entry points `hfdist.rewards`)."""
+    scale_rewards: bool = True
+    clip: float = limited(0.2, above=0)
+    """How far the ratio of new to old probabilities may move a loss."""

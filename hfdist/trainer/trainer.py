@@ -421,8 +421,8 @@ class DistributedTrainerMixin(_Trainer):
                     return [], num_items
                 samples, num_items = read()
         if self.options.objective is not None:
-            samples = [self.options.objective.prepare(batch) for batch in samples]
-            self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
+            samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
+            num_items = self._get_num_items_in_batch(samples, device)
         self.num_targets = num_items
         self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.

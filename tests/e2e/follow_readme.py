@@ -34,7 +34,8 @@ def shown_commands(page: Path) -> list[str]:
     """Each command of a page's blocks on a line of its own, in order."""
     blocks = page.read_text(encoding="utf-8").split("```")[1::2]
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    return [line for line in lines if line.startswith(BEGINS) and not any(part in line for part in ELSEWHERE)]
+    begins = (*BEGINS, *(f"python {name}" for name in shown_programs(page)))
+    return [line for line in lines if line.startswith(begins) and not any(part in line for part in ELSEWHERE)]
 
 
 def shown_programs(page: Path) -> dict[str, str]:

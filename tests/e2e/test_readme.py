@@ -72,3 +72,13 @@ def test_the_program_of_the_page_on_python_trains(tmp_path, cache_dir, monkeypat
     log = tmp_path / "log"
     assert end(start_forked(start_two, tmp_path / name, cwd=tmp_path, said=(log, log))) == 0, log.read_text()
     assert (tmp_path / "out" / "checkpoint-10" / "manifest.json").is_file()
+
+
+def test_the_program_of_the_page_on_rewards_scores(tmp_path):
+    page = ROOT / "docs" / "rewards.md"
+    ((name, program),) = shown_programs(page).items()
+    (tmp_path / name).write_text(program)
+    assert shown_commands(page) == [f"python {name}"]
+    said = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    scores = [line.split()[-1] for line in said.splitlines()]
+    assert f"prints the scores {scores[0]}, {scores[1]} and {scores[2]}." in page.read_text().replace("\n", " ")

@@ -15,6 +15,8 @@ MOST_FILES = 16
 # Ways from data to code, and pickle, which is one.
 BANNED_CALLS = {"eval", "exec", "print", "torch.load", "torch.save", "pickle.load", "pickle.loads", "yaml.load",
                 "dist.all_gather_object", "dist.broadcast_object_list", "os.system"}  # fmt: skip
+# It runs code in processes that have given up all that code could harm.
+SANDBOX = "hfdist/rewards/sandbox/__main__.py"
 
 
 def functions(tree):
@@ -53,7 +55,8 @@ def test_functions_are_short_and_files_say_what_they_are_for(sources):
 def test_nothing_turns_data_into_code(sources):
     for place, _, tree in sources:
         for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
-            assert name_of(call) not in BANNED_CALLS, (place, call.lineno)
+            banned = BANNED_CALLS - ({"exec"} if place == SANDBOX else set())
+            assert name_of(call) not in banned, (place, call.lineno)
             for keyword in call.keywords:
                 value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
                 assert (keyword.arg, value) not in {("allow_pickle", True), ("shell", True)}, (place, call.lineno)

@@ -51,7 +51,7 @@ def test_links_lead_somewhere(path):
 )
 def test_a_page_begins_with_a_command(path):
     first = path.read_text(encoding="utf-8").partition("\n")[2].lstrip()
-    assert re.match(r"```\n(hfdist|accelerate launch|make|pip install|python -m benchmarks)\b", first)
+    assert re.match(r"```\n(hfdist|accelerate launch|make|pip install|python -m benchmarks|python \w+\.py)\b", first)
 
 
 def test_each_page_is_found_from_another():

@@ -23,6 +23,7 @@ from hfdist.data.documents.held_out import Example
 from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError
 from hfdist.errors import ConfigError
 from hfdist.plugins import load_plugin
+from hfdist.rewards.generation import Generation
 from hfdist.strategies.base import Forward
 from hfdist.trainer.reporting.callbacks import StepLines
 
@@ -96,17 +97,6 @@ def encode_prompts(
         # The template has written the special tokens.
         encoded.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return encoded
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """A held-out prompt that the model has continued."""
-
-    prompt: str
-    text: str
-    """What the model wrote, without special tokens."""
-    reference: str
-    """What stands there in the data; like `text`, at most `evaluate.max_new_tokens` long."""
 
 
 Metric = Callable[[Sequence[Generation]], float | Mapping[str, float]]

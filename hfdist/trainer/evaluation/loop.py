@@ -122,6 +122,10 @@ class Evaluator:
         is_labelled = True
         convention = trainer.weighted_loss.convention
         objective = trainer.options.objective
+        if objective is not None and objective.evaluates_itself:
+            loss = objective.evaluate(forward)
+            logger.info("evaluated at step %d: loss %.4f", trainer.state.global_step, loss)
+            return {f"{prefix}_loss": loss}
         if objective is not None:
             objective.begin_evaluation(chain.from_iterable(loaders.values()), forward)
         for own, loader in zip(sums, loaders.values(), strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainerCallback
 
 from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
@@ -80,12 +81,14 @@ class Objective:
     """What a Trainer computes in place of the model's own loss; see `RunOptions.objective`."""
 
     names: tuple[str, ...] = ()
-    """Of the figures; means over items."""
+    """Of the figures, which are means, in the order in which ranks add them up."""
+    evaluates_itself = False
+    """Whether an evaluation is no mean of losses over the held-out batches: `evaluate` gives it."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
         self._sums: dict[bool, torch.Tensor] = {}
-        """By whether the model trains: sums of the figures, and the number of items."""
+        """By whether the model trains: of each figure its sum, and of how many; shape [figures, 2]."""
 
     # ---- what each objective defines ----
 
@@ -101,15 +104,24 @@ class Objective:
         """Called once the model is ready, with its first weights, before a checkpoint is read. A collective."""
         self._trainer = trainer
 
+    def callbacks(self) -> list[TrainerCallback]:
+        """Give what writes its files."""
+        return []
+
     def prepare(self, batch: Batch) -> Batch:
         """Add to a batch, on the CPU, what the loss needs besides."""
         return batch
 
-    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> None:
-        """Called with all micro batches of a step of this data rank. A collective."""
+    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
+        """Give what a step trains on, of all micro batches of this data rank. A collective."""
+        return [self.prepare(batch) for batch in batches]
 
     def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
         """Called with all batches of a held-out set of this data rank. A collective."""
+
+    def evaluate(self, forward: Forward) -> float:
+        """Give what an evaluation measures in place of a held-out loss; the lower the better. A collective."""
+        raise NotImplementedError
 
     # ---- what all have ----
 
@@ -119,27 +131,30 @@ class Objective:
         return ItemConvention(shifts=True, divides=True, count=self.count)
 
     def figures(self, *, trains: bool) -> dict[str, float]:
-        """Give the means over all items since the last call, and forget them. A collective."""
-        own = self._sums.pop(trains, None)
-        sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=self._trainer.args.device)
-        sums = sums if own is None else own
+        """Give the figures since the last call, and forget them. A collective."""
+        sums = self._sums.pop(trains, None)
+        if sums is None:
+            sums = self._zeros()
         if dist.is_initialized():
             dist.all_reduce(sums)
-        *totals, count = sums.tolist()
-        # Ranks of a tensor group count the same items; that leaves a mean as it is.
-        return {name: total / count for name, total in zip(self.names, totals, strict=True)} if count else {}
+        # Ranks of a tensor group count the same; that leaves a mean as it is.
+        return {name: total / count for name, (total, count) in zip(self.names, sums.tolist(), strict=True) if count}
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(len(self.names), 2, dtype=torch.float64, device=self._trainer.args.device)
 
     def measure(self, forward: Forward, prefix: str) -> dict[str, float | None]:
         """Give the figures of an evaluation: a `Measure`."""
         return {f"{prefix}_{name}": value for name, value in self.figures(trains=False).items()}
 
-    def _note(self, values: list[torch.Tensor], is_item: torch.Tensor) -> None:
+    def _note(self, is_item: torch.Tensor, figures: dict[str, torch.Tensor]) -> None:
         """Take figures of items, each of the shape of `is_item`."""
         # DeepSpeed's engine itself never says that it evaluates.
-        trains = self._trainer.model.training
-        rows = torch.stack([*values, torch.ones_like(values[0])]).detach()
-        sums = torch.where(is_item, rows, 0).double().sum(1)
-        self._sums[trains] = self._sums[trains] + sums if trains in self._sums else sums
+        sums = self._sums.setdefault(bool(self._trainer.model.training), self._zeros())
+        count = is_item.sum()
+        for name, values in figures.items():
+            total = torch.where(is_item, values.detach(), 0).double().sum()
+            sums[self.names.index(name)] += torch.stack([total, count]).to(sums)
 
 
 def reduce_answers(

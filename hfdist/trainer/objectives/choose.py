@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -10,16 +11,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.task import TaskName
+from hfdist.data.documents.held_out import take_examples
 from hfdist.errors import ConfigError
 from hfdist.models.probing import class_keeps_documents_apart
+from hfdist.rewards import load_rewards
 from hfdist.trainer.objectives.base import Objective
+from hfdist.trainer.objectives.policy import PolicyGradient
 from hfdist.trainer.objectives.preference import DirectPreference
 from hfdist.trainer.objectives.reference import ReferenceTable
 from hfdist.trainer.objectives.reward import RewardPairs
+from hfdist.trainer.objectives.rollout import RolloutLines, Rollouts
 from hfdist.trainer.objectives.unpaired import KahnemanTversky
 
 
-def make_objective(config: RunConfig) -> Objective | None:
+def make_objective(config: RunConfig, tokenizer: PreTrainedTokenizerBase, held_out: Any) -> Objective | None:
     """Make the objective of a run; None: it trains next tokens."""
     task = config.task
     match task.name:
@@ -29,6 +34,16 @@ def make_objective(config: RunConfig) -> Objective | None:
             return KahnemanTversky(task, _table(config))
         case TaskName.reward:
             return RewardPairs()
+        case TaskName.grpo | TaskName.rloo:
+            rollouts = Rollouts(
+                task,
+                load_rewards(task.rewards, where="task.rewards"),
+                tokenizer,
+                examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
+                seed=config.train.seed,
+                lines=RolloutLines(Path(config.run.dir), config.report.log_every, task.num_generations),
+            )
+            return PolicyGradient(task, rollouts)
     return None
 
 

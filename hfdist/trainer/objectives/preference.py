@@ -119,7 +119,8 @@ class DirectPreference(Objective):
             losses = self._loss(Pairs(is_pair, chosen, rejected, *lengths), self._task)
             rewards = self._task.beta * chosen, self._task.beta * rejected
             margins = rewards[0] - rewards[1]
-            self._note([*rewards, margins, (margins > 0).float()], is_pair)
+            values = [*rewards, margins, (margins > 0).float()]
+            self._note(is_pair, dict(zip(self.names, values, strict=True)))
             return torch.where(is_pair, losses, 0).sum()
 
         return reduce_answers(model, batch, reduce)

@@ -35,7 +35,7 @@ class RewardPairs(Objective):
         scores = documents.sum(torch.where(is_last, scores, 0))
         is_pair = are_pairs(documents)
         margins = torch.where(is_pair, scores - next_of(scores), 0)
-        self._note([margins, (margins > 0).float()], is_pair)
+        self._note(is_pair, {"margins": margins, "accuracies": (margins > 0).float()})
         return torch.where(is_pair, -logsigmoid(margins), 0).sum()
 
 

@@ -49,26 +49,27 @@ class KahnemanTversky(Objective):
         """Add the reference's log-probabilities."""
         return self._table.prepare(batch)
 
-    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> None:
+    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
         """Estimate kl for the step."""
         if self._has_kl:
-            engine, sums = self._trainer.engine, self._zeros()
+            engine, sums = self._trainer.engine, self._no_ratios()
             for batch in batches:
                 other = self._table.prepare(mismatched(batch))
                 engine.begin(other)
                 engine.run_forwards(other, lambda model, part: self._add(sums, self._log_ratios(model, part)), hooks)
             self._take(sums)
+        return super().begin_step(batches, hooks)
 
     def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
         """Estimate kl for the whole held-out set."""
         if self._has_kl:
-            sums = self._zeros()
+            sums = self._no_ratios()
             for batch in batches:
                 for found in forward(self._table.prepare(mismatched(batch)), self._log_ratios):
                     sums += found
             self._take(sums)
 
-    def _zeros(self) -> torch.Tensor:
+    def _no_ratios(self) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self._trainer.args.device)
 
     def _add(self, sums: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,7 @@ class KahnemanTversky(Objective):
             sign = torch.where(is_liked, 1.0, -1.0)
             losses = 1 - torch.sigmoid(task.beta * sign * (ratios - kl if self._has_kl else ratios))
             weights = torch.where(is_liked, task.desirable_weight, task.undesirable_weight)
-            self._note([task.beta * sign * ratios, kl.expand_as(ratios)], is_answer)
+            self._note(is_answer, {"rewards/margins": task.beta * sign * ratios, "kl": kl.expand_as(ratios)})
             return torch.where(is_answer, weights * losses, 0).sum()
 
         return reduce_answers(model, batch, reduce)

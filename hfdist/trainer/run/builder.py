@@ -223,7 +223,7 @@ class Run:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
             )
-        objective = make_objective(config)
+        objective = make_objective(config, data.tokenizer, data.held_out)
         if objective is not None:
             fit_model(model, data.tokenizer)
         if train.precision is Precision.fp8:
@@ -235,6 +235,7 @@ class Run:
         )
         if objective is not None:
             measures = [objective.measure, *measures]
+            evaluators = [*evaluators, *objective.callbacks()]
         bar = [ProgressBar()] if config.report.progress else []
         self._usage = Usage(self._recorder, config.cost, arguments.device)
         # They report on rank 0, but one or another on the first rank of each machine.

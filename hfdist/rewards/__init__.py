@@ -1,0 +1,6 @@
+"""What scores a completion in reinforcement learning: functions that verify it, by name. Loads no torch."""
+
+from hfdist.rewards.generation import Generation
+from hfdist.rewards.registry import Reward, load_rewards
+
+__all__ = ["Generation", "Reward", "load_rewards"]

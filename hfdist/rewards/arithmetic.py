@@ -1,0 +1,105 @@
+"""The reward `arithmetic`: whether the final answer of a text is the number of its reference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hfdist.errors import DataError
+from hfdist.rewards.generation import Generation
+
+_LONGEST = 1000
+"""Characters of a number. A longer one is no answer: its arithmetic could take minutes."""
+
+_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+"
+_NUMBER = re.compile(
+    # A minus behind a word or a bracket takes away.
+    rf"(?P<sign>(?<![\w)])[-\N{{MINUS SIGN}}])?[$€£]?(?P<inner>(?<=[$€£])-)?(?<![\w])(?P<top>{_UNSIGNED})"
+    rf"(?:\s*/\s*(?P<bottom>{_UNSIGNED}))?(?P<percent>\s*%)?"
+)
+_MARKER = re.compile(r"=|answer\s+is", re.IGNORECASE)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}")
+# How LaTeX writes what plain text writes otherwise.
+_LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A number, and whether a percent sign stands behind it."""
+
+    value: Fraction
+    is_percent: bool = False
+
+    def equals(self, other: Answer) -> bool:
+        """Compare exactly; a percent sign on one side alone is a unit or a hundredth: 50% is 50 and 0.5."""
+        if self.is_percent == other.is_percent:
+            return self.value == other.value
+        percent, plain = (self, other) if self.is_percent else (other, self)
+        return plain.value in (percent.value, percent.value / 100)
+
+
+def arithmetic(generations: Sequence[Generation]) -> list[float]:
+    r"""Give 1.0 where the final answer of the text is the reference's as a number, else 0.0.
+
+    The final answer is the number in the last \boxed{}; else behind the last `####`; else behind the last `=` or
+    `answer is`; else the last number. References have the same forms.
+
+    Raises:
+        DataError: a reference has no number.
+    """
+    scores = []
+    for one in generations:
+        wanted, found = final_answer(one.reference), final_answer(one.text)
+        if wanted is None:
+            what, allowed = "a reference has no number", "a number, or a worked answer that ends in one"
+            raise DataError(what, where="reward arithmetic", found=one.reference, allowed=allowed)
+        scores.append(float(found is not None and found.equals(wanted)))
+    return scores
+
+
+def final_answer(text: str) -> Answer | None:
+    """Find the final answer of a text; None: it has none."""
+    text = _FRACTION.sub(r"\1/\2", text)
+    for latex, plain in _LATEX:
+        text = text.replace(latex, plain)
+    boxed = _last_box(text)
+    if boxed is not None:
+        return _first_number(_MARKER.split(boxed)[-1])
+    _, hashes, behind = text.rpartition("####")
+    if hashes:
+        return _first_number(behind)
+    *before, behind = _MARKER.split(text)
+    if before and (answer := _first_number(behind)):
+        return answer
+    return _number(list(_NUMBER.finditer(text))[-1:])
+
+
+def _last_box(text: str) -> str | None:
+    r"""Give what stands between the braces of the last \boxed{}; None: there is none that ends."""
+    _, box, behind = text.rpartition("\\boxed{")
+    depth = 1
+    for place, character in enumerate(behind):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0 and box:
+            return behind[:place]
+    return None
+
+
+def _first_number(text: str) -> Answer | None:
+    found = _NUMBER.search(text)
+    return _number([found] if found else [])
+
+
+def _number(found: list[re.Match[str]]) -> Answer | None:
+    """Give the number that was found; None: none was, it is too long, or it divides by zero."""
+    if not found or len(found[0][0]) > _LONGEST:
+        return None
+    [match] = found
+    bottom = Fraction((match["bottom"] or "1").replace(",", ""))
+    if bottom == 0:
+        return None
+    value = Fraction(match["top"].replace(",", "")) / bottom
+    is_negative = bool(match["sign"]) or bool(match["inner"])
+    return Answer(-value if is_negative else value, match["percent"] is not None)

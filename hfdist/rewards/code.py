@@ -1,0 +1,59 @@
+"""The reward `code`: the share of the reference's tests that the program in a text passes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from hfdist.errors import DataError
+from hfdist.rewards.generation import Generation
+from hfdist.rewards.sandbox.start import Limits, count_passed
+from hfdist.topology import read_launcher
+
+_BLOCK = re.compile(r"^[ \t]*```(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def code(generations: Sequence[Generation], *, limits: Limits | None = None) -> list[float]:
+    """Give the share of each reference's tests that pass, from 0.0 to 1.0.
+
+    The program is the last block of Python in the text, or the whole text. Tests are the top-level `assert` statements
+    of the reference; its other statements prepare them. They run in a sandbox (`hfdist/rewards/sandbox/`).
+
+    Args:
+        generations: several run at a time, by this process's share of the machine's CPUs.
+        limits: of each program; None: 4 CPU seconds, 12 seconds, 512 MiB.
+
+    Raises:
+        ConfigError: this machine cannot confine a program.
+        DataError: a reference is no Python, or has no test.
+    """
+    counts = [_count_tests(one.reference) for one in generations]
+
+    def share(one: Generation, num_tests: int) -> float:
+        return count_passed(find_program(one.text), one.reference, num_tests, limits or Limits()) / num_tests
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max(1, cores // read_launcher().local_world_size)) as pool:
+        return list(pool.map(share, generations, counts))
+
+
+def find_program(text: str) -> str:
+    """Give the last fenced block of Python; a text without one is a program itself."""
+    blocks: list[str] = _BLOCK.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def _count_tests(reference: str) -> int:
+    allowed = "Python with an `assert` that is in no function and no block"
+    try:
+        tree = ast.parse(reference)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        what = f"a reference is no Python: {error}"
+        raise DataError(what, where="reward code", found=reference, allowed=allowed) from error
+    num_tests = sum(isinstance(statement, ast.Assert) for statement in tree.body)
+    if num_tests == 0:
+        raise DataError("a reference has no test", where="reward code", found=reference, allowed=allowed)
+    return num_tests

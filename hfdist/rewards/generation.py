@@ -1,0 +1,16 @@
+"""What a model wrote behind a prompt, and what it is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A prompt that the model has continued."""
+
+    prompt: str
+    text: str
+    """What the model wrote, without special tokens."""
+    reference: str
+    """What stands there in the data. In an evaluation it is, like `text`, at most `evaluate.max_new_tokens` long."""

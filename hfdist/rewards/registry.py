@@ -1,0 +1,98 @@
+"""Rewards by name: built in, or an entry point of an installed package; what they give is checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from hfdist.errors import ConfigError, DataError, HfdistError
+from hfdist.plugins import load_plugin
+from hfdist.rewards.arithmetic import arithmetic
+from hfdist.rewards.code import code
+from hfdist.rewards.generation import Generation
+
+GROUP = "hfdist.rewards"
+"""Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.rewards"]`."""
+
+Score = Callable[[Sequence[Generation]], Sequence[float]]
+"""Gives one finite number for each generation, in their order."""
+
+BUILT_IN: Mapping[str, Score] = MappingProxyType({"arithmetic": arithmetic, "code": code})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A function that scores completions, with its share of a sum of rewards."""
+
+    name: str
+    weight: float
+    score: Score
+
+    def __call__(self, generations: Sequence[Generation]) -> list[float]:
+        """Give one finite float for each generation; they are not multiplied by the weight.
+
+        Raises:
+            DataError: the function raises, or gives something else.
+        """
+        try:
+            scores = self.score(generations)
+        except HfdistError:
+            raise
+        except Exception as error:  # whatever a package raises
+            what = f"the reward fails: {type(error).__name__}: {error}"
+            raise DataError(what, where=f"reward {self.name}") from error
+        return self._checked(scores, len(generations))
+
+    def _checked(self, scores: Any, count: int) -> list[float]:
+        where, allowed = f"reward {self.name}", f"one finite number for each generation: {count}"
+        try:
+            values = list(scores)
+        except TypeError as error:
+            what, found = "the reward gives no list", type(scores).__name__
+            raise DataError(what, where=where, found=found, allowed=allowed) from error
+        if len(values) != count:
+            raise DataError(
+                "the reward gives another number of scores", where=where, found=len(values), allowed=allowed
+            )
+        for place, value in enumerate(values):
+            if not _is_finite(value):
+                what = f"score {place} of the reward is no finite number"
+                raise DataError(what, where=where, found=repr(value), allowed=allowed)
+        return [float(value) for value in values]
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # of a tensor with several elements
+        return False
+
+
+def load_rewards(names: Mapping[str, float], *, where: str = "rewards") -> list[Reward]:
+    """Find rewards by name, and import the packages that offer them.
+
+    Args:
+        names: the weight of each reward.
+        where: the config key that holds `names`.
+
+    Raises:
+        ConfigError: a weight is no finite number, or no installed package offers a reward of this name.
+    """
+    for name, weight in names.items():
+        if not _is_finite(weight):
+            what = "the weight of a reward is no finite number"
+            raise ConfigError(what, where=f"{where}.{name}", found=weight, hint=f"{where}.{name}=1.0")
+    return [
+        Reward(name=name, weight=float(weight), score=BUILT_IN[name] if name in BUILT_IN else _load(name, where))
+        for name, weight in names.items()
+    ]
+
+
+def _load(name: str, where: str) -> Score:
+    expected = "a function of a list of hfdist.Generation that gives a number for each"
+    hint = f"'{where}={{{{}}: 1.0}}'"
+    score: Score = load_plugin(GROUP, name, kind="reward", expected=expected, where=where, hint=hint, built_in=BUILT_IN)
+    return score

@@ -1,0 +1,127 @@
+"""Run tests on a program that cannot see them: `python -I -S -B sandbox CPU_SECONDS MEMORY_BYTES`.
+
+Two confined processes: one runs the tests, and has what the tests call done by the other, which runs the program. So
+the program has no verdict in reach: no `os._exit`, no patched builtin and no print can pass a test, only the right
+values can. It learns the arguments of a call and never what is expected.
+
+Standard input is `{"program": ..., "reference": ...}`. Standard output is a line `ready` or `refused REASON`, and then
+`+` or `-` for each top-level `assert`, as each ends.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import os
+import symtable
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+# Python runs this folder by its path, as one that has no package around it.
+if TYPE_CHECKING:
+    from hfdist.rewards.sandbox.calls import LostError, Peer, call, operations
+    from hfdist.rewards.sandbox.confinement import RefusedError, end_with_parent, filter_system_calls, limit
+else:
+    from calls import LostError, Peer, call, operations
+    from confinement import RefusedError, end_with_parent, filter_system_calls, limit
+
+
+def be_program(read: int, write: int) -> None:
+    """Run the program that comes, and do what is asked of it."""
+    module = ModuleType("program")
+    # dataclasses look for the module of a class there.
+    sys.modules["program"] = module
+
+    def load(source: str) -> None:
+        exec(compile(source, "<program>", "exec"), vars(module))
+
+    def find(name: str) -> Any:
+        if name not in vars(module):
+            raise NameError(name)
+        return vars(module)[name]
+
+    served = {**operations(), "load": load, "find": find}
+    os.write(write, b"ready\n")
+    Peer(os.fdopen(read, "rb"), os.fdopen(write, "wb"), served).listen()
+
+
+def be_tests(read: int, write: int, verdicts: int) -> None:
+    """Run the reference's statements, and write a verdict for each top-level `assert`."""
+    task = json.load(sys.stdin)
+    peer = Peer(os.fdopen(read, "rb"), os.fdopen(write, "wb"), {"call": call})
+    try:
+        peer.ask("load", task["program"])
+    except (Exception, LostError):  # whatever the program raises, or its end
+        return
+    reference: str = task["reference"]
+    tree = ast.parse(reference)
+    namespace: dict[str, Any] = {"__name__": "tests"}
+    for name in names_of_the_program(tree, reference):
+        try:
+            namespace[name] = peer.ask("find", name)
+        except (NameError, LostError):
+            continue
+    for statement in tree.body:
+        verdict = b"+"
+        try:
+            exec(compile(ast.Module([statement], []), "<tests>", "exec"), namespace)
+        except BaseException:  # `sys.exit` too
+            verdict = b"-"
+        if isinstance(statement, ast.Assert):
+            os.write(verdicts, verdict)
+
+
+def names_of_the_program(tree: ast.Module, reference: str) -> set[str]:
+    """The names that the tests may take from the program.
+
+    What the tests bind or import themselves is not among them, nor is a builtin, nor a module of the library: a program
+    could pass a test by an `abs` or a `math.isclose` of its own.
+    """
+    top = symtable.symtable(reference, "<tests>", "exec")
+    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    nodes = list(ast.walk(tree))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    modules = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    return used - own - set(dir(builtins)) - (modules & sys.stdlib_module_names)
+
+
+def main() -> None:
+    """Confine, fork before the tests are read, and be one of the two."""
+    parent, (cpu_seconds, memory_bytes) = os.getppid(), map(int, sys.argv[1:3])
+    del sys.path[0]
+    null = os.open(os.devnull, os.O_RDWR)
+    # Code of others may print.
+    verdicts = os.dup(1)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    try:
+        has_landlock = limit(cpu_seconds, memory_bytes)
+        end_with_parent(parent)
+        tests_read, program_write = os.pipe()
+        program_read, tests_write = os.pipe()
+        tester = os.getpid()
+        if os.fork() == 0:
+            os.dup2(null, 0)
+            for other in (verdicts, tests_read, tests_write, null):
+                os.close(other)
+            end_with_parent(tester)
+            filter_system_calls()
+            be_program(program_read, program_write)
+            return
+        os.close(program_read)
+        os.close(program_write)
+        filter_system_calls()
+    except (RefusedError, OSError) as error:
+        os.write(verdicts, f"refused {error}\n".encode())
+        return
+    if os.read(tests_read, 6) != b"ready\n":
+        os.write(verdicts, b"refused the process of the program ended\n")
+        return
+    os.write(verdicts, b"ready\n" if has_landlock else b"ready without Landlock\n")
+    be_tests(tests_read, tests_write, verdicts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Starts a sandbox, waits no longer than its limit, and counts the tests that pass."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from hfdist.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_START = 300
+"""Bytes of the first line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program and its tests may use; each of the two has these CPU seconds and this memory."""
+
+    cpu_seconds: int = 4
+    wall_seconds: float = 12.0
+    """From the start of its processes; twice and more what it computes, since machines are busy."""
+    memory_bytes: int = 2**29
+
+
+def count_passed(program: str, reference: str, num_tests: int, limits: Limits) -> int:
+    """Run a program's tests in a sandbox of their own, and count those that pass.
+
+    Args:
+        program: Python, as it comes.
+        reference: Python whose top-level `assert` statements are the tests.
+        num_tests: how many it has.
+        limits: tests that have not ended within them do not pass.
+
+    Raises:
+        ConfigError: this machine cannot confine a program.
+    """
+    task = json.dumps({"program": program, "reference": reference}).encode()
+    arguments = [str(limits.cpu_seconds), str(limits.memory_bytes)]
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", str(Path(__file__).parent), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={},
+        cwd="/",
+        start_new_session=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            # It reads the task before it runs any of it. It may end before, and then says why.
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(task)
+            said = _read(process.stdout.fileno(), _LONGEST_START + num_tests, limits.wall_seconds)
+        finally:
+            # Its number is not given to another process before it is waited for.
+            os.killpg(process.pid, signal.SIGKILL)
+    first, newline, verdicts = said.partition(b"\n")
+    if not newline or not first.startswith(b"ready"):
+        raise _refused(first.decode(errors="replace"), limits)
+    if first != b"ready":
+        _warn_of_readable_files()
+    return verdicts[:num_tests].count(b"+")
+
+
+def _read(file: int, most_bytes: int, seconds: float) -> bytes:
+    """Read until the end of a pipe, so many bytes, or so many seconds from now."""
+    said, end = b"", time.monotonic() + seconds
+    pipe = select.poll()  # select.select takes no file above 1023
+    pipe.register(file, select.POLLIN)
+    while len(said) < most_bytes:
+        ready = pipe.poll(max(0.0, 1000 * (end - time.monotonic())))
+        part = os.read(file, most_bytes - len(said)) if ready else b""
+        if not part:
+            break
+        said += part
+    return said
+
+
+def _refused(first: str, limits: Limits) -> ConfigError:
+    what = "the reward `code` cannot confine a program on this machine"
+    found = first.removeprefix("refused ") or f"no start within {limits.wall_seconds} s and {limits.memory_bytes} bytes"
+    allowed = "Linux on x86_64 or aarch64, with seccomp filters (CONFIG_SECCOMP_FILTER)"
+    hint = "a machine or a container that allows them; the reward `arithmetic` runs no program"
+    return ConfigError(what, where="reward code", found=found, allowed=allowed, hint=hint)
+
+
+@cache
+def _warn_of_readable_files() -> None:
+    logger.warning("the kernel has no Landlock: programs that the reward `code` runs can read this user's files")

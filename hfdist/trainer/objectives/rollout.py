@@ -1,0 +1,224 @@
+"""Answers to the prompts of a step, their rewards, and the batches that they become.
+
+Which answer a prompt gets follows from the weights, the run's seed and the prompt's number in the run's data alone: no
+layout changes it. An answer is a row: prompt, answer, and what fills it up as a document of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from hfdist.collectives import gather_json
+from hfdist.config.batch import IGNORED
+from hfdist.config.task import TaskConfig
+from hfdist.data.documents.held_out import Example
+from hfdist.rewards import Generation, Reward
+from hfdist.strategies.base import Batch, Forward
+from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.greedy import continue_prompts
+from hfdist.trainer.generation.limits import Limits, find_limits
+from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.reporting.callbacks import StepLines
+
+ADVANTAGES = "advantages"
+"""In a batch: of each answer; shape [rows]."""
+ROLLOUTS = "rollouts.jsonl"
+
+_SHOWN_PROMPTS = 2
+"""Of each step that is logged, in the file."""
+
+
+class Rollouts:
+    """Of one Trainer.
+
+    Args:
+        task: how answers are sampled.
+        rewards: what scores them.
+        tokenizer: of the prompts.
+        examples: held-out prompts with their references.
+        seed: of the answers.
+        lines: where some answers are written, on rank 0.
+    """
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        rewards: Sequence[Reward],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        examples: Sequence[Example],
+        seed: int,
+        lines: RolloutLines,
+    ) -> None:
+        self._task, self._rewards, self._tokenizer = task, rewards, tokenizer
+        self._examples, self._seed, self.lines = examples, seed, lines
+        self.names = ("reward", "reward_std", *(f"rewards/{r.name}" for r in rewards), "completion_tokens", "cut_off")
+
+    def begin(self, trainer: Any) -> None:
+        """Find the limits of answers; ConfigError: they leave no room for a prompt."""
+        self._trainer, self._topology = trainer, trainer.strategy.topology
+        where, own = "task.max_new_tokens", self._task.max_new_tokens
+        self._limits: Limits = find_limits(trainer.model, self._tokenizer, own, where=where)
+        self._uses_cache = self._topology.pipeline == self._topology.context == 1 and can_generate(trainer.model)
+
+    def answer(
+        self, batches: Sequence[Batch], forward: Forward, advantages: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[list[Batch], dict[str, list[float]]]:
+        """Answer all prompts of a step of this data rank. A collective.
+
+        Args:
+            batches: of prompts with references, a row each.
+            forward: runs forwards in the layout.
+            advantages: of rewards, of shape [prompts, answers].
+
+        Returns:
+            Batches of answers, and figures of them by name, on one rank of each model replica.
+        """
+        count = self._task.num_generations
+        room = self._limits.room()
+        examples = [example for batch in batches for example in _examples(batch, room)]
+        prompts = [example.prompt for example in examples for _ in range(count)]
+        sampling = Sampling(
+            temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p
+        )
+        answers = sample_completions(
+            prompts,
+            [self._seed_of(number, own) for number in self._numbers(len(examples)) for own in range(count)],
+            forward,
+            self._limits,
+            sampling,
+            topology=self._topology,
+            rows_at_once=max(len(prompts), 1),
+            uses_cache=self._uses_cache,
+        )
+        generations = self._describe([example for example in examples for _ in range(count)], answers)
+        scores = self._score(generations)
+        rewards = torch.tensor(scores["reward"], dtype=torch.float32).view(-1, count)
+        of_answers = advantages(rewards).flatten()
+        figures = self._figures(scores, answers)
+        if self._topology.is_first_of_replica:
+            figures["reward_std"] = rewards.std(1).repeat_interleave(count).tolist()
+        self.lines.write_some(generations, scores, self._trainer.state)
+        built, first = [], 0
+        for batch in batches:
+            rows = slice(first, first + len(batch["input_ids"]) * count)
+            built.append(_rows(prompts[rows], answers[rows], of_answers[rows], fill_id=self._fill_id))
+            first = rows.stop
+        return built, figures
+
+    def answer_held_out(self, forward: Forward) -> dict[str, list[float]]:
+        """Answer the held-out prompts greedily; give figures of all answers, on all ranks. A collective."""
+        prompts = [example.prompt for example in self._examples]
+        answers = continue_prompts(
+            prompts,
+            forward,
+            self._limits,
+            topology=self._topology,
+            rows_at_once=self._trainer.args.per_device_eval_batch_size,
+            uses_cache=self._uses_cache,
+        )
+        generations = self._describe(self._examples, answers)
+        own = self._score_here(generations) if self._topology.rank == 0 else None
+        scores: dict[str, list[float]] = gather_json(own)[0]
+        return scores | {"completion_tokens": [float(len(answer)) for answer in answers]}
+
+    @property
+    def _fill_id(self) -> int:
+        tokenizer: Any = self._tokenizer
+        return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+    def _numbers(self, num_prompts: int) -> list[int]:
+        """Numbers in the run's data of the prompts that this rank has read last."""
+        topology = self._topology
+        first = self._trainer.checkpointer.num_samples() - num_prompts * topology.data_size
+        return [first + place * topology.data_size + topology.data_rank for place in range(num_prompts)]
+
+    def _seed_of(self, number: int, own: int) -> int:
+        digest = hashlib.blake2b(f"{self._seed}:{number}:{own}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+    def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:
+        def text(ids: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        return [
+            Generation(prompt=text(example.prompt), text=text(answer), reference=text(example.reference))
+            for example, answer in zip(examples, answers, strict=True)
+        ]
+
+    def _score_here(self, generations: Sequence[Generation]) -> dict[str, list[float]]:
+        scores = {f"rewards/{reward.name}": reward(generations) for reward in self._rewards}
+        weights = [reward.weight for reward in self._rewards]
+        sums = [
+            sum(weight * score for weight, score in zip(weights, own, strict=True))
+            for own in zip(*scores.values(), strict=True)
+        ]
+        return {"reward": sums} | scores
+
+    def _score(self, generations: Sequence[Generation]) -> dict[str, list[float]]:
+        """Score on one rank of each model replica, and give all its ranks the same."""
+        own = self._score_here(generations) if self._topology.is_first_of_replica else None
+        found = gather_json([self._topology.data_rank, own])
+        return next(scores for rank, scores in found if scores is not None and rank == self._topology.data_rank)
+
+    def _figures(self, scores: dict[str, list[float]], answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+        if not self._topology.is_first_of_replica:
+            return {}
+        ended = [bool(answer) and answer[-1] in self._limits.end_ids for answer in answers]
+        lengths = [float(len(answer)) for answer in answers]
+        return {**scores, "completion_tokens": lengths, "cut_off": [float(not one) for one in ended]}
+
+
+class RolloutLines(StepLines):
+    """Writes some answers of each logged step, with their rewards, into rollouts.jsonl."""
+
+    def __init__(self, run_dir: Path, every: int, num_generations: int) -> None:
+        super().__init__(run_dir / ROLLOUTS)
+        self._every, self._count = every, _SHOWN_PROMPTS * num_generations
+
+    def write_some(
+        self, generations: Sequence[Generation], scores: dict[str, list[float]], state: TrainerState
+    ) -> None:
+        """Write those of the first prompts of rank 0; the step is the one that they are for."""
+        step = state.global_step + 1
+        if step % self._every == 0:
+            for place, one in enumerate(generations[: self._count]):
+                rewards = {name: values[place] for name, values in scores.items()}
+                self.write({"step": step, "prompt": one.prompt, "text": one.text, **rewards})
+
+
+def _examples(batch: Batch, room: int | None) -> list[Example]:
+    """Split each row, of one document, at its first target; of a longer prompt the last `room` tokens stay."""
+    found = []
+    masks = batch["attention_mask"].tolist()
+    for ids, labels, mask in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), masks, strict=True):
+        stop = sum(mask)
+        first = next((place for place in range(stop) if labels[place] != IGNORED), stop)
+        found.append(Example(prompt=ids[:first] if room is None else ids[:first][-room:], reference=ids[first:stop]))
+    return found
+
+
+def _rows(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], advantages: torch.Tensor, *, fill_id: int
+) -> Batch:
+    """Put prompts and answers below each other."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    width = max(lengths)
+    batch = {
+        "input_ids": torch.full((len(lengths), width), fill_id),
+        "labels": torch.full((len(lengths), width), IGNORED),
+        "position_ids": torch.zeros((len(lengths), width), dtype=torch.int64),
+        ADVANTAGES: advantages,
+    }
+    for row, (prompt, answer, length) in enumerate(zip(prompts, answers, lengths, strict=True)):
+        ids = torch.tensor([*prompt, *answer])
+        batch["input_ids"][row, :length] = ids
+        batch["labels"][row, len(prompt) : length] = ids[len(prompt) :]
+        batch["position_ids"][row] = torch.cat([torch.arange(length), torch.arange(width - length)])
+    return batch

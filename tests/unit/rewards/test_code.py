@@ -1,0 +1,243 @@
+"""The reward `code`: which program runs, what tests may say, and programs that want a verdict that they do not earn."""
+
+import textwrap
+
+import pytest
+
+from hfdist import Generation
+from hfdist.errors import DataError
+from hfdist.rewards.code import code, find_program
+
+
+def score(program, reference):
+    [value] = code([Generation(prompt="", text=textwrap.dedent(program), reference=textwrap.dedent(reference))])
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("x = 1\n", "x = 1\n"),
+        ("So:\n```python\nx = 1\n```\nor\n```py\nx = 2\n```\nDone.", "x = 2\n"),
+        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
+        ("1. This:\n   ```python\n   x = 1\n   ```", "   x = 1\n"),
+        ("```python\nx = '''\na ``` b\n'''\n```", "x = '''\na ``` b\n'''\n"),
+        ("cut off:\n```python\nx = 1\n", "x = 1\n"),
+    ],
+)
+def test_the_program_of_a_text(text, program):
+    assert find_program(text) == program
+
+
+def test_the_share_of_tests_that_pass_in_order():
+    texts = ["def f(x): return x + 1", "def f(x): return 2", "def f(x): return 1 / 0", "def f(x)", "raise SystemExit"]
+    reference = "one = f(0)\nassert one == 1\nassert f(1) == 2\nassert f(2) == 3\nassert f('') == ''"
+    scores = code([Generation(prompt="", text=f"```python\n{text}\n```", reference=reference) for text in texts])
+    assert scores == [0.75, 0.25, 0.0, 0.0, 0.0]
+
+
+PROGRAM = """
+    from collections import Counter, namedtuple
+    from dataclasses import dataclass
+    from math import factorial
+    import time
+
+    LIMITS = {"low": [1, 2.5], "high": (None, True, b"x", 1j, {"a"}, frozenset("b"))}
+    Pair = namedtuple("Pair", "first second")
+
+    @dataclass
+    class Point:
+        x: int
+        def __add__(self, other): return Point(self.x + other.x)
+
+    def apply(function, *values, **named): return [function(value, **named) for value in values]
+    def numbers():
+        yield from range(3)
+    def fail(): raise KeyError("key")
+    print(input if __name__ == "__main__" else "loaded")
+"""
+REFERENCE = """
+    import math
+    def error_of(function):
+        try:
+            function()
+        except LookupError as error:
+            return type(error)
+    assert LIMITS == {"low": [1, 2.5], "high": (None, True, b"x", 1j, {"a"}, frozenset("b"))}
+    assert Counter("aab") == {"a": 2, "b": 1}
+    assert Pair(1, 2) == (1, 2) and Pair(1, 2).second == 2 and Pair(1, 2) < (1, 3)
+    assert Point(1) + Point(2) == Point(3) and Point(1) != Point(2) and Point(1) != 1
+    assert isinstance(Point(1), Point) and not isinstance(1, Point)
+    point = Point(1)
+    point.x = 5
+    assert point.x == 5
+    assert apply(lambda value, by=2: value * by, 1, 2) == [2, 4] == apply(lambda value, by: value * by, 1, 2, by=2)
+    assert list(numbers()) == [0, 1, 2] and 2 in numbers()
+    assert error_of(fail) is KeyError
+    assert factorial(3000) == math.factorial(3000)
+    assert math.isnan(apply(float, "nan")[0])
+    assert time.sleep(0) is None
+"""
+
+
+def test_what_tests_may_say():
+    assert score(PROGRAM, REFERENCE.replace("import math", "import math, time")) == 1.0
+
+
+@pytest.mark.parametrize(("reference", "what"), [("f(1) ==", "no Python"), ("def g():\n    assert f(1)", "no test")])
+def test_a_reference_without_tests_is_said(reference, what):
+    with pytest.raises(DataError, match=what):
+        code([Generation(prompt="", text="def f(x): return x", reference=reference)])
+
+
+# None knows that f(1) is 1234577. The tests use what a cheat would like to replace.
+WANTED = """
+    import math
+    assert f(1) == 1234577
+    assert abs(f(1) - 1234577.0) < 1e-9
+    assert math.isclose(f(1), 1234577)
+    assert sorted([f(1)]) == [1234577] and all(f(n) == 1234577 for n in [1])
+    assert f(1) in (1234577, 1234578) and 1234577 in [f(1)]
+    assert 1234577 in listed(1)
+    assert isinstance(f(1), int) and 1234576 < f(1) < 1234578
+    def raises(function, kind):
+        try:
+            function(-1)
+        except kind:
+            return True
+    assert raises(f, Exception) and f(1) == 1234577
+"""
+ALWAYS = """
+    class Always:
+        def __getattr__(self, name): return Always()
+        def __call__(self, *arguments, **named): return self
+        def yes(self, *arguments): return True
+        __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __bool__ = __instancecheck__ = yes
+        def me(self, *arguments): return self
+        __sub__ = __rsub__ = __add__ = __abs__ = __getitem__ = me
+        def __iter__(self): return iter([self])
+        def __len__(self): return 1
+        def __index__(self): return 1
+        __int__ = __float__ = __hash__ = __index__
+"""
+ATTACKS = {
+    "exits": "import os, sys\nos._exit(0)",
+    "exits when called": "import os\ndef f(x): os._exit(0)",
+    "raises what ends a program": "def f(x): raise SystemExit(0)",
+    "says what passes": """
+        import os
+        for file in range(64):
+            try: os.write(file, b'ready\\n++++++++')
+            except OSError: pass
+    """,
+    "answers for another": """
+        import os
+        def f(x):
+            for file in range(3, 64):
+                try: os.write(file, b'{"value": {"mine": 0}}\\n' * 9)
+                except OSError: pass
+            return 1
+    """,
+    "equals everything": ALWAYS + """
+    def f(x): return Always()
+    listed = f
+    """,
+    "is a number that equals everything": """
+        class Number(int):
+            __eq__ = __ne__ = __lt__ = __gt__ = lambda self, other: True
+            __hash__ = int.__hash__
+            __sub__ = __rsub__ = __abs__ = lambda self, *other: Number(0)
+        def f(x): return Number(0)
+    """,
+    "has functions of its own": """
+        def abs(x): return 0
+        def yes(*arguments, **named): return True
+        all = isinstance = raises = yes
+        class math: isclose = yes
+        def f(x): return 1
+    """,
+    "patches functions": """
+        import builtins, math, operator
+        def f(x): return 1
+        math.isclose = builtins.all = builtins.sorted = operator.eq = lambda *a, **n: True
+        builtins.abs, builtins.AssertionError = lambda x: 0, RecursionError
+    """,
+    "looks through frames and objects": """
+        import gc, sys
+        def f(x):
+            frame = sys._getframe()
+            while frame:
+                for value in [*frame.f_locals.values(), *frame.f_globals.values(), *gc.get_objects()]:
+                    if isinstance(value, str) and "assert f(1)" in value: return int(value.split("== ")[1].split()[0])
+                frame = frame.f_back
+            return 1
+    """,
+    "reads the memory of its relatives": """
+        import os, re
+        def f(x):
+            for process in (os.getppid(), os.getpid()):
+                try:
+                    with open(f"/proc/{process}/mem", "rb", 0) as memory:
+                        for line in open(f"/proc/{process}/maps"):
+                            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+                            memory.seek(begin)
+                            if found := re.search(rb"assert f\\(1\\) == (\\d+)", memory.read(end - begin)):
+                                return int(found[1])
+                except OSError: pass
+            return 1
+    """,
+    "changes the calls": """
+        import sys
+        peer = sys.modules["calls"].Peer
+        peer._encode = lambda self, value: {"mine": 0}
+        def f(x): return 1
+    """,
+    "acts at its end": "import atexit, os\natexit.register(lambda: os.write(3, b'+'))\ndef f(x): return 1",
+    "sends what is no value": """
+        import sys
+        sys.modules["calls"].Peer._encode = lambda self, value: {"list": [[[{}]]] * 9}
+        def f(x): return 1
+    """,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forged():
+    texts = [textwrap.dedent(program) for program in ATTACKS.values()]
+    scores = code([Generation(prompt="", text=text, reference=textwrap.dedent(WANTED)) for text in texts])
+    return dict(zip(ATTACKS, scores, strict=True))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_verdict_cannot_be_forged(attack, forged):
+    assert forged[attack] == 0.0
+
+
+def test_the_attacked_tests_pass_with_the_right_values():
+    right = "def f(x):\n    if x < 0: raise ValueError\n    return 1234577\ndef listed(x): return [f(x)]"
+    assert score(right, WANTED) == 1.0
+
+
+def test_a_module_that_the_tests_do_not_have_is_not_taken_from_the_program():
+    program = "class math:\n    def isclose(*arguments): return True\nno_module, f = math, int"
+    assert score(program, "import no_module\nassert no_module.isclose(f(1), 1234577)") == 0.0
+    assert score(program, "assert math.isclose(f(1), 1234577)") == 0.0
+
+
+def test_the_end_of_a_program_is_no_exception():
+    raises = """
+        def raises(function):
+            try:
+                function()
+            except Exception:
+                return True
+        assert raises(f)
+    """
+    assert score("def f(): raise ValueError", raises) == 1.0
+    assert score("import os\ndef f(): os._exit(1)", raises) == 0.0
+
+
+def test_attacks_are_programs():
+    """They fail by their verdict, and not because Python refuses them."""
+    for name, program in ATTACKS.items():
+        compile(textwrap.dedent(program), name, "exec")
