@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.run import RunConfig
+from hfdist.config.schema import plain
 from hfdist.config.task import LOSSES, PreferenceLoss, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
+_OF_PROMPTS = (RowFormat.prompt, RowFormat.prompt_completion)
 
 
 def check_task(config: RunConfig) -> None:
-    """Raise a ConfigError on what does not go with the task, or with a task at all."""
+    """Raise a ConfigError on what does not go with the task."""
     _check_rows(config)
-    task = config.task
+    task, data = config.task, config.data
     if task.name is TaskName.causal_lm:
         return
-    _refuse(config)
-    known = LOSSES[task.name]
-    if task.loss not in known:
-        what, allowed = "this task has no such loss", ", ".join(loss.value for loss in known)
-        found, hint = f"{task.loss.value}, with task.name={task.name.value}", f"task.loss={known[0].value}"
-        raise ConfigError(what, where="task.loss", found=found, allowed=allowed, hint=hint)
-    if task.label_smoothing and task.loss is not PreferenceLoss.robust:
-        what, allowed = "only the robust loss of dpo smooths labels", "0"
-        found = f"{task.label_smoothing:g}, with task.name={task.name.value} and task.loss={task.loss.value}"
-        raise ConfigError(what, where="task.label_smoothing", found=found, allowed=allowed, hint="task.loss=robust")
+    packing = Packing.none if task.name.is_reinforcement else Packing.best_fit
+    if data.packing is not packing:
+        raise _misfit(config, "data.packing", packing.value, "prompts and answers must stay whole")
+    if data.too_long is not TooLong.drop:
+        raise _misfit(config, "data.too_long", "drop", "prompts and answers must stay whole")
+    if data.chat.train_on is TrainOn.all:
+        raise _misfit(config, "data.chat.train_on", "assistant", "it must be known where an answer begins")
+    if config.strategy.context > 1:
+        raise _misfit(config, "strategy.context", "1", "each rank would see a part of an answer")
+    if config.islands.is_used:
+        raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
+    if task.name.is_reinforcement:
+        _check_reinforcement(config)
+    else:
+        _check_preference(config)
+
+
+def _misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:
+    found = plain(reduce(getattr, key.split("."), config))
+    found = str(found).lower() if isinstance(found, bool) else found
+    task = f"task.name={config.task.name.value}"
+    return ConfigError(why, where=key, found=f"{found}, with {task}", allowed=allowed, hint=f"{key}={allowed}")
 
 
 def _check_rows(config: RunConfig) -> None:
@@ -36,78 +52,43 @@ def _check_rows(config: RunConfig) -> None:
         for name, source in getattr(config.data, section).items():
             formats[f"data.{section}.{name}.format"] = source.format or config.data.format
     for key, found in formats.items():
-        if wanted is None and found in _OF_TASKS:
-            what, allowed = "rows of this format are for other tasks", "another format"
-            hint = "hfdist tune, or data.format=auto"
-        elif wanted is not None and found is not wanted:
-            what, allowed, hint = "the task needs rows of its own format", wanted.value, f"{key}={wanted.value}"
+        if config.task.name.is_reinforcement:
+            fits, allowed = found in _OF_PROMPTS, " or ".join(one.value for one in _OF_PROMPTS)
+        elif wanted is not None:
+            fits, allowed = found is wanted, wanted.value
         else:
-            continue
-        raise ConfigError(
-            what, where=key, found=f"{found.value}, with task.name={config.task.name.value}", allowed=allowed, hint=hint
-        )
+            fits, allowed = found not in _OF_TASKS, "another format, or hfdist tune"
+        if not fits:
+            what, task = "the task needs rows of another format", f"task.name={config.task.name.value}"
+            hint = f"{key}={'auto' if wanted is None and found in _OF_TASKS else allowed.partition(' ')[0]}"
+            raise ConfigError(what, where=key, found=f"{found.value}, with {task}", allowed=allowed, hint=hint)
 
 
-def _refuse(config: RunConfig) -> None:
-    task, data = config.task, config.data
-    is_reward = task.name is TaskName.reward
-    evaluate, report = config.evaluate, config.report
-    asks = evaluate.prompts or evaluate.metrics or evaluate.lm_eval or report.sample_prompt
-    for key, found, is_wrong, allowed, why in (
-        (
-            "data.packing",
-            data.packing.value,
-            data.packing is not Packing.best_fit,
-            "best_fit",
-            "answers must stay whole",
-        ),
-        ("data.too_long", data.too_long.value, data.too_long is not TooLong.drop, "drop", "answers must stay whole"),
-        (
-            "data.chat.train_on",
-            data.chat.train_on.value,
-            data.chat.train_on is TrainOn.all,
-            "assistant",
-            "prompts are no answers",
-        ),
-        (
-            "strategy.context",
-            config.strategy.context,
-            config.strategy.context > 1,
-            "1",
-            "each rank would see a part of an answer",
-        ),
-        (
-            "islands.method",
-            config.islands.method.value,
-            config.islands.is_used,
-            "none",
-            "islands train next tokens only in this version",
-        ),
-        (
-            "evaluate.prompts, evaluate.metrics, evaluate.lm_eval, report.sample_prompt",
-            "set",
-            is_reward and bool(asks),
-            "none",
-            "a reward model writes no text",
-        ),
-        (
-            "adapter.modules_to_save",
-            str(config.adapter.modules_to_save),
-            is_reward and config.adapter.is_used and "score" not in config.adapter.modules_to_save,
-            "[score]",
-            "the layer that scores is new, and must be trained",
-        ),
-        (
-            "adapter.merge",
-            "true",
-            is_reward and config.adapter.is_used and config.adapter.merge,
-            "false",
-            "a reward model is not merged in this version",
-        ),
-    ):
-        if is_wrong:
-            hint = f"{key}={allowed}" if "," not in key else None
-            found = f"{found}, with task.name={task.name.value}"
-            raise ConfigError(
-                f"it does not go with this task: {why}", where=key, found=found, allowed=allowed, hint=hint
-            )
+def _check_preference(config: RunConfig) -> None:
+    task, adapter, name = config.task, config.adapter, config.task.name
+    known = [loss.value for loss in LOSSES[name]]
+    if task.loss.value not in known:
+        raise _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
+    if task.label_smoothing and task.loss is not PreferenceLoss.robust:
+        raise _misfit(config, "task.label_smoothing", "0", "only the robust loss of dpo smooths labels")
+    if name.has_reference and not task.beta:
+        raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
+    if name is not TaskName.reward:
+        return
+    for key in ("evaluate.prompts", "evaluate.metrics", "evaluate.lm_eval"):
+        if getattr(config.evaluate, key.partition(".")[2]):
+            raise _misfit(config, key, "[]", "a reward model writes no text")
+    if config.report.sample_prompt is not None:
+        raise _misfit(config, "report.sample_prompt", "null", "a reward model writes no text")
+    if adapter.is_used and "score" not in adapter.modules_to_save:
+        raise _misfit(config, "adapter.modules_to_save", "[score]", "the layer that scores is new: it must be trained")
+    if adapter.is_used and adapter.merge:
+        raise _misfit(config, "adapter.merge", "false", "a reward model is not merged in this version")
+
+
+def _check_reinforcement(config: RunConfig) -> None:
+    if not config.task.rewards:
+        what, hint = "answers need a reward", "'task.rewards={arithmetic: 1.0}'"
+        raise ConfigError(what, where="task.rewards", found="none", allowed="{NAME: WEIGHT}", hint=hint)
+    if config.task.beta:
+        raise _misfit(config, "task.beta", "0", "these tasks compare with no reference in this version")

@@ -93,7 +93,9 @@ def to_run_config(config: DictConfig) -> RunConfig:
     assert isinstance(values, RunConfig)
     _expand_home(values)
     if values.data.format is RowFormat.auto:
-        values.data.format = values.task.name.row_format or RowFormat.auto
+        is_of_prompts = values.task.name.is_reinforcement
+        own = RowFormat.prompt_completion if is_of_prompts else values.task.name.row_format
+        values.data.format = own or RowFormat.auto
     check_config(values)
     for source in values.data.sources.values():
         # The limits of the sources are what ends a stream.
