@@ -6,7 +6,8 @@ import pytest
 
 from hfdist.config.sweep import SECTION, Sampler
 from hfdist.errors import ConfigError
-from hfdist.sweep.command import SETTINGS, STUDY, keep_settings, parse_sweep
+from hfdist.records.trials import SETTINGS
+from hfdist.sweep.command import STUDY, keep_settings, parse_sweep
 
 RUN = ("model=tiny", "train.global_batch_size=8")
 CONSTANT = ("optimizer.schedule=constant", "optimizer.warmup_fraction=null", "optimizer.warmup_steps=2")
