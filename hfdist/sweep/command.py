@@ -272,7 +272,8 @@ def keep_settings(sweep: Sweep) -> None:
     asked = {key: value for key, value in plain(config).items() if key not in free}
     asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.base)}
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        # A key that hfdist did not have when the sweep began has its default.
+        before = plain(SweepConfig()) | json.loads(path.read_text(encoding="utf-8"))
         changed = sorted(key for key in asked if asked[key] != before.get(key))
         if changed:
             raise ConfigError(

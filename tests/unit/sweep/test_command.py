@@ -1,10 +1,11 @@
 """The command line of a sweep: mistakes are told before anything starts, and presets fit the runs that are shipped."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from hfdist.config.sweep import SECTION, Sampler
+from hfdist.config.sweep import SECTION, LauncherName, Sampler
 from hfdist.errors import ConfigError
 from hfdist.records.trials import SETTINGS
 from hfdist.sweep.command import STUDY, keep_settings, parse_sweep
@@ -82,3 +83,15 @@ def test_a_folder_keeps_what_was_asked(tmp_path):
     for changed in ((LR, "sweep.seed=1"), (LR, "train.max_steps=5"), ("optimizer.lr=interval(1e-4,1)",)):
         with pytest.raises(ConfigError, match="has begun otherwise"):
             keep(*changed)
+
+
+def test_a_key_that_an_older_folder_does_not_have_counts_as_its_default(tmp_path):
+    _, sweep, _ = parse_sweep([f"run.dir={tmp_path}", *RUN, LR])
+    keep_settings(sweep)
+    kept = json.loads((tmp_path / SETTINGS).read_text())
+    del kept["launcher"]
+    (tmp_path / SETTINGS).write_text(json.dumps(kept))
+    keep_settings(sweep)
+    with pytest.raises(ConfigError, match="has begun otherwise") as caught:
+        keep_settings(replace(sweep, config=replace(sweep.config, launcher=LauncherName.slurm)))
+    assert caught.value.where == "sweep.launcher"
