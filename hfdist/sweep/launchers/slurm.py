@@ -50,8 +50,8 @@ class SlurmLauncher:
     def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> LaunchedTrial:
         """See `Launcher`. A job that SLURM does not take is a ConfigError."""
         path = folder / SCRIPT
-        write_slurm(self._make_job(overrides, path)).write()
-        # The sweep itself decides whether a trial starts again. What the command line says wins over the script.
+        write_slurm(self._make_job(overrides, path), requeues=False).write()
+        # The sweep itself decides whether a trial starts again, whatever the site or cluster.slurm.options say.
         options = ["--parsable", "--no-requeue", f"--output={folder.resolve() / LOG}", "--open-mode=append"]
         said = _try("sbatch", *options, f"--comment={_MARK}{trial_mark(slot, rung, folder)}", str(path))
         if said.returncode != 0:
