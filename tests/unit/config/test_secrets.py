@@ -32,7 +32,9 @@ def test_on_the_command_line(override):
 
 
 @pytest.mark.parametrize(
-    "line", ["hub_token: pw1", f"note: {SHAPED}", "hub_token: pw1: x", "nothing: {password: 47110815}"], ids=list("abcd")
+    "line",
+    ["hub_token: pw1", f"note: {SHAPED}", "hub_token: pw1: x", "nothing: {password: 47110815}"],
+    ids=list("abcd"),
 )
 def test_in_a_file(tmp_path, line):
     (tmp_path / "train").mkdir()
