@@ -111,21 +111,25 @@ SIZES = {
 }
 
 
-def main(page: Path, which: str = "", minutes: str = "10") -> None:
-    """Run what there is time for, and write the tables."""
+def main(page: Path, which: str = "", minutes: str = "10") -> bool:
+    """Run what there is time for, and write the tables; give whether no run has failed, and all are equal that must."""
     if not torch.cuda.is_available():
         sys.exit("no CUDA device is at hand")
-    end = time.monotonic() + 60 * float(minutes)
+    end, failed = time.monotonic() + 60 * float(minutes), list[str]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ.setdefault("HFDIST_CACHE", str(folder / "cache"))
         for part, write in (("equal", write_equal), ("sizes", write_sizes)):
             if which in ("", part):
-                write_section(page, part, write(folder, end))
+                text, missed = write(folder, end)
+                write_section(page, part, text)
+                failed += missed
+    sys.stdout.write(f"failed or not equal: {failed or 'none'}\n")
+    return not failed
 
 
-def write_equal(folder: Path, end: float) -> str:
-    """All of EQUAL beside what they must equal."""
+def write_equal(folder: Path, end: float) -> tuple[str, list[str]]:
+    """All of EQUAL beside what they must equal; give also those that do not."""
     said = run_all(folder, REFERENCES, end)
     first = {name: case for name, case in EQUAL.items() if case.goes_on_from is None}
     said |= run_all(folder, first, end)
@@ -138,12 +142,12 @@ def write_equal(folder: Path, end: float) -> str:
         cells = [_cell(found.get(what)) for what in COLUMNS]
         lines.append([name, case.beside, *cells, why or ""])
         failed += [] if rows and all(row.passed for row in rows) else [name]
-    sys.stdout.write(f"not equal: {failed or 'none'}\n")
-    return (
+    text = (
         f"{describe_run('tests.gpu', 'torch', 'transformers', 'deepspeed')}, {torch.cuda.get_device_name()}. "
         f"{len(EQUAL) - len(failed)} of {len(EQUAL)} are within the bounds of `hfdist prove`.\n\n"
         + markdown(["run", "beside", *COLUMNS, "what was said"], lines)
     )
+    return text, failed
 
 
 COLUMNS = ("loss", "gradient norm", "gradients of step 1", "weights at the end")
@@ -207,14 +211,12 @@ def run(folder: Path, name: str, overrides: tuple[str, ...], end: float, **envir
     return None if code == 0 else f"{code}: {last_said(log.read_text())}"[:200]
 
 
-def write_sizes(folder: Path, end: float) -> str:
-    """Runs of the large model one after the other, beside the plan that each makes of itself."""
+def write_sizes(folder: Path, end: float) -> tuple[str, list[str]]:
+    """Runs of the large model one after the other, beside the plan of each; give also those that have failed."""
     lines = [[name, *_measure(folder, name, overrides, end)] for name, overrides in SIZES.items()]
     header = ["run", "peak GiB", "step ms", "tokens/s", "Wh", "MFU", "what was said"]
-    return (
-        f"{describe_run('tests.gpu', 'torch', 'transformers', 'deepspeed')}, {torch.cuda.get_device_name()}.\n\n"
-        + markdown(header, lines)
-    )
+    machine = f"{describe_run('tests.gpu', 'torch', 'transformers', 'deepspeed')}, {torch.cuda.get_device_name()}.\n\n"
+    return machine + markdown(header, lines), [line[0] for line in lines if line[-1]]
 
 
 def _measure(folder: Path, name: str, overrides: tuple[str, ...], end: float) -> list[str]:
@@ -236,4 +238,4 @@ FIGURES = {"peak memory": 2**30, "step": 1e-3, "speed": 1, "energy": 1e-3}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    sys.exit(not main(Path(sys.argv[1]), *sys.argv[2:]))

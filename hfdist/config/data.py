@@ -25,9 +25,11 @@ class Packing(Enum):
     """How documents become sequences.
 
     `concat`: end to end, cut at the length; `best_fit`: whole, together where they fill a sequence best, padded;
-    `none`: one document a sequence, padded to the longest of its micro batch, lengths alike in a step.
+    `none`: one document a sequence, padded to the longest of its micro batch, lengths alike in a step; `auto`: what the
+    task and the rows need.
     """
 
+    auto = "auto"
     concat = "concat"
     best_fit = "best_fit"
     none = "none"

@@ -151,17 +151,37 @@ def _starred(section: str) -> str:
 
 def keys_of(cls: Any, prefix: str) -> Iterator[Key]:
     """Every key of a dataclass, sections included, each behind `prefix`."""
-    hints = typing.get_type_hints(cls)
+    for key in _direct_keys(cls, prefix):
+        yield key
+        if dataclasses.is_dataclass(key.type):
+            yield from keys_of(key.type, f"{key.name}.")
+        elif typing.get_origin(key.type) is dict and dataclasses.is_dataclass(typing.get_args(key.type)[1]):
+            item = typing.get_args(key.type)[1]
+            yield Key(name=f"{key.name}.{ANY_NAME}", type=item)
+            yield from keys_of(item, f"{key.name}.{ANY_NAME}.")
+
+
+def values_by_key(section: Any, prefix: str) -> Iterator[tuple[Key, Any]]:
+    """Give every value of a dataclass with its key, also of those in its mappings and lists; items have numbers."""
+    for key in _direct_keys(type(section), prefix):
+        value = getattr(section, key.leaf)
+        yield key, value
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        inner = {f"{key.name}.": value} | {f"{key.name}.{name}.": item for name, item in items}
+        for name, item in inner.items():
+            if dataclasses.is_dataclass(item):
+                yield from values_by_key(item, name)
+
+
+def _direct_keys(cls: Any, prefix: str) -> Iterator[Key]:
+    hints = _type_hints(cls)
     for field in dataclasses.fields(cls):
-        name = f"{prefix}{field.name}"
-        hint = hints[field.name]
-        yield Key(name=name, type=hint, limit=field.metadata.get(LIMIT))
-        if dataclasses.is_dataclass(hint):
-            yield from keys_of(hint, f"{name}.")
-        elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
-            item = typing.get_args(hint)[1]
-            yield Key(name=f"{name}.{ANY_NAME}", type=item)
-            yield from keys_of(item, f"{name}.{ANY_NAME}.")
+        yield Key(name=f"{prefix}{field.name}", type=hints[field.name], limit=field.metadata.get(LIMIT))
+
+
+@cache
+def _type_hints(cls: Any) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

@@ -82,9 +82,8 @@ def write_job(target: str, job: Job) -> None:
         return
     for file in made.files:
         _check_place(file.path)
-    for file in made.files:
-        file.path.write_text(file.text, encoding="utf-8")
-        sys.stdout.write(f"written: {file.path}\n")
+    made.write()
+    sys.stdout.write("".join(f"written: {file.path}\n" for file in made.files))
     sys.stdout.write("".join(f"to submit it: {line}\n" for line in made.submit))
 
 

@@ -90,3 +90,8 @@ class JobFiles:
     files: Sequence[JobFile]
     submit: Sequence[str] = field(default_factory=list)
     """Commands that submit it."""
+
+    def write(self) -> None:
+        """Write the files; their folders are there."""
+        for file in self.files:
+            file.path.write_text(file.text, encoding="utf-8")

@@ -44,18 +44,24 @@ launcher=$?
 answer=$(verdict "$start" "$launcher" {max_restarts}) || exit 1
 read -r code next <<<"$answer"
 echo "hfdist: the run has ended with exit code $code, $next (srun: $launcher)"
-
+{requeue}exit "$code"
+"""
+_REQUEUE = """
 # A job that was cancelled, or that SLURM requeues by itself, is not running any more.
 if [ "$next" = again ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
     echo "hfdist: requeued"
     scontrol requeue "$SLURM_JOB_ID" && sleep {wait}  # SLURM ends this script
 fi
-exit "$code"
 """
 
 
-def write_slurm(job: Job) -> JobFiles:
-    """Give the batch script."""
+def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
+    """Give the batch script.
+
+    Args:
+        job: what it starts.
+        requeues: whether a run that can go on is started again by its job, or by SLURM where that has ended the job.
+    """
     submit = f"sbatch {job.shell_path}"
     cluster, options = job.cluster, job.cluster.slurm
     setup, python = setup_lines(job), shlex.quote(cluster.python)
@@ -69,7 +75,7 @@ def write_slurm(job: Job) -> JobFiles:
         setup, in_container = "", "".join(f"{line}\n    " for line in setup.splitlines())
     text = _SCRIPT.format(
         head=job.head(submit),
-        directives="".join(f"#SBATCH {line}\n" for line in _directives(job)),
+        directives="".join(f"#SBATCH {line}\n" for line in _directives(job, requeues)),
         setup=setup,
         node_function=node_function(job),
         # A step in a container begins in the image's own folder.
@@ -82,12 +88,13 @@ def write_slurm(job: Job) -> JobFiles:
         # srun does not take it over from the job.
         cpus="" if cluster.cpus is None else f"--cpus-per-task={cluster.cpus * cluster.processes} ",
         wait=cluster.grace_seconds,
+        requeue=_REQUEUE.format(wait=cluster.grace_seconds) if requeues else "",
         max_restarts=cluster.max_restarts,
     )
     return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])
 
 
-def _directives(job: Job) -> list[str]:
+def _directives(job: Job, requeues: bool) -> list[str]:
     cluster, slurm = job.cluster, job.cluster.slurm
     lines = [
         f"--job-name={job.name}",
@@ -95,7 +102,8 @@ def _directives(job: Job) -> list[str]:
         "--open-mode=append",  # a start after a requeue writes behind the last
         f"--nodes={cluster.nodes}",
         "--ntasks-per-node=1",
-        "--requeue",  # where SLURM itself ends the job: a lost machine, a job of higher priority
+        # Where SLURM itself ends the job: a lost machine, a job of higher priority.
+        *(["--requeue"] if requeues else []),
         # To the processes of srun, not to this script: they save.
         f"--signal=TERM@{cluster.grace_seconds}",
     ]

@@ -69,7 +69,9 @@ def make_plan(
     architecture = find_planned_architecture(config) if architecture is None else architecture
     hardware = machines.hardware
     topology, batch = plan_run(config, world_size=processes)
-    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    strategy = select_strategy(
+        config.strategy, config.train, topology=topology, batch=batch, device_type=hardware.device_type
+    )
     size, sizes = _measure(config, architecture, is_gpu=not hardware.is_cpu)
     traces = _trace(config, architecture, strategy, hardware.device_type)
     sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)

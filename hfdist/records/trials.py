@@ -11,7 +11,8 @@ from typing import Any
 
 from hfdist.records.lines import append_line, read_lines
 
-TRIALS = "sweep.jsonl"
+TRIALS, SETTINGS = "sweep.jsonl", "sweep.json"
+"""In a sweep's folder: these lines, and what was asked when it began."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hfdist.records.trials import Trial, TrialLog, rank_trials
+from hfdist.records.trials import SETTINGS, Trial, TrialLog, rank_trials
 from hfdist.report.text import count, escaped, number, short
 
-SETTINGS = "sweep.json"
-"""In a sweep's folder, as docs/sweeps.md describes it."""
 _WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
 _MOST_AXES, _MOST_LINES, _MOST_ROWS = 8, 300, 100
 _LOG_RANGE = 30.0

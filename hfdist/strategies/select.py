@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -18,8 +19,17 @@ from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
 
 
-def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: Topology, batch: BatchPlan) -> Strategy:
+def select_strategy(
+    strategy: StrategyConfig, train: TrainConfig, *, topology: Topology, batch: BatchPlan, device_type: str
+) -> Strategy:
     """Give the strategy that `strategy.*` asks for.
+
+    Args:
+        strategy: the keys.
+        train: those of the run.
+        topology: degrees and place of this process, or of one that is planned.
+        batch: of a step.
+        device_type: `cpu` or `cuda`: where the run is to be.
 
     Raises:
         ConfigError: keys that the strategy itself checks, such as those of `strategy.deepspeed`.
@@ -36,11 +46,11 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
         case Sharding.zero1 if has_pipeline:
             from hfdist.strategies.pipelines.zero import PipelineZeroStrategy
 
-            return PipelineZeroStrategy(topology, batch, strategy, train)
+            return PipelineZeroStrategy(topology, batch, strategy, train, device_type=device_type)
         case Sharding.zero1 | Sharding.zero2 | Sharding.zero3:
             from hfdist.strategies.deepspeed.zero import ZeroStrategy
 
-            return ZeroStrategy(topology, batch, strategy, train)
+            return ZeroStrategy(topology, batch, strategy, train, device_type=device_type)
         case Sharding.fsdp2 if has_pipeline:
             from hfdist.strategies.pipelines.fsdp import PipelineFsdpStrategy
 
@@ -49,6 +59,11 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
             from hfdist.strategies.fsdp import FsdpStrategy
 
             return FsdpStrategy(topology, batch, strategy)
+
+
+def device_type_here() -> str:
+    """Give where a run of this process is: `cuda` if it sees a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_strategy(
@@ -93,7 +108,7 @@ def make_strategy(
         sequence_length=sequence_length,
         lanes=topology.data_size,
     )
-    return select_strategy(strategy, train, topology=topology, batch=batch)
+    return select_strategy(strategy, train, topology=topology, batch=batch, device_type=device_type_here())
 
 
 def _typed(layout: dict[str, Any], train: dict[str, Any]) -> tuple[StrategyConfig, TrainConfig]:

@@ -30,7 +30,7 @@ from hfdist.jobs.cluster import GROUP as CLUSTER
 from hfdist.jobs.cluster import ClusterConfig, compose_cluster
 from hfdist.jobs.command import check_job
 from hfdist.jobs.job import Job
-from hfdist.records.trials import Trial
+from hfdist.records.trials import SETTINGS, Trial
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.launchers.base import Launcher
 from hfdist.sweep.launchers.local import LocalLauncher
@@ -41,8 +41,8 @@ from hfdist.sweep.space import Space, as_overrides, is_sweep, parse_dimension
 from hfdist.topology import read_launcher
 from hfdist.trainer.run.run_lock import RunLock
 
-SETTINGS, STUDY, BEST = "sweep.json", "study.journal", "best"
-"""In the sweep's folder: what was asked when it began, all trials for Optuna's own tools, and the best one's config."""
+STUDY, BEST = "study.journal", "best"
+"""In the sweep's folder: all trials for Optuna's own tools, and the best one's config."""
 _PRESET = "tpe"
 _HELP = """\
 Train many runs that differ in some keys, and find the best. Each trial is a run of its own, in any layout.
@@ -228,7 +228,7 @@ def _sweep(arguments: list[str]) -> None:
 def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
     """Run the sweep, with a live table in a terminal; give also whether it has ended."""
     with ExitStack() as opened:
-        say, look = _say, None
+        say, look = _say, lambda _: None
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             # Optional, and slow to import.
             from rich.console import Console
@@ -245,7 +245,7 @@ def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
-        return controller, controller.run(*([] if look is None else [look]))
+        return controller, controller.run(look)
 
 
 def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
@@ -272,7 +272,8 @@ def keep_settings(sweep: Sweep) -> None:
     asked = {key: value for key, value in plain(config).items() if key not in free}
     asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.base)}
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        # A key that hfdist did not have when the sweep began has its default.
+        before = plain(SweepConfig()) | json.loads(path.read_text(encoding="utf-8"))
         changed = sorted(key for key in asked if asked[key] != before.get(key))
         if changed:
             raise ConfigError(

@@ -134,8 +134,8 @@ class Controller:
         if self._is_told_to_stop:
             return
         self._is_told_to_stop = True
-        for process in self._running.values():
-            process.stop()
+        for number, process in self._running.items():
+            process.stop(can_save=self._record_of(self.log.trials[number]) is not None)
 
     def run(self, look: Callable[[Controller], None] = lambda _: None) -> bool:
         """Run until nothing is left to do, or until told to stop; give whether the sweep has ended.
@@ -196,7 +196,7 @@ class Controller:
         started = self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
         if self._is_told_to_stop:
             # Meanwhile.
-            started.stop()
+            started.stop(can_save=False)
         values = " ".join(as_overrides(trial.values))
         start = "" if trial.parent is None else f" at the checkpoint of trial {trial.parent}"
         self._say(f"trial {trial.number}{self._rung_text(rung)} begins{start}: {values}")

@@ -156,7 +156,7 @@ def used_up(jobs: Jobs) -> Story:
 
 
 def sweep_of_jobs(jobs: Jobs) -> Story:
-    """The sweep is killed while two jobs run, told to stop, and goes on."""
+    """The sweep is killed while two jobs run, told to stop, told so again before the jobs train, and goes on."""
     cluster, folder = jobs.cluster, jobs.folder
     arguments = ("sweep=random", "sweep.trials=3", "sweep.slots=2", "optimizer.lr=tag(log, interval(1e-4, 1e-2))",
                  *SETTINGS, *jobs.pausing, "train.max_steps=60", "checkpoint.every=10",
@@ -181,7 +181,13 @@ def sweep_of_jobs(jobs: Jobs) -> Story:
     second.terminate()
     assert second.wait(120) == 75, (folder / "sweep.out").read_text()
     third = start()
-    assert third.wait(300) == 0, (folder / "sweep.out").read_text()
+    running = ("squeue", "--noheader", "--states=RUNNING")
+    cluster.wait_until(lambda: len(cluster.run(*running).splitlines()) == 2, "two jobs that go on")
+    third.terminate()
+    assert third.wait(120) == 75, (folder / "sweep.out").read_text()
+    assert both(lambda run: run.start == 1), "a signal that came before the first step was missed"
+    fourth = start()
+    assert fourth.wait(300) == 0, (folder / "sweep.out").read_text()
     subprocess.run([*command, *arguments, f"run.dir={folder / 'local'}"], check=True, stdout=subprocess.DEVNULL)
     ours, theirs = TrialLog(folder / "sweep").trials, TrialLog(folder / "local").trials
     assert [one.values for one in ours] == [one.values for one in theirs]
@@ -192,7 +198,8 @@ def sweep_of_jobs(jobs: Jobs) -> Story:
     return Story(
         "A sweep of jobs",
         "`hfdist sweep sweep.launcher=slurm`: three trials of two processes, two jobs at a time. The sweep is killed "
-        "(`kill -9`) while both run, finds them again, is told to stop, and goes on. The table is that of trial 0.",
+        "(`kill -9`) while both run, finds them again, is told to stop, is told so again before its new jobs have "
+        "begun to train, and goes on. The table is that of trial 0.",
         read_starts(folder / "sweep" / "trial-0000"),
         f"All three trials have the values of the same sweep on one machine, and the losses to {furthest:.1e}.",
     )

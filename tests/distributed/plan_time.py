@@ -165,7 +165,7 @@ def predict(case: Case, hardware: Hardware) -> StepParts:
         sequence_length=_SEQUENCE_TOKENS,
         lanes=topology.data,
     )
-    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch, device_type="cpu")
     with torch.device("meta"):
         whole = LlamaForCausalLM(architecture)
     sizes = step_sizes(whole, config.train, tensor=topology.tensor, is_gpu=False)

@@ -32,6 +32,8 @@ from tests.e2e.test_command_line import RECIPE
 from tests.imports import import_all
 
 SEEDS = range(5)
+NOT = "**not** "
+"""Stands in a table where something is not as it must be."""
 RUN = ("model=tiny", "report=quiet", "optimizer.schedule=constant", "data.eval_sequences=64")
 SPACE = ("optimizer.lr=tag(log, interval(1e-4, 1e-1))", "optimizer.warmup_steps=int(interval(0, 8))",
          "optimizer.weight_decay=tag(log, interval(1e-3, 1))")  # fmt: skip
@@ -165,7 +167,7 @@ def write_kills(folder: Path, num_kills: int = 20) -> str:
     words = ", ".join(f"{what} {number} times" for what, number in kills.items())
     return (
         f"Killed with SIGKILL: {words}. The trials and values of `{TRIALS}` are "
-        f"{'byte by byte those' if is_same else '**not** those'} of the sweep that nobody killed: "
+        f"{'byte by byte ' if is_same else NOT}those of the sweep that nobody killed: "
         f"{len(TrialLog(killed).trials)} trials, {sum(len(trial.results) for trial in TrialLog(killed).trials)} rungs."
     )
 
@@ -175,16 +177,20 @@ def _kill_session(one: TrialProcess) -> None:
         os.killpg(one.pid, signal.SIGKILL)
 
 
-def main(page: Path, *parts: str) -> None:
-    """Write the parts that are asked for; none: all."""
+def main(page: Path, *parts: str) -> bool:
+    """Write the parts that are asked for, or all where none is; give whether all is as it must be."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     import_all()
+    is_right = True
     for name, write in (("losses", write_losses), ("population", write_population), ("kills", write_kills)):
         if not parts or name in parts:
             with tempfile.TemporaryDirectory() as folder:
-                write_section(page, name, write(Path(folder)))
+                text = write(Path(folder))
+            write_section(page, name, text)
+            is_right = is_right and NOT not in text
+    return is_right
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    sys.exit(not main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -95,7 +95,7 @@ def predict(case: Case) -> Counter[str]:
         sequence_length=TOKENS,
         lanes=topology.data,
     )
-    strategy = select_strategy(config, train, topology=topology, batch=batch)
+    strategy = select_strategy(config, train, topology=topology, batch=batch, device_type="cpu")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"model_type": "llama"} | case.sizes))
     sizes = step_sizes(model, train, tensor=topology.tensor, is_gpu=False)

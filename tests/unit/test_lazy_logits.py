@@ -326,8 +326,8 @@ def test_what_could_not_be_tried_is_taken_only_where_it_is_asked_for(caplog):
     with pytest.raises(UntriedError, match="only this width"):
         refuse_model(model)
     with caplog.at_level(logging.INFO, "hfdist"):
-        assert choose_loss(config("auto"), model, Partitioning()) is None
-        assert choose_loss(config("chunked"), model, Partitioning()).choice is Loss.chunked
+        assert choose_loss(config("auto"), model, Partitioning(), "cpu") is None
+        assert choose_loss(config("chunked"), model, Partitioning(), "cpu").choice is Loss.chunked
     said = [record for record in caplog.records if "only this width" in record.message]
     assert [record.levelno for record in said] == [logging.INFO, logging.WARNING]
 

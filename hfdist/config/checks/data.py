@@ -60,9 +60,9 @@ def check_mixture(data: DataConfig) -> None:
     for index, change in enumerate(data.anneal):
         if change.step <= last_step:
             what, allowed = "the changes of weights are not in order of their steps", f"a whole number > {last_step}"
-            raise ConfigError(what, where=f"data.anneal[{index}].step", found=change.step, allowed=allowed)
+            raise ConfigError(what, where=f"data.anneal.{index}.step", found=change.step, allowed=allowed)
         last_step = change.step
-        _check_change(f"data.anneal[{index}].weights", change, sources)
+        _check_change(f"data.anneal.{index}.weights", change, sources)
 
 
 def check_source(key: str, source: SourceConfig) -> None:

@@ -18,9 +18,8 @@ from hfdist.config.data import SourceKind
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
 from hfdist.config.optimizer import Schedule
-from hfdist.config.ranges import LIMIT
 from hfdist.config.run import Export, RunConfig
-from hfdist.config.schema import find_key, flatten, plain
+from hfdist.config.schema import plain, values_by_key
 from hfdist.config.strategy import Compression, ContextMethod, Offload, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
@@ -71,11 +70,10 @@ def _shown(config: RunConfig, key: str) -> str:
 
 
 def _check_ranges(config: RunConfig) -> None:
-    for key, value in flatten(plain(config), ""):
-        known = find_key(key)
-        if known is not None and known.limit is not None and value is not None and not known.limit.accepts(value):
-            what = "the number is out of range" if "number" in known.allowed else "the value is of another kind"
-            raise ConfigError(what, where=key, found=value, allowed=known.allowed)
+    for key, value in values_by_key(config, ""):
+        if key.limit is not None and value is not None and not key.limit.accepts(value):
+            what = "the number is out of range" if "number" in key.allowed else "the value is of another kind"
+            raise ConfigError(what, where=key.name, found=value, allowed=key.allowed)
 
 
 def _check_run(config: RunConfig) -> None:
@@ -295,12 +293,6 @@ def _check_optimizer(config: RunConfig) -> None:
 
 def _check_changes(config: RunConfig) -> None:
     optimizer = config.optimizer
-    for index, change in enumerate(optimizer.changes):
-        for one in dataclasses.fields(change):
-            value, limit = getattr(change, one.name), one.metadata[LIMIT]
-            if value is not None and not limit.accepts(value):
-                where = f"optimizer.changes[{index}].{one.name}"
-                raise ConfigError("the number is out of range", where=where, found=value, allowed=limit.allowed)
     steps = [change.step for change in optimizer.changes]
     if steps != sorted(set(steps)):
         what, found = "the changes must stand in the order of their steps", ", ".join(map(str, steps))
@@ -458,7 +450,7 @@ def _check_evaluation(config: RunConfig) -> None:
         raise _conflict(config, keys, what, allowed=allowed, hint=hint)
     for index, prompt in enumerate(evaluate.prompts):
         if not prompt.strip():
-            raise ConfigError("a prompt is empty", where=f"evaluate.prompts[{index}]", found=prompt, allowed="text")
+            raise ConfigError("a prompt is empty", where=f"evaluate.prompts.{index}", found=prompt, allowed="text")
 
 
 def _check_lm_eval(config: RunConfig) -> None:

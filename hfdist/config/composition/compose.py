@@ -17,7 +17,7 @@ from hfdist.config.checks.values import check_config
 from hfdist.config.composition.files import refuse_resolver, searching, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
-from hfdist.config.data import RowFormat
+from hfdist.config.data import Packing, RowFormat
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
@@ -92,10 +92,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
     _expand_home(values)
-    if values.data.format is RowFormat.auto:
-        is_of_prompts = values.task.name.is_reinforcement
-        own = RowFormat.prompt_completion if is_of_prompts else values.task.name.row_format
-        values.data.format = own or RowFormat.auto
+    _fit_to_task(values)
     check_config(values)
     for source in values.data.sources.values():
         # The limits of the sources are what ends a stream.
@@ -115,6 +112,17 @@ def _expand_home(config: RunConfig) -> None:
         value = getattr(section, name)
         if value is not None and value.startswith("~"):
             setattr(section, name, os.path.expanduser(value))
+
+
+def _fit_to_task(config: RunConfig) -> None:
+    """Give `auto` the values that the task needs."""
+    data, task = config.data, config.task.name
+    if data.format is RowFormat.auto:
+        own = RowFormat.prompt_completion if task.is_reinforcement else task.row_format
+        data.format = own or RowFormat.auto
+    if data.packing is Packing.auto:
+        is_text = data.format is RowFormat.text
+        data.packing = Packing.none if task.is_reinforcement else Packing.concat if is_text else Packing.best_fit
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.files import display, list_options, read_config_text, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.schema import Key, flatten, keys_of
+from hfdist.config.schema import Key, flatten, keys_of, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
 
@@ -122,18 +122,15 @@ class Section:
             yield (section.name if section is not None and section.type == dict[str, str] else key), value
 
     def _check(self, values: Any) -> None:
-        for key, known in self.keys.items():
-            value: Any = values
-            for part in key.removeprefix(self._prefix).split("."):
-                value = getattr(value, part)
-            if value is not None and known.limit is not None and not known.limit.accepts(value):
-                raise ConfigError("this value is not possible", where=key, found=value, allowed=known.allowed)
+        for key, value in values_by_key(values, self._prefix):
+            if value is not None and key.limit is not None and not key.limit.accepts(value):
+                raise ConfigError("this value is not possible", where=key.name, found=value, allowed=key.allowed)
             # OmegaConf takes a list or a mapping in a list of texts.
             members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
             if not all(isinstance(member, str) for member in members):
-                raise ConfigError("each value must be text", where=key, found=value, allowed=known.allowed)
+                raise ConfigError("each value must be text", where=key.name, found=value, allowed=key.allowed)
             # What a line of a job file holds must not begin another.
-            for name, text in flatten(value, key) if isinstance(value, (str, list, dict)) else ():
+            for name, text in flatten(value, key.name) if isinstance(value, (str, list, dict)) else ():
                 if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):
                     what = f"a value of a {self._group} is one line"
                     raise ConfigError(what, where=name, found=text, allowed="text without control characters")

@@ -82,13 +82,14 @@ class LossHead:
         return self._chunked[device](rows)
 
 
-def choose_loss(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> LossHead | None:
+def choose_loss(config: RunConfig, model: PreTrainedModel, layout: Partitioning, device_type: str) -> LossHead | None:
     """Find what computes the loss; None: the model by itself, from all logits.
 
     Args:
         config: of the run.
         model: whole or partitioned.
         layout: that of the run.
+        device_type: `cpu` or `cuda`: where the run is to be.
 
     Raises:
         ConfigError: what the config asks for does not work here.
@@ -98,7 +99,8 @@ def choose_loss(config: RunConfig, model: PreTrainedModel, layout: Partitioning)
         return None
     choice = Loss.chunked if asked is Loss.auto else asked
     try:
-        reason = _refuse_package(choice) or _refuse_run(config, model, layout) or refuse_model(model, choice)
+        reason = _refuse_package(choice, device_type) or _refuse_run(config, model, layout)
+        reason = reason or refuse_model(model, choice)
     except UntriedError as error:
         reason = str(error)
         if asked is not Loss.auto:
@@ -113,10 +115,10 @@ def choose_loss(config: RunConfig, model: PreTrainedModel, layout: Partitioning)
     return None
 
 
-def _refuse_package(choice: Loss) -> str | None:
+def _refuse_package(choice: Loss, device_type: str) -> str | None:
     if choice not in _PACKAGES:
         return None
-    if not torch.cuda.is_available():
+    if device_type != "cuda":
         return "its kernels need a GPU"
     # Only found, not imported: that takes seconds.
     return None if find_spec(_PACKAGES[choice]) is not None else f"{_PACKAGES[choice]} is not installed"

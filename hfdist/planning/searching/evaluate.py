@@ -86,7 +86,10 @@ class Evaluator:
             data_size=layout.data,
             sequence_length=self.model.sequence_length,
         )
-        return select_strategy(config.strategy, config.train, topology=layout.topology, batch=batch)
+        device_type = self.machines.hardware.device_type
+        return select_strategy(
+            config.strategy, config.train, topology=layout.topology, batch=batch, device_type=device_type
+        )
 
     def least_bytes(self, layout: Layout) -> float:
         """Give what a rank holds at the least, however state is sharded."""

@@ -29,8 +29,7 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, Recompute
 from hfdist.models.blocks import checkpoint_blocks, find_block_parts
 from hfdist.models.flops import flops_per_token, measure_size
-from hfdist.models.loss import LossHead, choose_loss
-from hfdist.models.loss.chunked import CHUNK_LOGITS
+from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
@@ -40,6 +39,7 @@ from hfdist.planning.searching.constants import MODES, Growth, Mode, ModelConsta
 from hfdist.planning.searching.shares import find_shares, find_tensor_plans
 from hfdist.planning.timing.traffic import step_sizes
 from hfdist.planning.tracing.fake_model import make_fake_model
+from hfdist.planning.tracing.memory import find_loss_head
 from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
@@ -70,9 +70,7 @@ def measure_constants(
     with torch.random.fork_rng(devices=[]):
         with fake_tensors:
             model = make_fake_model(config, architecture, strategy).train()
-        loss_head = choose_loss(config, model, strategy)
-        if loss_head is not None and is_gpu:
-            loss_head = LossHead(loss_head.choice, CHUNK_LOGITS["cuda"])
+        loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu")
         shares_tokens = class_keeps_documents_apart(model) is not False
         with fake_tensors:
             measurement = _Measurement(config, model, loss_head)

@@ -38,6 +38,7 @@ from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
 from hfdist.planning.tracing.trace import BUFFERS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
+from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
 from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed
 from hfdist.strategies.held import state_tensors
 from hfdist.strategies.pipelines import zero as pipelines_zero
@@ -147,7 +148,9 @@ def trace_deepspeed(
     optimizer = make_optimizer()
     with trace:
         trace.hold((*model.parameters(), *model.buffers()), WEIGHTS)
-        prepared, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=strategy.deepspeed_config)
+        # Tensors of the CPU stand for those of a GPU, and there is no kernel that quantizes them.
+        whole = {"zero_optimization": strategy.deepspeed_config["zero_optimization"] | dict.fromkeys(QUANTIZED, False)}
+        prepared, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=strategy.deepspeed_config | whole)
         engine.setup(prepared, SimpleNamespace(optimizer=optimizer), None)
         _name_buckets(prepared.optimizer, trace)
         num_microbatches = min(_MICROBATCHES, strategy.batch.num_microbatches)

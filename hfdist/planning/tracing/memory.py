@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.batch import IGNORED, plan_batch
 from hfdist.config.data import Packing
+from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule
 from hfdist.models.loss import LossHead, choose_loss
@@ -88,13 +90,13 @@ def trace_rank(
     )
     num_microbatches = batch.num_microbatches
     # As the run has it, with what it refuses.
-    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    select = partial(select_strategy, config.strategy, config.train, topology=topology, device_type=device_type)
+    strategy = select(batch=batch)
     if topology.pipeline > 1:
         # It takes time that other layouts save.
         from hfdist.planning.tracing.pipeline_trace import shorten
 
-        batch = shorten(config, topology, batch)
-        strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+        strategy = select(batch=shorten(config, topology, batch))
     stages: tuple[StageCosts, ...] | None = None
     with fake_ranks(topology), fake_tensors(strategy), _deepspeed(strategy):
         if config.strategy.sharding.is_deepspeed and topology.pipeline == 1:
@@ -139,9 +141,10 @@ def _deepspeed(strategy: Strategy) -> AbstractContextManager[None]:
     return deepspeed_on_fake_tensors(strategy.topology)
 
 
-def _find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str) -> LossHead | None:
-    loss_head = choose_loss(config, model, strategy)
-    return None if loss_head is None else LossHead(loss_head.choice, CHUNK_LOGITS[device_type])
+def find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str) -> LossHead | None:
+    """Find what stands for the run's loss on fake tensors: what kernels of other packages keep is what chunks keep."""
+    loss_head = choose_loss(config, model, strategy, device_type)
+    return None if loss_head is None else LossHead(Loss.chunked, CHUNK_LOGITS[device_type])
 
 
 def _trace_zero(
@@ -151,7 +154,7 @@ def _trace_zero(
 
     trace = Trace(copies_gathered=device_type == "cpu")
     whole = make_fake_model(config, architecture, strategy)
-    loss_head = _find_loss_head(config, whole, strategy, device_type)
+    loss_head = find_loss_head(config, whole, strategy, device_type)
     engine = strategy.build(whole)
     state = trace_deepspeed(
         config,
@@ -189,7 +192,7 @@ def _trace_engine(
     recorder: PipelineTrace | None = None,
 ) -> tuple[Trace, MemoryUse]:
     whole = make_fake_model(config, architecture, strategy, before_split)
-    loss_head = _find_loss_head(config, whole, strategy, device_type)
+    loss_head = find_loss_head(config, whole, strategy, device_type)
     # What comes from whole numbers alone is known in a trace.
     with nullcontext() if recorder is None else Trace():
         engine = strategy.build(whole)

@@ -9,7 +9,6 @@ import difflib
 import sys
 from typing import Any, get_args
 
-import torch
 from pydantic import BaseModel, ValidationError
 
 from hfdist.config.batch import BatchPlan
@@ -47,30 +46,36 @@ _TOP_LEVEL: dict[str, type] = {
     "zero_force_ds_cpu_optimizer": bool,
 }
 
-# ZeRO++, whose kernels are of CUDA.
-_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+"""Keys of ZeRO++, whose kernels are of CUDA."""
 
 STAGE = {Sharding.zero1: 1, Sharding.zero2: 2, Sharding.zero3: 3}
 
 
-def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan) -> dict[str, Any]:
+def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, device_type: str) -> dict[str, Any]:
     """Give the dict that `deepspeed.initialize` reads, with `strategy.deepspeed` merged over it.
+
+    Args:
+        strategy: the layout.
+        train: its precision and clipping.
+        batch: of a step.
+        device_type: `cpu` or `cuda`: where the run is to be.
 
     Raises:
         ConfigError: a key of `strategy.deepspeed` that DeepSpeed does not know, hfdist sets itself, or needs a GPU.
     """
     check_extra_keys(strategy.deepspeed)
-    _check_device(strategy.deepspeed)
-    return _merge(_generated(strategy, train, batch), strategy.deepspeed)
+    _check_device(strategy.deepspeed, device_type)
+    return _merge(_generated(strategy, train, batch, device_type), strategy.deepspeed)
 
 
-def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan) -> dict[str, Any]:
+def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, device_type: str) -> dict[str, Any]:
     return {
         "train_batch_size": batch.global_batch_size,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.num_microbatches,
         "gradient_clipping": train.max_grad_norm,
-        "zero_optimization": _zero_section(strategy),
+        "zero_optimization": _zero_section(strategy, device_type),
         "bf16": {"enabled": train.precision is Precision.bf16},
         "fp16": {"enabled": train.precision is Precision.fp16},
         # Gradients of many micro batches are summed in float32 whatever the arithmetic's type.
@@ -85,7 +90,7 @@ def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan) -
     }
 
 
-def _zero_section(strategy: StrategyConfig) -> dict[str, Any]:
+def _zero_section(strategy: StrategyConfig, device_type: str) -> dict[str, Any]:
     stage = STAGE[strategy.sharding]
     section: dict[str, Any] = {
         "stage": stage,
@@ -98,7 +103,7 @@ def _zero_section(strategy: StrategyConfig) -> dict[str, Any]:
     if stage < 3:
         # Each gradient to the rank that steps it: an all-reduce, DeepSpeed's default, sends it twice as far. On a GPU
         # DeepSpeed waits for the device before each such reduction, which costs more than fast links take.
-        section["use_multi_rank_bucket_allreduce"] = torch.cuda.is_available()
+        section["use_multi_rank_bucket_allreduce"] = device_type == "cuda"
     if stage == 3:
         section |= {
             "stage3_prefetch_bucket_size": 50_000_000,
@@ -138,9 +143,9 @@ def check_extra_keys(extra: dict[str, Any]) -> None:
             raise _unknown(key, value, [*sections, *_TOP_LEVEL], "")
 
 
-def _check_device(extra: dict[str, Any]) -> None:
-    asked = [name for name in _QUANTIZED if extra.get("zero_optimization", {}).get(name)]
-    if asked and not torch.cuda.is_available():
+def _check_device(extra: dict[str, Any], device_type: str) -> None:
+    asked = [name for name in QUANTIZED if extra.get("zero_optimization", {}).get(name)]
+    if asked and device_type != "cuda":
         what, where = "ZeRO++ quantizes on GPUs only", f"{_PLACE}.zero_optimization.{asked[0]}"
         hint = "a GPU, or strategy=ddp with strategy.compression=bf16"
         raise ConfigError(what, where=where, found="True, on a CPU", allowed="False", hint=hint)

@@ -37,11 +37,13 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 class ZeroStrategy(Strategy):
     """`strategy.sharding=zero1|zero2|zero3`, through accelerate's DeepSpeed plugin."""
 
-    def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
+    def __init__(
+        self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig, *, device_type: str
+    ) -> None:
         super().__init__(topology, batch, strategy)
         self.stage = STAGE[strategy.sharding]
         self.partitions_in_constructor = self.stage == 3
-        self.deepspeed_config = generate(strategy, train, batch)
+        self.deepspeed_config = generate(strategy, train, batch, device_type)
         self._train = train
         share = 1.0 / topology.data_size
         self.fractions = ShardFractions(

@@ -108,11 +108,11 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     engine_class = PipelineZeroEngine
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, device_type: str) -> None:
         super().__init__(*arguments)
         self.fractions = ShardFractions(optimizer=1.0 / (self.topology.data * self.topology.context))
         without_types = dataclasses.replace(self.train, precision=Precision.fp32)
-        self.deepspeed_config = generate(self.config, without_types, self.batch)
+        self.deepspeed_config = generate(self.config, without_types, self.batch, device_type)
         # It counts each rank that shares sequences as one with sequences of its own.
         self.deepspeed_config["train_batch_size"] *= self.topology.context
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.

@@ -22,8 +22,12 @@ class LaunchedTrial(Protocol):
     def has_ended(self) -> bool:
         """Whether it does not run, and does not wait to run, any more."""
 
-    def stop(self) -> None:
-        """Tell it to save and to stop. Call it once."""
+    def stop(self, *, can_save: bool) -> None:
+        """Tell it to save and to stop. Call it once.
+
+        Args:
+            can_save: whether the run has begun, as its record says; before, a signal may not find it.
+        """
 
 
 class Launcher(Protocol):

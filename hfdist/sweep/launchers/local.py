@@ -75,8 +75,8 @@ class TrialProcess:
             self.exit_code = self._process.wait(timeout=0)
         return True
 
-    def stop(self) -> None:
-        """Tell it to save and to stop."""
+    def stop(self, *, can_save: bool) -> None:
+        """See `LaunchedTrial`. The signal ends what has not begun."""
         with contextlib.suppress(psutil.Error):
             self._process.send_signal(signal.SIGTERM)
 

@@ -29,8 +29,7 @@ class RayLauncher:
     def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> TrialProcess:
         """See `Launcher`."""
         path = folder / PROGRAM
-        for file in write_ray(self._make_job(overrides, path)).files:
-            file.path.write_text(file.text, encoding="utf-8")
+        write_ray(self._make_job(overrides, path)).write()
         return TrialProcess.start([sys.executable, str(path)], folder, slot=slot, rung=rung, environment={})
 
     def find_all(self) -> dict[Path, LaunchedTrial]:

@@ -7,30 +7,21 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from hfdist.errors import ConfigError
 from hfdist.jobs.job import Job
 from hfdist.jobs.slurm import write_slurm
-from hfdist.records import RUN_FILE
 from hfdist.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mark
 
 SCRIPT = "job.sbatch"
 _MARK = "hfdist sweep "
 """What a comment begins with."""
-_WAITING = ("PENDING", "CONFIGURING")
 _FROM_OUTSIDE = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 """States of a job whose exit code says nothing of the run."""
 _MOST_TRIES, _TRY_SECONDS = 4, 5.0
 """Of a command that SLURM does not answer, or refuses for now."""
-
-
-_QUEUE = ("squeue", "--me", "--noheader", "--format=%i|%T|%k")
-
-
-class _Queued(NamedTuple):
-    state: str
-    comment: str
+_QUEUE = ("squeue", "--me", "--noheader", "--format=%i|%k")
+"""Gives numbers of jobs and their comments."""
 
 
 class SlurmLauncher:
@@ -44,25 +35,24 @@ class SlurmLauncher:
 
     def __init__(self, make_job: Callable[[Sequence[str], Path], Job]) -> None:
         self._make_job = make_job
-        self._queue: dict[int, _Queued] = {}
+        self._queue: dict[int, str] = {}
         self._read_at = 0.0
 
     def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> LaunchedTrial:
         """See `Launcher`. A job that SLURM does not take is a ConfigError."""
         path = folder / SCRIPT
-        for file in write_slurm(self._make_job(overrides, path)).files:
-            file.path.write_text(file.text, encoding="utf-8")
-        # The sweep itself decides whether a trial starts again. What the command line says wins over the script.
+        write_slurm(self._make_job(overrides, path), requeues=False).write()
+        # The sweep itself decides whether a trial starts again, whatever the site or cluster.slurm.options say.
         options = ["--parsable", "--no-requeue", f"--output={folder.resolve() / LOG}", "--open-mode=append"]
         said = _try("sbatch", *options, f"--comment={_MARK}{trial_mark(slot, rung, folder)}", str(path))
         if said.returncode != 0:
             found = " ".join(said.stderr.split())
             raise ConfigError("SLURM does not take the job", where="sweep.launcher", found=found, hint=f"sbatch {path}")
         job = int(said.stdout.split(";")[0])
-        self._queue[job] = _Queued("PENDING", "")
+        self._queue[job] = ""
         # What was read before does not know it.
         self._read_at = 0.0
-        return SlurmTrial(self, job, slot, rung, folder)
+        return SlurmTrial(self, job, slot, rung)
 
     def find_all(self) -> dict[Path, LaunchedTrial]:
         """See `Launcher`. A ConfigError where SLURM does not say what runs: trials would be started twice."""
@@ -72,14 +62,15 @@ class SlurmLauncher:
             raise ConfigError(what, where="sweep.launcher", found=found_words, hint="squeue --me")
         self._take(said.stdout)
         found: dict[Path, LaunchedTrial] = {}
-        for job, one in self._queue.items():
-            mark = read_mark(one.comment.removeprefix(_MARK)) if one.comment.startswith(_MARK) else None
+        for job, comment in self._queue.items():
+            mark = read_mark(comment.removeprefix(_MARK)) if comment.startswith(_MARK) else None
             if mark is not None:
-                found[mark[2]] = SlurmTrial(self, job, *mark)
+                slot, rung, folder = mark
+                found[folder] = SlurmTrial(self, job, slot, rung)
         return found
 
-    def read_queue(self) -> dict[int, _Queued]:
-        """Give the user's jobs that wait, run or end; as they were before, while SLURM does not answer."""
+    def read_queue(self) -> dict[int, str]:
+        """Give the comments of the user's jobs that wait, run or end; as they were before, if SLURM does not answer."""
         if time.monotonic() - self._read_at >= self.poll_seconds:
             said = _run(*_QUEUE)
             if said.returncode == 0:
@@ -87,16 +78,16 @@ class SlurmLauncher:
         return self._queue
 
     def _take(self, text: str) -> None:
-        lines = [line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
-        self._queue = {int(job): _Queued(*rest) for job, *rest in lines if job.isdecimal()}
+        lines = [line.partition("|") for line in text.splitlines()]
+        self._queue = {int(job): comment for job, _, comment in lines if job.isdecimal()}
         self._read_at = time.monotonic()
 
 
 class SlurmTrial:
     """A job."""
 
-    def __init__(self, launcher: SlurmLauncher, job: int, slot: int, rung: int, folder: Path) -> None:
-        self._launcher, self._job, self.slot, self.rung, self._folder = launcher, job, slot, rung, folder
+    def __init__(self, launcher: SlurmLauncher, job: int, slot: int, rung: int) -> None:
+        self._launcher, self._job, self.slot, self.rung = launcher, job, slot, rung
         self.exit_code: int | None = None
 
     @property
@@ -111,13 +102,10 @@ class SlurmTrial:
             self.exit_code = -int(found[2]) or int(found[1])
         return True
 
-    def stop(self) -> None:
+    def stop(self, *, can_save: bool) -> None:
         """See `LaunchedTrial`."""
-        one = self._launcher.read_queue().get(self._job)
-        if one is not None:
-            # To the run and not to the script, and without an end by force; without a record there is nothing to save.
-            has_run = one.state not in _WAITING and (self._folder / RUN_FILE).is_file()
-            _run("scancel", *(["--signal=TERM"] if has_run else []), str(self._job))
+        # To the run and not to the script, and without an end by force; before there is a step, it would reach nobody.
+        _run("scancel", *(["--signal=TERM"] if can_save else []), str(self._job))
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

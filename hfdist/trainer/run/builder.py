@@ -63,7 +63,7 @@ from hfdist.planning.plan import Plan
 from hfdist.records import METRICS, RANKS, RunRecorder
 from hfdist.records.lines import set_aside
 from hfdist.strategies.base import Strategy
-from hfdist.strategies.select import select_strategy
+from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.topology import Topology
 from hfdist.trainer.budget.budget import Budget
 from hfdist.trainer.budget.usage import Usage
@@ -147,7 +147,9 @@ class Run:
             find_slots(config.optimizer)
             # The server clips, by the norm of all islands' gradients.
             self._train = replace(config.train, max_grad_norm=_UNCLIPPED)
-        self.strategy = select_strategy(config.strategy, self._train, topology=self.topology, batch=batch)
+        self.strategy = select_strategy(
+            config.strategy, self._train, topology=self.topology, batch=batch, device_type=device_type_here()
+        )
         self._here = config
         """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
         self._recorder: RunRecorder | None = None
@@ -285,7 +287,9 @@ class Run:
             replicate_every=checkpoint.replicate_every,
             save_in_background=checkpoint.background,
             objective=objective,
-            loss_head=None if self._scores else choose_loss(config, self.model, self.strategy),
+            loss_head=None
+            if self._scores
+            else choose_loss(config, self.model, self.strategy, self.arguments.device.type),
             limits=Limits(
                 skipped_steps=train.max_skipped_steps,
                 rollbacks=train.max_rollbacks,

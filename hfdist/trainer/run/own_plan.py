@@ -27,7 +27,6 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from hfdist.config.hardware import Hardware
-from hfdist.config.model import Loss
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
@@ -102,9 +101,6 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
 def _make_own(
     config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int, architecture: PreTrainedConfig
 ) -> Made:
-    if hardware is not None and config.model.loss in (Loss.liger, Loss.cut_cross_entropy):
-        # The new process has no GPU for their kernels. What they keep is about what the chunks keep.
-        config = replace(config, model=replace(config.model, loss=Loss.chunked))
     machines = find_machines(config, asked, hardware, processes)
     return make_plan(config, machines, processes, architecture), machines
 

@@ -15,6 +15,7 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
 
 from hfdist.errors import ConfigError
+from hfdist.jobs.slurm import write_slurm
 from hfdist.records import read_run
 from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
 
@@ -89,17 +90,32 @@ def test_the_machines_of_a_slurm_job_meet_at_the_first(tmp_path, monkeypatch):
 def test_a_slurm_job_is_requeued_by_the_record(tmp_path, monkeypatch, code, state, is_requeued, more):
     monkeypatch.chdir(tmp_path)
     _, texts = make("slurm", *TWO, *more, folder=tmp_path)
-    run_dir = tmp_path / "runs" / "Job_1"
+    assert notes_of_second_start(tmp_path, shell_of("slurm", texts), code, state) == (
+        "requeue 4711\n" if is_requeued else ""
+    )
+
+
+def notes_of_second_start(folder, script, code, state):
+    """Run the script to the end of the run's second start, and give what it has asked of SLURM."""
+    run_dir = folder / "runs" / "Job_1"
     leave(run_dir, (75, 5), (code, 10))
-    # The launcher's start is the second; before it there is the record of the first.
-    (run_dir / "run.json").rename(tmp_path / "ENDED")
-    text = (tmp_path / "ENDED").read_text()
+    # Before the start there is the record of the first.
+    (run_dir / "run.json").rename(folder / "ENDED")
+    text = (folder / "ENDED").read_text()
     (run_dir / "run.json").write_text(text.replace('"start": 2', '"start": 1'))
-    done, _ = run_script(shell_of("slurm", texts), tmp_path, state=state, RUN_DIR=str(run_dir))
+    done, _ = run_script(script, folder, state=state, RUN_DIR=str(run_dir))
     assert read_run(run_dir).start == 2
     assert done.returncode == code, done.stderr
-    noted = tmp_path / "notes.scontrol"
-    assert (noted.read_text() if noted.exists() else "") == ("requeue 4711\n" if is_requeued else "")
+    noted = folder / "notes.scontrol"
+    return noted.read_text() if noted.exists() else ""
+
+
+def test_a_job_that_another_program_starts_again_is_not_requeued(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job, _ = make("slurm", *TWO, folder=tmp_path)
+    (script,) = write_slurm(job, requeues=False).files
+    assert notes_of_second_start(tmp_path, script.text, 75, "RUNNING") == ""
+    assert "--requeue" not in script.text
 
 
 def test_each_target_starts_again_by_the_exit_code_that_it_knows(tmp_path, monkeypatch):

@@ -31,4 +31,4 @@ def make_layout(
         sequence_length=sequence_length,
         lanes=topology.data,
     )
-    return select_strategy(config, train, topology=topology, batch=batch)
+    return select_strategy(config, train, topology=topology, batch=batch, device_type="cpu")

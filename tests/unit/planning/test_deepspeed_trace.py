@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hfdist.config.composition.compose import compose_config
+from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
 from hfdist.planning.tracing.memory import trace_rank
 
@@ -46,6 +47,14 @@ def test_on_a_gpu_offloaded_state_lies_on_the_host():
     state = trace("strategy=zero3_offload", world_size=1, device_type="cuda").state
     assert state.optimizer == 0
     assert state.weights > 0
+
+
+def test_what_quantizes_on_gpus_only_has_a_plan_where_there_is_none():
+    plus = "strategy.deepspeed={zero_optimization: {zero_quantized_weights: true, zero_quantized_gradients: true}}"
+    with pytest.raises(ConfigError, match="on GPUs only"):
+        trace("strategy=zero3", plus)
+    whole, quantized = (trace("strategy=zero3", *more, device_type="cuda") for more in ((), (plus,)))
+    assert quantized.state == whole.state
 
 
 def test_an_adapter_leaves_little_to_step(whole):

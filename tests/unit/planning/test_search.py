@@ -46,7 +46,7 @@ def test_every_line_of_overrides_composes_and_gives_that_layout(asked, gib):
         assert topology.degrees["tensor"] == one.layout.tensor
         assert (topology.data, batch.num_microbatches) == (one.layout.data, one.layout.num_microbatches)
         # It has checks of its own.
-        select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+        select_strategy(config.strategy, config.train, topology=topology, batch=batch, device_type="cuda")
 
 
 @pytest.mark.parametrize("gib", [1.2, 60.0])

@@ -1,12 +1,18 @@
 """The command line of a sweep: mistakes are told before anything starts, and presets fit the runs that are shipped."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from hfdist.config.sweep import SECTION, Sampler
+from hfdist.config.sweep import SECTION, LauncherName, Sampler
 from hfdist.errors import ConfigError
-from hfdist.sweep.command import SETTINGS, STUDY, keep_settings, parse_sweep
+from hfdist.jobs.cluster import compose_cluster
+from hfdist.jobs.ray import write_ray
+from hfdist.jobs.slurm import write_slurm
+from hfdist.records.trials import SETTINGS, Trial
+from hfdist.sweep.command import STUDY, _make_launcher, keep_settings, parse_sweep
+from tests.unit.jobs.jobs import run_script, shell_of
 
 RUN = ("model=tiny", "train.global_batch_size=8")
 CONSTANT = ("optimizer.schedule=constant", "optimizer.warmup_fraction=null", "optimizer.warmup_steps=2")
@@ -81,3 +87,33 @@ def test_a_folder_keeps_what_was_asked(tmp_path):
     for changed in ((LR, "sweep.seed=1"), (LR, "train.max_steps=5"), ("optimizer.lr=interval(1e-4,1)",)):
         with pytest.raises(ConfigError, match="has begun otherwise"):
             keep(*changed)
+
+
+def test_a_key_that_an_older_folder_does_not_have_counts_as_its_default(tmp_path):
+    _, sweep, _ = parse_sweep([f"run.dir={tmp_path}", *RUN, LR])
+    keep_settings(sweep)
+    kept = json.loads((tmp_path / SETTINGS).read_text())
+    del kept["launcher"]
+    (tmp_path / SETTINGS).write_text(json.dumps(kept))
+    keep_settings(sweep)
+    with pytest.raises(ConfigError, match="has begun otherwise") as caught:
+        keep_settings(replace(sweep, config=replace(sweep.config, launcher=LauncherName.slurm)))
+    assert caught.value.where == "sweep.launcher"
+
+
+@pytest.mark.parametrize(("name", "write"), [("slurm", write_slurm), ("ray", write_ray)])
+def test_the_job_of_a_trial_starts_its_run(tmp_path, monkeypatch, name, write):
+    """In a shell, as on each machine; what SLURM and Ray do with it, `make cluster` and `make jobs` see."""
+    monkeypatch.chdir(tmp_path)
+    arguments = [f"run.dir={tmp_path}/sweep", *RUN, LR]
+    _, sweep, _ = parse_sweep(arguments)
+    sweep = replace(sweep, config=replace(sweep.config, launcher=LauncherName[name]))
+    launcher = _make_launcher(sweep, compose_cluster("default", ["cluster.nodes=2"], None), arguments)
+    own = sweep.overrides_of(Trial(number=3, values={"optimizer.lr": 0.005}), 0)
+    job = launcher._make_job(own, tmp_path / "job")
+    texts = {file.path.name: file.text for file in write(job).files}
+    _, calls = run_script(shell_of(name, texts), tmp_path)
+    assert calls
+    for words, _ in calls:
+        assert words[words.index("-m") :] == ["-m", "hfdist", *sweep.base, *own]
+    assert {"optimizer.lr=0.005", f"run.dir={tmp_path}/sweep/trial-0003"} <= set(own)

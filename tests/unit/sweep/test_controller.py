@@ -15,7 +15,7 @@ from rich.console import Console
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import compose_sweep
-from hfdist.records import METRICS, read_lines
+from hfdist.records import METRICS, read_lines, read_run
 from hfdist.records.trials import TrialLog
 from hfdist.sweep import live
 from hfdist.sweep.controller import Controller, Sweep
@@ -195,6 +195,43 @@ def test_told_to_stop_trials_save_and_go_on_later(tmp_path):
     book = finish(sweep, tmp_path / "lines")
     assert [len(trial.results) for trial in book.trials] == [1, 1, 1]
     assert all(steps_of(sweep, trial) == list(range(1, STEPS + 1)) for trial in book.trials)
+
+
+def test_a_trial_is_told_to_save_once_this_start_of_it_has_begun(tmp_path, monkeypatch):
+    """And not by the record that its last rung has left: SLURM would pass a signal on to nobody."""
+    sweep = make_sweep(tmp_path / "sweep", "asha", "trials=2", "rungs=2", "factor=2")
+    sweep.folder.mkdir()
+    told, stop = [], TrialProcess.stop
+
+    def note(self, *, can_save):
+        told.append(can_save)
+        stop(self, can_save=can_save)
+
+    monkeypatch.setattr(TrialProcess, "stop", note)
+
+    class NeverBegins(LocalLauncher):
+        """The first trial that goes on to its last rung."""
+
+        def start(self, *arguments, rung, **named):
+            if rung == 1:
+                self._command = [sys.executable, "-c", "import time; time.sleep(60)"]
+            return super().start(*arguments, rung=rung, **named)
+
+    def stop_on_last_rung(controller):
+        for trial in controller.running():
+            if trial.results:
+                controller.stop()
+
+    def stop_once_begun(controller):
+        for trial in controller.running():
+            while read_run(sweep.folder_of(trial)).start == 1:
+                time.sleep(0.01)
+            controller.stop()
+
+    assert not Controller(sweep, NeverBegins([sys.executable, "-m", *sweep.base]), print).run(stop_on_last_rung)
+    assert told == [False]
+    assert not Controller(sweep, make_launcher(sweep), print).run(stop_once_begun)
+    assert told == [False, True]
 
 
 def test_a_trial_whose_budget_is_used_up_has_ended(tmp_path):
