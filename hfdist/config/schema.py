@@ -34,8 +34,8 @@ class Key:
 
     @property
     def is_free(self) -> bool:
-        """Whether its members are not ours: a mapping of anything."""
-        return typing.get_origin(self.type) is dict and typing.get_args(self.type)[1] is Any
+        """Whether its members are not ours: a mapping of anything, or of values by names of the user's."""
+        return typing.get_origin(self.type) is dict and not dataclasses.is_dataclass(typing.get_args(self.type)[1])
 
     @property
     def is_text(self) -> bool:

@@ -33,7 +33,6 @@ class TaskName(Enum):
         """Whether it compares with the model that it begins with."""
         return self in (TaskName.dpo, TaskName.kto)
 
-
     @property
     def is_reinforcement(self) -> bool:
         """Whether the model answers prompts, and learns from the rewards."""

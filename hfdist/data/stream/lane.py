@@ -111,7 +111,7 @@ def _pack(plan: Plan, documents: Documents, pool: int, lane: int, place: Place) 
             return concat(chunks, plan.shape)
         case Packing.best_fit:
             return best_fit(chunks, place.offset, plan.shape, (*key, lane))
-        case Packing.none:
+        case Packing.none | Packing.auto:
             return one_each(chunks, place.offset, plan.shape, key)
 
 

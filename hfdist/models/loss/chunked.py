@@ -62,7 +62,8 @@ class ChunkedLoss:
         """
         module = rows.head.module
         targets = rows.targets.to(rows.hidden.device)
-        hidden, kept = rows.hidden, slice(None)
+        hidden = rows.hidden
+        kept: Any = slice(None)
         if hidden.device.type == "cpu":
             # Nothing to wait for here, and a fine-tuning batch may be prompts for the most part.
             kept = targets != rows.ignore_index

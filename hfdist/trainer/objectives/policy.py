@@ -10,7 +10,7 @@ the old probabilities are those that the step begins with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class PolicyGradient(Objective):
         rewards = figures["reward"]
         return -sum(rewards) / max(len(rewards), 1)
 
-    def _note_answers(self, figures: dict[str, Sequence[float]]) -> None:
+    def _note_answers(self, figures: Mapping[str, Sequence[float]]) -> None:
         """Each answer's figures are given on one rank."""
         for name, values in figures.items():
             own = torch.tensor(values, dtype=torch.float64)

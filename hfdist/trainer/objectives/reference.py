@@ -105,7 +105,7 @@ class ReferenceTable:
     def _write(self, rank: int, num_steps: dict[str, int]) -> None:
         self._folder.mkdir(exist_ok=True)
         known = {key: value for key, value in self._known.items() if value is not None}
-        columns = {
+        columns: dict[str, Any] = {
             "keys": np.array(list(known), dtype=np.uint64),
             "values": np.array(list(known.values()), dtype=np.float64),
             "about": np.array(json.dumps({"model": self._model, "num_steps": num_steps})),

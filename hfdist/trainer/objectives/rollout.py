@@ -84,9 +84,7 @@ class Rollouts:
         room = self._limits.room()
         examples = [example for batch in batches for example in _examples(batch, room)]
         prompts = [example.prompt for example in examples for _ in range(count)]
-        sampling = Sampling(
-            temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p
-        )
+        sampling = Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p)
         answers = sample_completions(
             prompts,
             [self._seed_of(number, own) for number in self._numbers(len(examples)) for own in range(count)],
