@@ -72,6 +72,10 @@ def check_trl_arguments(kind: type, arguments: dict[str, Any], strategy: Strateg
         what = "adapters must be in the model before it is distributed, and this class adds them afterwards"
         hint = "model = peft.inject_adapter_in_model(peft_config, model), and no peft_config"
         raise ConfigError(what, where="peft_config", found=type(arguments["peft_config"]).__name__, hint=hint)
+    if is_sft(kind) and strategy.topology.tensor > 1:
+        what = "SFTTrainer multiplies by the whole weight of the model's head, of which each tensor rank has a part"
+        where, found = "strategy.tensor", str(strategy.topology.tensor)
+        raise ConfigError(what, where=where, found=found, allowed="1", hint="tensor=1 with sharding='fsdp2'")
     if is_sft(kind) and strategy.topology.pipeline > 1:
         _check_sft_in_pipeline(arguments, strategy)
     if getattr(arguments["args"], "precompute_ref_log_probs", False) and strategy.topology.world_size > 1:

@@ -181,6 +181,7 @@ PIPELINE = {"layout": {"pipeline": 2}}
 REFUSED = {
     "a pipeline ends the model's forward": DPO | PIPELINE,
     "adapters must be in the model": SFT["text"] | PIPELINE | {"more": {"peft_config": LoraConfig()}},
+    "each tensor rank has a part": SFT["text"] | {"layout": {"sharding": "fsdp2", "tensor": 2}},
     "args.label_smoothing_factor": SFT["text"] | PIPELINE | {"arguments": {"label_smoothing_factor": 0.1}},
     "args.activation_offloading": SFT["text"] | PIPELINE | {"arguments": {"activation_offloading": True}},
     "compute_loss_func": SFT["text"] | PIPELINE | {"more": {"compute_loss_func": max}},
