@@ -1,11 +1,12 @@
 """Adapters of PEFT: checks the config before there is a model, then puts the adapter into the whole model.
 
-The model keeps its class. In every layout, the model is whole when the adapter's weights are drawn, layer by layer from
-one seed. So the weights are the same in every layout.
+The model keeps its class; `wrap_model` gives PEFT's wrapper besides. In every layout, the model is whole when the
+adapter's weights are drawn, layer by layer from one seed. So the weights are the same in every layout.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
@@ -53,6 +54,7 @@ _FIELDS = {
     "dora": ("use_dora",),
     "modules_to_save": ("modules_to_save",),
 }
+_PLAIN_LORA = "peft.LoraConfig(target_modules='all-linear')"
 # Values of init_lora_weights; all but the first three look at the model's weights.
 _STARTS = (True, False, "gaussian", "pissa", "olora", "orthogonal", "mica")
 # Types that gather the partitioned weights that they need by themselves, layer by layer.
@@ -115,10 +117,10 @@ def reads_weights(config: AdapterConfig) -> bool:
     return str(config.type).upper() != "LORA" or config.dora or start not in _STARTS[:3]
 
 
-def refusal(error: Exception, where: str) -> ConfigError:
+def refusal(error: Exception, where: str, hint: str | None = None) -> ConfigError:
     """Turn an exception of PEFT into a ConfigError about the key `where`."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return ConfigError(f"PEFT refuses the adapter: {text[:300]}", where=where)
+    return ConfigError(f"PEFT refuses the adapter: {text[:300]}", where=where, hint=hint)
 
 
 def _saved_config(path: str) -> Any:
@@ -182,11 +184,14 @@ def _check_arguments(config: AdapterConfig, class_name: str, fields: set[str]) -
                 nearest(name, fields, f"adapter.arguments.{{}}={value}"),
             )
             raise ConfigError(what, where=where, found=value, allowed=f"a field of {class_name}", hint=hint)
-    start = config.arguments.get("init_lora_weights", True)
+    _check_start(config.arguments.get("init_lora_weights", True), where="adapter.arguments.init_lora_weights")
+
+
+def _check_start(start: Any, where: str) -> None:
     if start not in _STARTS:
         raise ConfigError(
             "first weights that need data beforehand, or that could not be made again when the adapter is opened",
-            where="adapter.arguments.init_lora_weights",
+            where=where,
             found=start,
             allowed=", ".join(str(known).lower() for known in _STARTS),
         )
@@ -233,8 +238,8 @@ def add_adapter(
     peft_config = make_peft_config(config)
     if config.path is None:
         _check_targets(model, config)
-    _check_tied(model, peft_config)
-    needed = [] if peft_config.peft_type.value in _GATHERING else list(model.parameters())
+    _check_tied(model, peft_config, where="adapter.targets")
+    needed = _needed_weights(model, peft_config)
     with torch.random.fork_rng(), warnings.catch_warnings(), layout.gathered(needed, writes=False):
         # PEFT warns of an embedding that is saved too, or of a transposed weight: a user can do nothing about these.
         warnings.simplefilter("ignore")
@@ -244,9 +249,67 @@ def add_adapter(
         except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
             raise refusal(error, "adapter.*") from error
     peft_config.base_model_name_or_path, peft_config.revision = base.name, base.revision
-    _check_not_shared(model)
+    _check_not_shared(model, "adapter.arguments")
     if config.path is not None:
         _load(model, config.path)
+
+
+def wrap_model(model: PreTrainedModel, peft_config: Any, *, seed: int, layout: Partitioning) -> Any:
+    """Put the adapter of a `peft.PeftConfig` into a model that has all its blocks, as TRL's trainers do.
+
+    Args:
+        model: changed in place; its own weights are frozen.
+        peft_config: stays as it is.
+        seed: of all random numbers from now on, and so of the adapter's weights.
+        layout: how the model is partitioned.
+
+    Returns:
+        A `peft.PeftModel`, whose `get_base_model()` is `model`.
+
+    Raises:
+        ConfigError: no PEFT config, a type or first weights that cannot be trained here, or what PEFT refuses.
+    """
+    from peft import get_peft_model
+
+    _check_given(model, peft_config)
+    peft_config = copy.deepcopy(peft_config)
+    if peft_config.task_type is None:
+        # By these PEFT's `AutoPeftModel` finds the class of the model; its wrapper would write them with a save.
+        owner = type(model)
+        peft_config.auto_mapping = {"base_model_class": owner.__name__, "parent_library": owner.__module__}
+    set_seed(seed)
+    with layout.gathered(_needed_weights(model, peft_config), writes=False):
+        try:
+            # As TRL has it: in ZeRO-3, DeepSpeed gathers weights of one type only.
+            autocasts = not layout.partitions_in_constructor
+            wrapped = get_peft_model(model, peft_config, NAME, autocast_adapter_dtype=autocasts)
+        except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
+            raise refusal(error, "peft_config", _PLAIN_LORA) from error
+    _check_not_shared(model, "peft_config")
+    return wrapped
+
+
+def _check_given(model: PreTrainedModel, peft_config: Any) -> None:
+    from peft import PeftConfig
+
+    is_config, found = isinstance(peft_config, PeftConfig), type(peft_config).__name__
+    if not is_config:
+        raise ConfigError("this is no config of an adapter", where="peft_config", found=found, hint=_PLAIN_LORA)
+    if getattr(model, "peft_config", None):
+        what, hint = "the model has an adapter already", "the model with its adapter, and no peft_config"
+        raise ConfigError(what, where="peft_config", found=", ".join(model.peft_config), hint=hint)
+    reason = _reason_against(peft_config.peft_type)
+    if reason is not None:
+        what = f"this type cannot be trained here: {reason}"
+        raise ConfigError(what, where="peft_config", found=found, hint=_PLAIN_LORA)
+    if peft_config.peft_type.value == "LORA":
+        _check_start(peft_config.init_lora_weights, where="peft_config.init_lora_weights")
+    _check_tied(model, peft_config, where="peft_config.target_modules")
+
+
+def _needed_weights(model: PreTrainedModel, peft_config: Any) -> list[nn.Parameter]:
+    """List the weights that must be whole while the adapter is made."""
+    return [] if peft_config.peft_type.value in _GATHERING else list(model.parameters())
 
 
 def _load(model: PreTrainedModel, path: str) -> None:
@@ -291,12 +354,13 @@ def _no_target(model: PreTrainedModel, key: str, name: str) -> ConfigError:
     return ConfigError("the model has no layer of this name", where=key, found=name, allowed=allowed, hint=hint)
 
 
-def _check_tied(model: PreTrainedModel, peft_config: Any) -> None:
+def _check_tied(model: PreTrainedModel, peft_config: Any, where: str) -> None:
     """Refuse an adapter on one of two tied weights: once merged, it would change both."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", None):
         return
     targets = peft_config.target_modules
+    key = where.partition(".")[0]
     for name, module in model.named_modules():
         if module is not head and module is not embedding:
             continue
@@ -305,13 +369,13 @@ def _check_tied(model: PreTrainedModel, peft_config: Any) -> None:
         if is_target or is_matched:
             raise ConfigError(
                 "the model's head and its input embedding are one weight, to which only one of them would be adapted",
-                where="adapter.targets",
+                where=where,
                 found=name,
-                hint=f"adapter.modules_to_save=[{name}], which trains a copy of it whole, or other targets",
+                hint=f"{key}.modules_to_save=['{name}'], which trains a copy of it whole, or other targets",
             )
 
 
-def _check_not_shared(model: PreTrainedModel) -> None:
+def _check_not_shared(model: PreTrainedModel, where: str) -> None:
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         block = name.rpartition(f".{NAME}")[0].rpartition(".")[0]
@@ -319,7 +383,7 @@ def _check_not_shared(model: PreTrainedModel) -> None:
         is_tied_copy = ".modules_to_save." in name
         if parameter.requires_grad and first != block and not is_tied_copy:
             what = "the adapter's layers share weights, which could not be on several ranks"
-            raise ConfigError(what, where="adapter.arguments", found=f"{name} is also a weight of {first}")
+            raise ConfigError(what, where=where, found=f"{name} is also a weight of {first}")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -23,7 +23,14 @@ from hfdist.topology import Topology
 from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.step.lean_step import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
-from hfdist.trainer.trl_trainers import MIXIN, check_trl_arguments, owner_of_loss, sums_over_targets, trains_causal_lm
+from hfdist.trainer.trl_trainers import (
+    MIXIN,
+    check_trl_arguments,
+    owner_of_loss,
+    sums_over_targets,
+    trains_causal_lm,
+    with_adapter,
+)
 
 _REFUSED = {
     "save_only_model": (
@@ -66,6 +73,7 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments)
     check_trl_arguments(kind, arguments, strategy)
+    arguments = with_adapter(arguments, kind, strategy)
     optimizer, _ = arguments.get("optimizers") or (None, None)
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
     if sums_over_targets(kind):

@@ -111,13 +111,17 @@ class DistributedTrainerMixin(_Trainer):
         self._predicts = False
         """Whether an evaluation loop must keep the outputs of the model."""
         model_init: Any = None
+        has_new_adapter = False
         if strategy is not None:
             kwargs = arguments_by_name(type(self), args, kwargs)
             args, model_init = (), kwargs.get("model_init")
+            has_new_adapter = kwargs.get("peft_config") is not None
             self.engine, kwargs = build_engine(type(self), strategy, kwargs)
         super().__init__(*args, **kwargs)
         if self.engine is None:
             return
+        if has_new_adapter:
+            trl_trainers.drop_reference_copy(self.model)
         # Each training begins with a new model: see `call_model_init`.
         self.model_init = cast(Any, model_init)
         # Tells the original not to wrap the model in DDP.

@@ -19,8 +19,10 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from hfdist.collectives import gather_json
+from hfdist.config.strategy import Sharding
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
+from hfdist.models.adapter import wrap_model
 from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.base import Strategy
@@ -38,6 +40,10 @@ _DEPENDENT = {
     "RLOOTrainer": "each process draws its own completions",
     "DistillationTrainer": "each process draws its own completions",
 }
+_WITH_REFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+_OF_ADAPTERS = ("SFTTrainer", "RewardTrainer", *_WITH_REFERENCE)
+"""Classes that make no more of `peft_config` than an adapter in the model."""
+_REFERENCE = "ref"
 _ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, COUNTED: False}
 """What is kept of a row without padding, and what pads a shorter one: each such token is a document of its own."""
 SFT_CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
@@ -69,16 +75,97 @@ def trains_causal_lm(kind: type) -> bool:
 def check_trl_arguments(kind: type, arguments: dict[str, Any], strategy: Strategy) -> None:
     """Check the arguments of a constructor of TRL's, by name, before anything is built. Other trainers pass."""
     if arguments.get("peft_config") is not None:
-        what = "adapters must be in the model before it is distributed, and this class adds them afterwards"
-        hint = "model = peft.inject_adapter_in_model(peft_config, model), and no peft_config"
-        raise ConfigError(what, where="peft_config", found=type(arguments["peft_config"]).__name__, hint=hint)
+        _check_takes_adapter(kind, arguments, strategy)
+    if is_sft(kind) and strategy.topology.tensor > 1:
+        what = "SFTTrainer multiplies by the whole weight of the model's head, of which each tensor rank has a part"
+        where, found = "strategy.tensor", str(strategy.topology.tensor)
+        raise ConfigError(what, where=where, found=found, allowed="1", hint="tensor=1 with sharding='fsdp2'")
     if is_sft(kind) and strategy.topology.pipeline > 1:
         _check_sft_in_pipeline(arguments, strategy)
     if getattr(arguments["args"], "precompute_ref_log_probs", False) and strategy.topology.world_size > 1:
         _check_is_on_disk(arguments)
-    name = next((owner.__name__ for owner in kind.__mro__ if _is_of_trl(owner)), "")
+    name = _name_of_trl(kind)
     if name in _DEPENDENT and strategy.topology.rank == 0:
         logger.warning("%s: %s, so its numbers depend on the layout", name, _DEPENDENT[name])
+
+
+def with_adapter(arguments: dict[str, Any], kind: type, strategy: Strategy) -> dict[str, Any]:
+    """Put the adapter of `peft_config` into the model, which is still whole, and take `peft_config` away.
+
+    The adapter's weights are those that the class itself would draw. A class whose reference is the model with its
+    adapter disabled gets PEFT's wrapper; the others get the model of its own class, which all layouts know.
+    """
+    peft_config, model = arguments.get("peft_config"), arguments["model"]
+    if peft_config is not None:
+        wrapped = wrap_model(model, peft_config, seed=arguments["args"].seed, layout=strategy)
+        own = wrapped if _compares(kind, arguments["args"]) else model
+        arguments = arguments | {"model": own, "peft_config": None}
+    if hasattr(model, "peft_config") and _name_of_trl(kind) not in ("", "RewardTrainer"):
+        _check_head(model)
+    return arguments
+
+
+def drop_reference_copy(model: Any) -> None:
+    """Delete the copy of a new adapter that TRL keeps as the reference: without one, it disables the adapter.
+
+    A class that is given `peft_config` makes no copy, but one that is given a wrapped model does.
+    """
+    if _REFERENCE in getattr(model, "peft_config", {}):
+        model.delete_adapter(_REFERENCE)
+
+
+def _check_takes_adapter(kind: type, arguments: dict[str, Any], strategy: Strategy) -> None:
+    name = _name_of_trl(kind)
+    if name not in _OF_ADAPTERS:
+        what = "adapters must be in the model before it is distributed, and this class adds them afterwards"
+        found, allowed = kind.__name__, f"a class on one of {', '.join(_OF_ADAPTERS)}"
+        hint = "model = peft.inject_adapter_in_model(peft_config, model), and no peft_config"
+        raise ConfigError(what, where="peft_config", found=found, allowed=allowed, hint=hint)
+    if _compares(kind, arguments["args"]):
+        _check_reference(name, arguments["peft_config"], strategy)
+    shards = strategy.config.sharding in (Sharding.zero3, Sharding.fsdp2) or strategy.topology.pipeline > 1
+    if shards and getattr(arguments["peft_config"], "trainable_token_indices", None) is not None:
+        what, where = "PEFT writes trained tokens into the whole embedding", "peft_config.trainable_token_indices"
+        found, hint = "an embedding of which ranks have parts", "sharding='zero2' without a pipeline"
+        raise ConfigError(what, where=where, found=found, hint=hint)
+    template = getattr(arguments["args"], "chat_template_path", None)
+    if template is not None and not str(template).endswith((".jinja", ".j2")):
+        what = "tokens that come with a template must be in the model before its adapter is"
+        hint = "model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, PATH), and no chat_template_path"
+        raise ConfigError(what, where="args.chat_template_path, peft_config", found=template, hint=hint)
+
+
+def _compares(kind: type, args: Any) -> bool:
+    """Whether the loss compares with a reference, which is the model without its adapter if the class adds that."""
+    name = _name_of_trl(kind)
+    return name in _WITH_REFERENCE and (name != "GRPOTrainer" or args.beta != 0.0)
+
+
+def _check_reference(name: str, peft_config: Any, strategy: Strategy) -> None:
+    if strategy.config.sharding is Sharding.fsdp2:
+        what = f"{name} copies the adapter as its reference, which it cannot once FSDP2 has sharded it"
+        where, hint = "peft_config, strategy.sharding", "sharding='zero3', or 'zero2'"
+        raise ConfigError(what, where=where, found="fsdp2", allowed="none, zero1, zero2, zero3", hint=hint)
+    for field, allowed in (("init_lora_weights", (True, False, "gaussian", "orthogonal")), ("bias", ("none",))):
+        value = getattr(peft_config, field, allowed[0])
+        if value not in allowed:
+            what = f"{name} disables the adapter for its reference, and this one changes the model's own weights too"
+            where, hint = f"peft_config.{field}", f"{field}={allowed[0]!r}"
+            raise ConfigError(what, where=where, found=value, allowed=", ".join(map(str, allowed)), hint=hint)
+
+
+def _check_head(model: Any) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        what = "the class multiplies by the weight of the model's head itself, so an adapter on the head is not trained"
+        where, hint = "peft_config.target_modules", "target_modules='all-linear', which leaves the head out"
+        raise ConfigError(what, where=where, found="the head", hint=hint)
+
+
+def _name_of_trl(kind: type) -> str:
+    """The name of the first class of TRL's in its order of methods; empty: there is none."""
+    return next((owner.__name__ for owner in kind.__mro__ if _is_of_trl(owner)), "")
 
 
 def _is_of_trl(owner: type) -> bool:

@@ -1,14 +1,16 @@
 """TRL's trainers through the mixin: as plain TRL on one process, or refused before training."""
 
+import json
+
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, PromptTuningConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.errors import ConfigError
 from hfdist.testing import run_ranks
 from tests.distributed import trl_runs
-from tests.distributed.trl_runs import make_dataset, make_model, train_all
+from tests.distributed.trl_runs import lora, make_dataset, make_model, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -19,13 +21,21 @@ SFT = {
     # 15 rows: the second step has 7, which two ranks cannot share evenly.
     "packed": {"data": "text", "arguments": {"packing": True}},
     "flat": {"data": "text", "arguments": {"padding_free": True, "max_length": None, "loss_type": "dft"}},
-    "adapters": {"data": "text", "adapters": True},
+    "sft_adapter": {"data": "text", "more": lora()},
 }
 DPO = {"trainer": "dpo", "data": "preference"}
 KTO = {"trainer": "kto", "data": "judged", "micro_batch_size": 2, "arguments": {"loss_type": "apo_zero_unpaired"}}
 REWARD = {"trainer": "reward", "data": "preference"}
-PREFERENCES = {"dpo": DPO, "kto": KTO, "reward": REWARD}
-ZERO1, ZERO2, ZERO3 = ({"sharding": f"zero{stage}"} for stage in (1, 2, 3))
+PREFERENCES = {
+    "dpo": DPO,
+    "kto": KTO,
+    "reward": REWARD,
+    "dpo_adapter": DPO | {"more": lora()},
+    "kto_adapter": KTO | {"more": lora()},
+    # With it, PEFT trains the score besides.
+    "reward_adapter": REWARD | {"more": lora(task_type="SEQ_CLS")},
+}
+ZERO1, ZERO2, ZERO3, FSDP2 = ({"sharding": name} for name in ("zero1", "zero2", "zero3", "fsdp2"))
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +73,7 @@ def check_equal(logged, folder, plain, names=("loss", "grad_norm", "learning_rat
         for ours, theirs in zip(steps, reference, strict=True):
             assert pick(ours, names) == pytest.approx(pick(theirs, names), rel=1e-5, abs=1e-7), run
         assert held_out["eval_loss"] == pytest.approx(reference_held_out["eval_loss"], rel=1e-5), run
-        if run != "adapters":  # whose folder holds what this class makes of them
-            assert trl_runs.difference(trl_runs.weights(folder / run), trl_runs.weights(plain[1] / run)) < 1e-5, run
+        assert trl_runs.difference(trl_runs.weights(folder / run), trl_runs.weights(plain[1] / run)) < 1e-5, run
 
 
 def test_sft_in_pipelines(tmp_path, start, plain):
@@ -74,7 +83,7 @@ def test_sft_in_pipelines(tmp_path, start, plain):
         "chat": {"pipeline": 2, "schedule": "interleaved_1f1b"},
         "packed": {"pipeline": 2},
         "flat": {"pipeline": 2},
-        "adapters": {"pipeline": 2},
+        "sft_adapter": {"pipeline": 2},
     }
     logged = in_layout(tmp_path, start, layouts)
     # The same micro batches as on one process, so TRL's own means over them are the same too.
@@ -93,19 +102,32 @@ def test_sft_in_replicated_pipelines_with_a_model_by_name(tmp_path, start, plain
 
 
 def test_sft_with_sharded_state(tmp_path, start, plain):
-    layouts = {"text": ZERO1, "chat": ZERO3, "packed": {}, "flat": ZERO2}
+    layouts = {"text": ZERO1, "chat": ZERO3, "packed": {}, "flat": ZERO2, "sft_adapter": ZERO3}
     check_equal(in_layout(tmp_path, start, layouts), tmp_path, plain)
 
 
-def test_preferences_and_rewards(tmp_path, start, plain):
-    logged = in_layout(tmp_path, start, {"dpo": ZERO3, "kto": {}, "reward": ZERO1})
+def check_preferences(logged, folder, plain):
     # Evaluation is TRL's own: 7 rows over two ranks are 8.
     for name, (_, held_out) in logged.items():
         assert held_out.pop("eval_loss") == pytest.approx(plain[0][name][1]["eval_loss"], rel=0.05)
         held_out["eval_loss"] = plain[0][name][1]["eval_loss"]
     rewards = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "num_tokens")
-    check_equal({"dpo": logged["dpo"]}, tmp_path, plain, ("loss", "grad_norm", *rewards))
+    of_dpo = {name: run for name, run in logged.items() if "dpo" in name}
+    check_equal(of_dpo, folder, plain, ("loss", "grad_norm", *rewards))
+    check_equal(logged, folder, plain)
+
+
+def test_preferences_and_rewards(tmp_path, start, plain):
+    layouts = {"kto": {}, "dpo_adapter": {}, "reward": ZERO1, "reward_adapter": ZERO2}
+    layouts |= {"dpo": ZERO3, "kto_adapter": ZERO3}
+    check_preferences(in_layout(tmp_path, start, layouts), tmp_path, plain)
+
+
+def test_fsdp2(tmp_path, start, plain):
+    logged = in_layout(tmp_path, start, dict.fromkeys(("text", "sft_adapter"), FSDP2))
     check_equal(logged, tmp_path, plain)
+    logged = in_layout(tmp_path, start, dict.fromkeys(("dpo", "kto", "reward", "reward_adapter"), FSDP2))
+    check_preferences(logged, tmp_path, plain)
 
 
 def make_mixtral():
@@ -144,21 +166,50 @@ def test_reference_models(tmp_path, start, plain):
             assert pick(ours, names) == pytest.approx(pick(theirs, names), rel=1e-5, abs=1e-7)
 
 
-def draw(folder, start, layout):
-    more = {"reward_funcs": trl_runs.count_letters}
-    arguments = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
-    run = {"trainer": "grpo", "data": "asked", "micro_batch_size": 2, "more": more, "arguments": arguments}
-    return train_all(folder, start, {"grpo": run | {"layout": layout}})["grpo"]
+def draw(folder, start, layout, names=("grpo", "rloo")):
+    runs = {
+        "grpo": {"trainer": "grpo"},
+        "rloo": {"trainer": "rloo"},
+        "grpo_adapter": {"trainer": "grpo", "more": lora()},
+        "grpo_adapter_and_reference": {"trainer": "grpo", "beta": 0.1, "more": lora()},
+        "rloo_adapter": {"trainer": "rloo", "more": lora()},
+    }
+    of_all = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
+    logged = {}
+    for name in names:
+        run = runs[name]
+        arguments = of_all | ({"beta": run["beta"]} if "beta" in run else {})
+        more = {"reward_funcs": trl_runs.count_letters} | run.get("more", {})
+        run = run | {"data": "asked", "micro_batch_size": 2, "more": more, "arguments": arguments, "layout": layout}
+        logged |= train_all(folder, start, {name: run})
+    return logged
+
+
+def check_drawn_alike(ours, theirs):
+    names = ("loss", "grad_norm", "reward", "kl", "num_tokens")
+    for run, (steps, _) in theirs.items():
+        for line, reference in zip(ours[run][0], steps, strict=True):
+            assert pick(line, names) == pytest.approx(pick(reference, names), rel=1e-4, abs=1e-6), run
+        assert [line["num_tokens"] for line in steps] == sorted(line["num_tokens"] for line in steps)
 
 
 def test_what_is_drawn_depends_on_the_number_of_processes_alone(tmp_path, start):
-    (first, _), (second, _) = (
-        run_ranks(draw, 2, tmp_path / name, start, layout)[0] for name, layout in (("ddp", {}), ("zero3", ZERO3))
+    names = ("grpo", "rloo", "grpo_adapter", "grpo_adapter_and_reference", "rloo_adapter")
+    first, zero3 = (
+        run_ranks(draw, 2, tmp_path / name, start, layout, names)[0] for name, layout in (("ddp", {}), ("zero3", ZERO3))
     )
-    names = ("loss", "grad_norm", "reward", "num_tokens")
-    for ours, theirs in zip(second, first, strict=True):
-        assert pick(ours, names) == pytest.approx(pick(theirs, names), rel=1e-4, abs=1e-6)
-    assert [line["num_tokens"] for line in first] == sorted(line["num_tokens"] for line in first)
+    check_drawn_alike(zero3, first)
+    fsdp2 = run_ranks(draw, 2, tmp_path / "fsdp2", start, FSDP2, ("grpo", "rloo", "grpo_adapter"))[0]
+    check_drawn_alike(fsdp2, {name: first[name] for name in fsdp2})
+
+
+def test_an_adapter_is_rewarded_as_in_plain_trl(tmp_path, start):
+    names = ("grpo_adapter", "grpo_adapter_and_reference", "rloo_adapter")
+    [plain] = run_ranks(draw, 1, tmp_path / "plain", start, None, names, group=False)
+    [ours] = run_ranks(draw, 1, tmp_path / "ours", start, {}, names)
+    check_drawn_alike(ours, plain)
+    for name in names:
+        assert trl_runs.difference(*(trl_runs.weights(tmp_path / of / name) for of in ("ours", "plain"))) < 1e-5
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path, start, plain):
@@ -177,10 +228,50 @@ def test_a_run_goes_on_in_another_layout(tmp_path, start, plain):
     assert trl_runs.difference(trl_runs.weights(tmp_path / "on" / "chat"), trl_runs.weights(plain[1] / "chat")) < 1e-5
 
 
+def peft_config(folder):
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    # PEFT itself writes a set in the order of the process.
+    return fields | {"target_modules": sorted(fields["target_modules"])}
+
+
+def test_an_adapter_goes_on_in_another_layout_and_opens_in_peft(tmp_path, start, plain):
+    saves = {"arguments": {"save_strategy": "steps", "save_steps": 2}}
+    runs = {"sft_adapter": SFT["sft_adapter"], "dpo_adapter": PREFERENCES["dpo_adapter"]}
+    first = {"sft_adapter": {"pipeline": 2}, "dpo_adapter": ZERO3}
+    run_ranks(train_all, 2, tmp_path, start, {name: runs[name] | saves | {"layout": first[name]} for name in runs})
+    # One process keeps what ZeRO-3 sets for all models, so it comes last.
+    then = {"dpo_adapter": {}, "sft_adapter": ZERO3}
+    going_on = {
+        name: runs[name] | {"layout": layout, "resume": str(tmp_path / name / "checkpoint-2")}
+        for name, layout in then.items()
+    }
+    run_ranks(train_all, 2, tmp_path / "on", start, going_on)
+    for name in runs:
+        folders = [folder / name / "model" for folder in (tmp_path, tmp_path / "on", plain[1])]
+        assert peft_config(folders[0]) == peft_config(folders[1]) == peft_config(folders[2])
+        ours, gone_on, theirs = (
+            PeftModel.from_pretrained(make_model(start), folder)(torch.tensor([[5, 6, 7]])).logits for folder in folders
+        )
+        base = make_model(start)(torch.tensor([[5, 6, 7]])).logits
+        assert (theirs - base).norm() > 1e-3 * base.norm()
+        for logits in (ours, gone_on):
+            assert (logits - theirs).norm() < 1e-5 * theirs.norm()
+
+
 PIPELINE = {"layout": {"pipeline": 2}}
 REFUSED = {
     "a pipeline ends the model's forward": DPO | PIPELINE,
-    "adapters must be in the model": SFT["text"] | PIPELINE | {"more": {"peft_config": LoraConfig()}},
+    "it learns a prompt": SFT["text"] | PIPELINE | {"more": {"peft_config": PromptTuningConfig(num_virtual_tokens=2)}},
+    "no config of an adapter": DPO | {"layout": {}, "more": {"peft_config": {"r": 4}}},
+    "PEFT refuses the adapter": DPO | {"layout": {}, "more": {"peft_config": LoraConfig(target_modules=["no_layer"])}},
+    "an adapter on the head": DPO | {"layout": {}, "more": {"peft_config": LoraConfig(target_modules=["lm_head"])}},
+    "the model's own weights too": DPO | {"layout": {}, "more": lora(init_lora_weights="pissa")},
+    "trained tokens": SFT["text"] | PIPELINE | {"more": lora(trainable_token_indices=[3])},
+    "'none'": KTO | {"layout": {}, "more": lora(bias="all")},
+    "copies the adapter": DPO | {"layout": FSDP2, "more": lora()},
+    "tokens that come with a template": SFT["text"]
+    | {"layout": ZERO1, "more": lora(), "arguments": {"chat_template_path": "some/tokenizer"}},
+    "each tensor rank has a part": SFT["text"] | {"layout": FSDP2 | {"tensor": 2}},
     "args.label_smoothing_factor": SFT["text"] | PIPELINE | {"arguments": {"label_smoothing_factor": 0.1}},
     "args.activation_offloading": SFT["text"] | PIPELINE | {"arguments": {"activation_offloading": True}},
     "compute_loss_func": SFT["text"] | PIPELINE | {"more": {"compute_loss_func": max}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import trl
 from datasets import Dataset, load_from_disk
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -31,6 +31,7 @@ TRAINERS = {
     "reward": (trl.RewardTrainer, trl.RewardConfig),
     "kto": (trl.KTOTrainer, trl.KTOConfig),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
 }
 
 
@@ -80,14 +81,15 @@ def count_letters(completions, **_):
     return [float(len(completion)) for completion in completions]
 
 
-def make_model(models_folder, trainer="sft", adapters=False):
+def lora(**fields):
+    """For a run's `more`: what a trainer is given besides."""
+    return {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"], r=4, **fields)}
+
+
+def make_model(models_folder, trainer="sft"):
     if trainer == "reward":
         return AutoModelForSequenceClassification.from_pretrained(models_folder / "scores", num_labels=1)
-    model = AutoModelForCausalLM.from_pretrained(models_folder / "lm", dtype="float32")
-    if adapters:
-        torch.manual_seed(0)
-        inject_adapter_in_model(LoraConfig(target_modules=["q_proj", "down_proj"], r=4), model)
-    return model
+    return AutoModelForCausalLM.from_pretrained(models_folder / "lm", dtype="float32")
 
 
 def make_trainer(folder, models_folder, run):
@@ -97,7 +99,7 @@ def make_trainer(folder, models_folder, run):
     fields = {"output_dir": str(folder), "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1,
               "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True,
               "per_device_eval_batch_size": 32}  # fmt: skip
-    if name != "grpo":
+    if name not in ("grpo", "rloo"):
         fields["max_length"] = 24
     more = dict(run.get("more", {}))
     if layout is None:
@@ -118,7 +120,7 @@ def make_trainer(folder, models_folder, run):
         data = [load_from_disk(run["on_disk"][part]) for part in ("train", "eval")]
     else:
         data = [make_dataset(run["data"]), make_dataset(run["data"], 7)]
-    model = run.get("model") or make_model(models_folder, name, run.get("adapters", False))
+    model = run.get("model") or make_model(models_folder, name)
     return trainer_class(
         model, args=arguments, train_dataset=data[0], eval_dataset=data[1], processing_class=make_tokenizer(), **more
     )
@@ -138,7 +140,9 @@ def train_all(folder, models_folder, runs):
 
 
 def weights(folder):
-    return load_file(folder / "model" / "model.safetensors")
+    """Of a run: all of the model, or its adapter."""
+    [file] = (folder / "model").glob("*model.safetensors")
+    return load_file(file)
 
 
 def difference(ours, reference):

@@ -6,6 +6,7 @@ import pytest
 import transformers
 import trl
 from accelerate import Accelerator
+from peft import LoraConfig
 from trl.trainer import sft_trainer
 
 from hfdist.errors import ConfigError
@@ -77,6 +78,26 @@ def test_defaults_that_the_documentation_speaks_of():
     assert fields["bf16"].default is None  # which becomes True
     assert fields["gradient_checkpointing"].default is True
     assert fields["average_tokens_across_devices"].default is True
+
+
+WITH_REFERENCE = (trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer)
+
+
+@pytest.mark.parametrize("kind", [trl.SFTTrainer, trl.RewardTrainer, *WITH_REFERENCE])
+def test_adapters_are_drawn_and_used_as_we_do_it(kind):
+    source = inspect.getsource(kind.__init__)
+    assert source.index("set_seed(args.seed)") < source.index("model = get_peft_model(model, peft_config, **")
+    assert 'get_peft_model_kwargs["autocast_adapter_dtype"] = False' in source
+    # Of a wrapped model it makes a copy, which we delete; without one it disables the adapter.
+    assert ('model.add_adapter("ref", default_config)' in source) == (kind in WITH_REFERENCE)
+    of_class = inspect.getsource(kind)
+    assert ('adapter_name="ref" if "ref" in' in of_class) == (kind in WITH_REFERENCE)
+
+
+def test_a_class_that_may_make_more_of_an_adapter_does_not_get_one():
+    arguments = {"peft_config": LoraConfig(), "args": None}
+    with pytest.raises(ConfigError, match="inject_adapter_in_model"):
+        trl_trainers.check_trl_arguments(mixed(trl.DistillationTrainer), arguments, None)
 
 
 class HandsOn(trl.DPOTrainer):
