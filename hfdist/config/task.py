@@ -49,8 +49,8 @@ _ROWS = {
 class PreferenceLoss(Enum):
     """How preferences become a loss.
 
-    Of `dpo`: `sigmoid`, `robust`, `hinge`, `ipo`, `apo_zero`, `apo_down`; of `kto`: `kto`, `apo_zero_unpaired`; of `reward`:
-    `sigmoid`.
+    Of `dpo`: `sigmoid`, `robust`, `hinge`, `ipo`, `apo_zero`, `apo_down`; of `kto`: `kto`, `apo_zero_unpaired`; of
+    `reward`: `sigmoid`.
     """
 
     sigmoid = "sigmoid"

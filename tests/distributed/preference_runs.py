@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def read_answers(config) -> list[list[tuple[list[int], list[int], bool]]]:
         batch, found = next(batches), []
         for ids, labels, positions in zip(*(batch[k] for k in ("input_ids", "labels", "position_ids")), strict=True):
             starts = [*torch.nonzero(positions == 0)[:, 0].tolist(), len(ids)]
-            for start, stop in zip(starts[:-1], starts[1:], strict=True):
+            for start, stop in itertools.pairwise(starts):
                 targets = torch.nonzero(labels[start:stop] != IGNORED)[:, 0]
                 if len(targets):
                     first = start + int(targets[0])

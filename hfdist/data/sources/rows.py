@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from os.path import commonprefix
+from os.path import commonpath
 from typing import Any, NamedTuple, NoReturn
 
 from hfdist.config.data import RowFormat, SourceConfig
@@ -101,7 +101,7 @@ def _from_preference(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
         if prompt is None:
             # The space belongs to the answers: tokenizers put it in front of a word.
-            prompt = commonprefix([chosen, rejected]).rstrip(" ")
+            prompt = commonpath([chosen, rejected]).rstrip(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return {"prompt": prompt, "completion": chosen, "rejected": rejected}
     if prompt is None:

@@ -18,8 +18,8 @@ from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.composition.compose import to_values
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init
-from hfdist.config.task import TaskName
 from hfdist.config.run import ExportConfig, RunConfig
+from hfdist.config.task import TaskName
 from hfdist.data import PoolReport
 from hfdist.records import METRICS, PACKAGES, RunRecord, find_versions, read_lines
 from hfdist.trainer.budget.usage import describe_usage

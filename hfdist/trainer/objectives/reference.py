@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:
     starts = batch["position_ids"].numpy() == 0
     for row, is_start in enumerate(starts):
         places = [*np.flatnonzero(is_start).tolist(), len(is_start)]
-        for start, stop in zip(places[:-1], places[1:], strict=True):
+        for start, stop in pairwise(places):
             if (labels[row, start:stop] != IGNORED).any():
                 content = ids[row, start:stop].tobytes() + (labels[row, start:stop] == IGNORED).tobytes()
                 yield row, start, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

@@ -3,13 +3,14 @@
     liked      desirable_weight   x (1 - sigmoid(beta x (r - kl)))     r: log-ratio of the answer to the reference's
     not liked  undesirable_weight x (1 - sigmoid(beta x (kl - r)))
 
-kl estimates how far the model is from the reference: the mean log-ratio of answers to other prompts, at least 0. Here it
-is that of a whole global batch, so that it is the same in every layout; each prompt is given the answer before it in its
-sequence. The loss `apo_zero_unpaired` (arXiv 2408.06266) needs none.
+kl estimates how far the model is from the reference: the mean log-ratio of answers to other prompts, at least 0. Here
+it is that of a whole global batch, so that it is the same in every layout; each prompt is given the answer before it in
+its sequence. The loss `apo_zero_unpaired` (arXiv 2408.06266) needs none.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -121,7 +122,7 @@ def mismatched(batch: Batch) -> Batch:
     for row in range(len(ids)):
         starts = [*torch.nonzero(positions[row] == 0)[:, 0].tolist(), positions.shape[1]]
         prompts, answers = [], []
-        for start, stop in zip(starts[:-1], starts[1:], strict=True):
+        for start, stop in itertools.pairwise(starts):
             targets = torch.nonzero(labels[row, start:stop] != IGNORED)[:, 0]
             if len(targets):
                 first = start + int(targets[0])

@@ -17,9 +17,9 @@ from hfdist.config.data import cache_dir
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.marks import ids_of
 from hfdist.data.order.records import Records, Status
 from hfdist.data.order.shares import Shares
-from hfdist.data.marks import ids_of
 from hfdist.data.stream.ledger import read_records
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError, DataError, printable

@@ -56,7 +56,17 @@ def words(tokenizer, ids):
 
 def test_a_pair_is_two_documents_in_one_piece(tokenizer):
     batch = tensors(encode(tokenizer, PAIR), length=12)
-    assert words(tokenizer, batch["input_ids"][0, :9]) == "red cat sees dog <end> red cat eats <end>".split()
+    assert words(tokenizer, batch["input_ids"][0, :9]) == [
+        "red",
+        "cat",
+        "sees",
+        "dog",
+        "<end>",
+        "red",
+        "cat",
+        "eats",
+        "<end>",
+    ]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
     labels, is_rejected = marks.split_labels(batch["labels"])
     ids = batch["input_ids"][0]
@@ -87,7 +97,7 @@ def test_what_both_answers_begin_with_is_their_prompt(tokenizer, row):
 def test_conversations(tokenizer, row):
     batch = tensors(encode(tokenizer, row), length=16)
     said = words(tokenizer, batch["input_ids"][0])
-    assert said[:10] == "<user> red cat <assistant> sees dog <end> <user> red cat".split()
+    assert said[:10] == ["<user>", "red", "cat", "<assistant>", "sees", "dog", "<end>", "<user>", "red", "cat"]
     documents = Documents.of(batch)
     assert documents.num_chosen_targets[0] == 3
     assert documents.num_rejected_targets[1] == 2
@@ -103,7 +113,7 @@ def test_an_answer_that_was_not_liked_is_rejected(tokenizer):
 
 
 def test_all_texts_are_there_for_what_wants_text():
-    assert texts_in(read(PAIR)).split() == "red cat sees dog eats".split()
+    assert texts_in(read(PAIR)).split() == ["red", "cat", "sees", "dog", "eats"]
     assert texts_in(read({"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]})).split()[-1] == "eats"
 
 
@@ -135,7 +145,7 @@ def test_prompts_with_the_answers_of_others_fill_the_same_sequence(tokenizer):
     ]
     pieces = [encode(tokenizer, row, RowFormat.unpaired_preference) for row in rows]
     batch = mismatched(tensors(*pieces, length=16))
-    said = "red a a a <end> big cat sees dog <end> the eats <end>".split()
+    said = ["red", "a", "a", "a", "<end>", "big", "cat", "sees", "dog", "<end>", "the", "eats", "<end>"]
     assert words(tokenizer, batch["input_ids"][0, :13]) == said
     assert batch["position_ids"][0].tolist() == [*range(5), *range(5), *range(3), *range(3)]
     documents = Documents.of(batch)
