@@ -326,7 +326,8 @@ class DistributedTrainerMixin(_Trainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
-        head = None if return_outputs else self.options.loss_head
+        # An objective defers by itself, in evaluations, too.
+        head = None if return_outputs or self.options.objective is not None else self.options.loss_head
         counted = inputs.get(COUNTED)
         if counted is not None:
             inputs = {name: value for name, value in inputs.items() if name != COUNTED}

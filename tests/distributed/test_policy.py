@@ -69,9 +69,7 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, model, sums, cache_dir, t
     run = run_task(tmp_path / "ours", model, sums, task, 1, *own)
     config = make_config(tmp_path / "read", model, sums, f"task={task}", *policy_runs.COMMON)
     [steps] = run_ranks(read_answers, 1, config, group=False)
-    [plain] = run_ranks(
-        policy_runs.train_plainly, 1, tmp_path / "trl", model, task, steps, arguments, group=False
-    )
+    [plain] = run_ranks(policy_runs.train_plainly, 1, tmp_path / "trl", model, task, steps, arguments, group=False)
     assert [line["reward"] for line in lines(run)] == pytest.approx([line["reward"] for line in plain])
     assert losses(run) == pytest.approx([line["loss"] for line in plain], rel=1e-5, abs=1e-6)
     assert [line["grad_norm"] for line in lines(run)] == pytest.approx([p["grad_norm"] for p in plain], rel=1e-4)

@@ -19,10 +19,9 @@ from transformers import TrainerCallback
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskName
-from hfdist.models.loss.lazy_logits import reduce_token_losses
 from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.evaluation.loop import Evaluator
-from hfdist.trainer.objectives.base import Objective
+from hfdist.trainer.objectives.base import Objective, reduce_tokens
 from hfdist.trainer.objectives.rollout import ADVANTAGES, Rollouts
 
 _SMALLEST = 1e-4
@@ -89,11 +88,7 @@ class PolicyGradient(Objective):
             self._note(is_target, {"clipped_ratios": (clipped * advantages < ratio * advantages).float()})
             return torch.where(is_target, -torch.minimum(ratio * advantages, clipped * advantages), 0).sum()
 
-        outputs: Any = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-        logits = outputs.logits[:, :-1]
-        if self._task.temperature != 1.0:
-            logits = logits / self._task.temperature
-        return reduce_token_losses(logits, batch["labels"][:, 1:], reduce, ignore_index=IGNORED)
+        return reduce_tokens(self._trainer, model, batch, reduce, temperature=self._task.temperature)
 
     def evaluate(self, forward: Forward) -> float:
         """Answer held-out prompts greedily, and give the mean reward, negative."""
