@@ -5,6 +5,7 @@ import pytest
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import Packing, RowFormat
 from hfdist.errors import ConfigError
+from hfdist.planning.command import parse_request
 
 OWN = ("model.name=some/model", "data=files", "data.sources.files.path=rows.jsonl")
 
@@ -50,3 +51,9 @@ def test_what_does_not_go_with_a_task(key):
     assert str(refused.value.where).startswith(key.rpartition(".")[0])
     assert refused.value.where.endswith(key.rpartition(".")[2])
     assert refused.value.hint
+
+
+def test_a_plan_of_other_steps_is_refused():
+    with pytest.raises(ConfigError, match="steps of next tokens") as refused:
+        parse_request(["recipe=tune", "task=reward", "model=tiny", "data=files", "data.sources.files.path=a.jsonl"])
+    assert refused.value.where == "task.name"
