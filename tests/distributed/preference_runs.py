@@ -70,7 +70,7 @@ def tune(folder: Path, model: Path, rows: Path, num_ranks: int, *overrides: str)
 
 def make_config(folder: Path, model: Path, rows: Path, *overrides: str):
     """The run's config."""
-    own = (f"model.name={model}", f"data.sources.files.path={rows}", f"run.dir={folder}")
+    own = (f"model.name={model}", f"model.tokenizer.name={model}", f"data.sources.files.path={rows}", f"run.dir={folder}")
     return compose_config([*COMMON, *own, *overrides], name="tune")
 
 
@@ -83,6 +83,8 @@ def read_answers(config) -> list[list[tuple[list[int], list[int], bool]]]:
     batches = iter(run.data.stream.at_beginning().loader(batch_size=config.train.global_batch_size))
     for _ in range(STEPS):
         batch, found = next(batches), []
+        # A row without positions is one document.
+        batch.setdefault("position_ids", torch.arange(batch["labels"].shape[1]).expand_as(batch["labels"]))
         for ids, labels, positions in zip(*(batch[k] for k in ("input_ids", "labels", "position_ids")), strict=True):
             starts = [*torch.nonzero(positions == 0)[:, 0].tolist(), len(ids)]
             for start, stop in itertools.pairwise(starts):

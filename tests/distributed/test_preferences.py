@@ -1,9 +1,11 @@
 """Preference tuning: TRL's own losses and weights on one process, and the same in every layout."""
 
+import shutil
+
 import pytest
 
 from hfdist.records import METRICS, read_lines
-from hfdist.testing import run_ranks
+from hfdist.testing import RankFailed, run_ranks
 from tests.distributed import trl_runs
 from tests.distributed.preference_runs import (
     STEPS,
@@ -112,3 +114,28 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, model, cache_dir, name):
     lines = [line for line in read_lines(run / METRICS) if "loss" in line]
     assert [line["grad_norm"] for line in lines] == pytest.approx([line["grad_norm"] for line in plain], rel=1e-4)
     assert trl_runs.difference(weights(run), weights(tmp_path / "trl")) < 1e-5
+
+
+def test_a_run_goes_on_in_another_layout(single, tmp_path, model, rows):
+    """The reference is that of the first start, though the weights have moved on."""
+    saves = ("task=dpo", "checkpoint.every=2", "checkpoint.keep=9", "strategy=ddp")
+    run = tune(tmp_path / "run", model, rows["pairs"], 2, *saves)
+    before = {path: path.read_bytes() for path in (run / "reference").iterdir()}
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
+    shutil.rmtree(run / "model")
+    tune(run, model, rows["pairs"], 2, *saves[:3], "strategy=pipeline")
+    check_equal(run, single["dpo"])
+    assert {path: path.read_bytes() for path in (run / "reference").iterdir()} == before
+
+
+def test_a_model_that_sees_through_packed_answers_is_refused(tmp_path, model, rows, cache_dir):
+    small = ("hidden_size=16", "num_hidden_layers=2", "vocab_size=20", "state_size=4")
+    overrides = (
+        "model.init=random",
+        "model.name=null",
+        "model.type=mamba",
+        f"model.tokenizer.name={model}",
+        *(f"+model.config.{one}" for one in small),
+    )
+    with pytest.raises(RankFailed, match="sees through from one to the next"):
+        tune(tmp_path, model, rows["pairs"], 1, "task=dpo", *overrides)

@@ -1,0 +1,42 @@
+"""Real `accelerate launch` of each task of `hfdist tune`, with two processes."""
+
+import json
+
+import pytest
+
+from hfdist.records import METRICS, read_lines
+from tests.e2e.test_launch import LAUNCH, ROOT, run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+SMALL = ("model=tiny", "data.sequence_length=64", "data.lanes=4", "data.eval_fraction=0.1", "train.epochs=null",
+         "train.max_steps=4", "train.global_batch_size=4", "train.micro_batch_size=1", "report=quiet",
+         "optimizer.lr=1e-3")  # fmt: skip
+ROWS = {
+    "dpo": {"prompt": "{n} is ", "chosen": "a number", "rejected": "a word"},
+    "kto": {"prompt": "{n} is ", "completion": "a number", "label": True},
+    "grpo": {"prompt": "{n} + 1 = ", "completion": "{n}1"},
+}
+REWARD = ("task.rewards={arithmetic: 1.0}", "task.num_generations=2", "task.max_new_tokens=4")
+TASKS = {
+    "dpo": ("dpo", "pipeline", ()),
+    "kto": ("kto", "zero2", ()),
+    "reward": ("dpo", "fsdp2", ()),
+    "grpo": ("grpo", "ddp", REWARD),
+    "rloo": ("grpo", "zero3", REWARD),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_trains_under_accelerate_launch(tmp_path, cache_dir, task):
+    kind, strategy, more = TASKS[task]
+    rows = [{name: v.format(n=n) if isinstance(v, str) else v for name, v in ROWS[kind].items()} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    launched = [*LAUNCH, "--config_file", ROOT / "conf" / "launch" / "cpu_2.yaml", ROOT / "recipes" / "tune.py"]
+    own = (f"task={task}", f"strategy={strategy}", "data=rows.jsonl", "run.name=tuned")
+    code, output = run([*launched, *own, *SMALL, *more], tmp_path)
+    assert code == 0, output
+    lines = read_lines(tmp_path / "runs" / "tuned" / METRICS)
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert all("eval_loss" in line for line in lines if line["step"] == 0)
+    assert (tmp_path / "runs" / "tuned" / "model" / "model.safetensors").is_file()

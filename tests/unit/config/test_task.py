@@ -1,0 +1,52 @@
+"""`task.*`: what does not go with a task is refused before anything is built, with a hint that works."""
+
+import pytest
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.data import Packing, RowFormat
+from hfdist.errors import ConfigError
+
+OWN = ("model.name=some/model", "data=files", "data.sources.files.path=rows.jsonl")
+
+
+def tune(*overrides):
+    return compose_config([*OWN, *overrides], name="tune")
+
+
+@pytest.mark.parametrize(
+    ("task", "row_format", "packing"),
+    [
+        ("dpo", RowFormat.preference, Packing.best_fit),
+        ("kto", RowFormat.unpaired_preference, Packing.best_fit),
+        ("reward", RowFormat.preference, Packing.best_fit),
+        ("grpo", RowFormat.prompt_completion, Packing.none),
+    ],
+)
+def test_a_task_says_what_it_reads(task, row_format, packing):
+    rewards = ["task.rewards={arithmetic: 1.0}"] if task == "grpo" else []
+    data = tune(f"task={task}", *rewards).data
+    assert (data.format, data.packing) == (row_format, packing)
+
+
+REFUSED = {
+    "data.format": ("task=causal_lm", "data.format=preference"),
+    "data.packing": ("task=dpo", "data.packing=concat"),
+    "data.too_long": ("task=dpo", "data.too_long=truncate_end"),
+    "strategy.context": ("task=kto", "strategy.context=2"),
+    "islands.method": ("task=dpo", "islands=diloco", "islands.address=tcp://127.0.0.1:1"),
+    "task.loss": ("task=kto", "task.loss=ipo"),
+    "task.label_smoothing": ("task=dpo", "task.label_smoothing=0.1"),
+    "task.beta": ("task=dpo", "task.beta=0"),
+    "evaluate.prompts": ("task=reward", "evaluate.prompts=[a]"),
+    "adapter.modules_to_save": ("task=reward", "adapter=lora"),
+    "task.rewards": ("task=grpo",),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_does_not_go_with_a_task(key):
+    with pytest.raises(ConfigError) as refused:
+        tune(*REFUSED[key])
+    assert str(refused.value.where).startswith(key.rpartition(".")[0])
+    assert refused.value.where.endswith(key.rpartition(".")[2])
+    assert refused.value.hint
