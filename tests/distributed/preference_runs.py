@@ -70,7 +70,12 @@ def tune(folder: Path, model: Path, rows: Path, num_ranks: int, *overrides: str)
 
 def make_config(folder: Path, model: Path, rows: Path, *overrides: str):
     """The run's config."""
-    own = (f"model.name={model}", f"model.tokenizer.name={model}", f"data.sources.files.path={rows}", f"run.dir={folder}")
+    own = (
+        f"model.name={model}",
+        f"model.tokenizer.name={model}",
+        f"data.sources.files.path={rows}",
+        f"run.dir={folder}",
+    )
     return compose_config([*COMMON, *own, *overrides], name="tune")
 
 

@@ -8,8 +8,8 @@ RLOO takes the ratio of whole answers, and divides by their number. An answer tr
 the old probabilities are those that the step begins with.
 
 `task.beta` holds the model to the one that the run begins with; p and r are the probabilities of a token by the two.
-GRPO adds beta x (r / p - log(r / p) - 1) to the loss of each token. RLOO takes beta x log(p / r), summed over an
-answer, off its reward.
+GRPO adds beta x ratio x (r / p - log(r / p) - 1) to the loss of each token (with the ratio as in arXiv 2512.02556 and
+TRL). RLOO takes beta x log(p / r), summed over an answer, off its reward.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class PolicyGradient(Objective):
                 difference = batch[REFERENCE][:, 1:] - log_probabilities
                 divergence = difference.exp() - difference - 1
                 self._note(is_target, {"kl": divergence})
-                own = own + self._task.beta * divergence
+                # Of this ratio, which is 1, the gradient counts: without it that of the divergence would be biased.
+                own = own + self._task.beta * ratio * divergence
             return torch.where(is_target, own, 0).sum()
 
         return self._reduce(model, batch, reduce)
