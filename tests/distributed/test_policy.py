@@ -85,6 +85,18 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, model, sums, cache_dir, t
     assert len({line["grad_norm"] for line in lines(run)}) == STEPS
 
 
+def test_an_adapter_is_compared_with_how_it_began(tmp_path, model, sums):
+    """PiSSA takes what it begins with off the model's weights: without the adapter these are another model."""
+    pissa = ("adapter=lora", "adapter.rank=4", "adapter.arguments.init_lora_weights=pissa", "adapter.merge=false")
+    runs = [
+        run_task(tmp_path / strategy, model, sums, "rloo", num_ranks, *BETA, *pissa, f"strategy={strategy}")
+        for strategy, num_ranks in (("single", 1), ("zero2", 2))
+    ]
+    single, sharded = ([line["kl"] for line in lines(run)] for run in runs)
+    assert abs(single[0]) < 1e-6 < abs(single[-1])
+    assert sharded == pytest.approx(single, rel=1e-3, abs=1e-6)
+
+
 def test_a_run_goes_on_in_another_layout(single, tmp_path, model, sums):
     """It answers the same prompts with the same noise."""
     saves = ("checkpoint.every=2", "checkpoint.keep=9", *BETA)
