@@ -76,6 +76,10 @@ LOSSES = {
 """Those of each task."""
 
 
+REWARD_MODEL = "reward_model"
+"""The name among rewards of a model's score."""
+
+
 @dataclass(kw_only=True)
 class TaskConfig:
     """What is trained, and how strictly."""
@@ -93,8 +97,10 @@ class TaskConfig:
     top_k: int | None = limited(None, at_least=1)
     top_p: float = limited(1.0, above=0, at_most=1)
     rewards: dict[str, float] = field(default_factory=dict)
-    """Names of rewards, with the weight of each in the sum: `arithmetic`, `code`, or what installed packages offer
-    (entry points `hfdist.rewards`)."""
+    """Names of rewards, with the weight of each in the sum: `arithmetic`, `code`, `reward_model`, or what installed
+    packages offer (entry points `hfdist.rewards`)."""
+    reward_model: str | None = None
+    """Folder of the model that the reward `reward_model` is the score of, as `task.name=reward` trains it."""
     scale_rewards: bool = True
     clip: float = limited(0.2, above=0)
     """How far the ratio of new to old probabilities may move a loss."""

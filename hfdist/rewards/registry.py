@@ -71,12 +71,15 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def load_rewards(names: Mapping[str, float], *, where: str = "rewards") -> list[Reward]:
+def load_rewards(
+    names: Mapping[str, float], *, where: str = "rewards", made: Mapping[str, Score] = MappingProxyType({})
+) -> list[Reward]:
     """Find rewards by name, and import the packages that offer them.
 
     Args:
         names: the weight of each reward.
         where: the config key that holds `names`.
+        made: rewards of the caller's own, by name.
 
     Raises:
         ConfigError: a weight is no finite number, or no installed package offers a reward of this name.
@@ -85,8 +88,9 @@ def load_rewards(names: Mapping[str, float], *, where: str = "rewards") -> list[
         if not _is_finite(weight):
             what = "the weight of a reward is no finite number"
             raise ConfigError(what, where=f"{where}.{name}", found=weight, hint=f"{where}.{name}=1.0")
+    known = {**BUILT_IN, **made}
     return [
-        Reward(name=name, weight=float(weight), score=BUILT_IN[name] if name in BUILT_IN else _load(name, where))
+        Reward(name=name, weight=float(weight), score=known[name] if name in known else _load(name, where))
         for name, weight in names.items()
     ]
 

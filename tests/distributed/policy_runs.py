@@ -107,6 +107,7 @@ def train_plainly(folder: Path, model: Path, task: str, steps: list, arguments: 
     prompts = [tokenizer.decode(prompt) for step in steps for prompt, *_ in step]
     references = [tokenizer.decode(answer, skip_special_tokens=True) for step in steps for _, answer, _ in step]
     trainer, config = (GRPO, trl.GRPOConfig) if task == "grpo" else (RLOO, trl.RLOOConfig)
+    fields = {"beta": 0.0} | arguments
     args = config(
         str(folder),
         max_steps=STEPS,
@@ -125,8 +126,7 @@ def train_plainly(folder: Path, model: Path, task: str, steps: list, arguments: 
         gradient_checkpointing=False,
         num_generations=ANSWERS,
         max_completion_length=NEW_TOKENS,
-        beta=0.0,
-        **arguments,
+        **fields,
     )
     own = trainer(
         AutoModelForCausalLM.from_pretrained(model, dtype="float32"),

@@ -13,6 +13,7 @@ from tests.distributed.runs import eval_losses, losses, weights
 pytestmark = pytest.mark.distributed
 
 TASKS = ("grpo", "rloo")
+BETA = ("task.beta=0.5",)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def run_task(folder, model, sums, task, num_ranks, *overrides):
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, model, sums, cache_dir):
     folder = tmp_path_factory.mktemp("single")
-    return {task: run_task(folder / task, model, sums, task, 1) for task in TASKS}
+    return {task: run_task(folder / task, model, sums, task, 1, *BETA) for task in TASKS}
 
 
 def lines(run):
@@ -44,11 +45,12 @@ def lines(run):
     [("grpo", "ddp", 2), ("grpo", "zero3", 2), ("grpo", "pipeline", 2), ("rloo", "fsdp2", 2), ("rloo", "3d", 8)],
 )
 def test_a_layout_changes_nothing(single, tmp_path, model, sums, task, strategy, num_ranks):
-    run, reference = run_task(tmp_path, model, sums, task, num_ranks, f"strategy={strategy}"), single[task]
+    run, reference = run_task(tmp_path, model, sums, task, num_ranks, *BETA, f"strategy={strategy}"), single[task]
     for ours, theirs in zip(lines(run), lines(reference), strict=True):
         for name in ("reward", "reward_std", "rewards/arithmetic", "completion_tokens", "cut_off"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
         assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-5)
+        assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-4, abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         # Advantages of a group add up to nothing: what is left of the loss is small.
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6)
@@ -61,8 +63,12 @@ def test_a_layout_changes_nothing(single, tmp_path, model, sums, task, strategy,
     ("task", "own", "arguments"),
     [
         ("grpo", (), {}),
-        ("grpo", ("task.scale_rewards=false", "task.temperature=1.5"), {"scale_rewards": "none", "temperature": 1.5}),
-        ("rloo", (), {}),
+        (
+            "grpo",
+            ("task.scale_rewards=false", "task.temperature=1.5", *BETA),
+            {"scale_rewards": "none", "temperature": 1.5, "beta": 0.5},
+        ),
+        ("rloo", BETA, {"beta": 0.5}),
     ],
 )
 def test_losses_and_weights_are_those_of_trl(tmp_path, model, sums, cache_dir, task, own, arguments):
@@ -74,17 +80,34 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, model, sums, cache_dir, t
     assert losses(run) == pytest.approx([line["loss"] for line in plain], rel=1e-5, abs=1e-6)
     assert [line["grad_norm"] for line in lines(run)] == pytest.approx([p["grad_norm"] for p in plain], rel=1e-4)
     assert trl_runs.difference(weights(run), weights(tmp_path / "trl")) < 1e-5
+    kl = [line["kl"] for line in plain if "kl" in line]
+    assert [line["kl"] for line in lines(run) if "kl" in line] == pytest.approx(kl, rel=1e-4, abs=1e-6)
     assert len({line["grad_norm"] for line in lines(run)}) == STEPS
+
+
+def test_an_adapter_is_compared_with_how_it_began(tmp_path, model, sums):
+    """PiSSA takes what it begins with off the model's weights: without the adapter these are another model."""
+    pissa = ("adapter=lora", "adapter.rank=4", "adapter.arguments.init_lora_weights=pissa", "adapter.merge=false")
+    runs = [
+        run_task(tmp_path / strategy, model, sums, "rloo", num_ranks, *BETA, *pissa, f"strategy={strategy}")
+        for strategy, num_ranks in (("single", 1), ("zero2", 2))
+    ]
+    single, sharded = ([line["kl"] for line in lines(run)] for run in runs)
+    assert abs(single[0]) < 1e-6 < abs(single[-1])
+    assert sharded == pytest.approx(single, rel=1e-3, abs=1e-6)
 
 
 def test_a_run_goes_on_in_another_layout(single, tmp_path, model, sums):
     """It answers the same prompts with the same noise."""
-    saves = ("checkpoint.every=2", "checkpoint.keep=9")
+    saves = ("checkpoint.every=2", "checkpoint.keep=9", *BETA)
     run = run_task(tmp_path, model, sums, "grpo", 2, *saves, "strategy=pipeline")
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
     shutil.rmtree(run / "model")
     run_task(tmp_path, model, sums, "grpo", 2, *saves, "strategy=ddp")
     assert [line["reward"] for line in lines(run)] == [line["reward"] for line in lines(single["grpo"])]
+    # The reference is the model of the first start.
+    kl = [line["kl"] for line in lines(single["grpo"])]
+    assert [line["kl"] for line in lines(run)] == pytest.approx(kl, rel=1e-4, abs=1e-6)
     assert trl_runs.difference(weights(run), weights(single["grpo"])) < 1e-5
     assert [line["step"] for line in read_lines(run / "rollouts.jsonl")] == sorted(
         step for step in range(1, STEPS + 1) for _ in range(2 * policy_runs.ANSWERS)

@@ -74,11 +74,15 @@ def _check_packages(config: RunConfig) -> None:
 
 
 def check_model_paths(config: RunConfig) -> None:
-    """Raise a ConfigError where the model or the tokenizer is a path that leads nowhere."""
+    """Raise a ConfigError where the model, its tokenizer or a reward model is a path that leads nowhere."""
     for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
         if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
             what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
+    key, path = "task.reward_model", config.task.reward_model
+    if path is not None and not os.path.isdir(os.path.expanduser(path)):
+        what, allowed = "there is no such folder", "the folder of a reward model"
+        raise ConfigError(what, where=key, found=path, allowed=allowed, hint=_near(key, path))
 
 
 def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:

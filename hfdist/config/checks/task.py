@@ -7,7 +7,7 @@ from functools import reduce
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
-from hfdist.config.task import LOSSES, PreferenceLoss, TaskName
+from hfdist.config.task import LOSSES, REWARD_MODEL, PreferenceLoss, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
@@ -87,8 +87,14 @@ def _check_preference(config: RunConfig) -> None:
 
 
 def _check_reinforcement(config: RunConfig) -> None:
+    if config.task.reward_model is not None and REWARD_MODEL not in config.task.rewards:
+        what, hint = "the reward model has no weight", f"'task.rewards={{{REWARD_MODEL}: 1.0}}'"
+        found = ", ".join(config.task.rewards) or "none"
+        raise ConfigError(what, where="task.rewards", found=found, allowed=f"{{{REWARD_MODEL}: WEIGHT}}", hint=hint)
     if not config.task.rewards:
         what, hint = "answers need a reward", "'task.rewards={arithmetic: 1.0}'"
         raise ConfigError(what, where="task.rewards", found="none", allowed="{NAME: WEIGHT}", hint=hint)
-    if config.task.beta:
-        raise _misfit(config, "task.beta", "0", "these tasks compare with no reference in this version")
+    if REWARD_MODEL in config.task.rewards and config.task.reward_model is None:
+        what, allowed = "it is not said which model gives this reward", "the folder of a reward model"
+        hint = "task.reward_model=RUN/model, of a run with task=reward"
+        raise ConfigError(what, where="task.reward_model", found="null", allowed=allowed, hint=hint)

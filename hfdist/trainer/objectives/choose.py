@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
-from hfdist.config.task import TaskName
+from hfdist.config.task import REWARD_MODEL, TaskName
 from hfdist.data.documents.held_out import take_examples
 from hfdist.errors import ConfigError
 from hfdist.models.probing import class_keeps_documents_apart
-from hfdist.rewards import load_rewards
+from hfdist.rewards import Reward, load_rewards
+from hfdist.strategies.base import Strategy
 from hfdist.trainer.objectives.base import Objective
+from hfdist.trainer.objectives.learned_reward import LearnedReward
 from hfdist.trainer.objectives.policy import PolicyGradient
 from hfdist.trainer.objectives.preference import DirectPreference
 from hfdist.trainer.objectives.reference import ReferenceTable
@@ -24,7 +26,14 @@ from hfdist.trainer.objectives.rollout import RolloutLines, Rollouts
 from hfdist.trainer.objectives.unpaired import KahnemanTversky
 
 
-def make_objective(config: RunConfig, tokenizer: PreTrainedTokenizerBase, held_out: Any) -> Objective | None:
+def make_objective(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Any,
+    *,
+    strategy: Strategy,
+    arguments: TrainingArguments,
+) -> Objective | None:
     """Make the objective of a run; None: it trains next tokens."""
     task = config.task
     match task.name:
@@ -37,7 +46,7 @@ def make_objective(config: RunConfig, tokenizer: PreTrainedTokenizerBase, held_o
         case TaskName.grpo | TaskName.rloo:
             rollouts = Rollouts(
                 task,
-                load_rewards(task.rewards, where="task.rewards"),
+                _rewards(config, tokenizer, strategy, arguments),
                 tokenizer,
                 examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
                 seed=config.train.seed,
@@ -45,6 +54,15 @@ def make_objective(config: RunConfig, tokenizer: PreTrainedTokenizerBase, held_o
             )
             return PolicyGradient(task, rollouts)
     return None
+
+
+def _rewards(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, strategy: Strategy, arguments: TrainingArguments
+) -> list[Reward]:
+    path, made = config.task.reward_model, {}
+    if path is not None:
+        made[REWARD_MODEL] = LearnedReward(path, tokenizer, layout=strategy, arguments=arguments)
+    return load_rewards(config.task.rewards, where="task.rewards", made=made)
 
 
 def _table(config: RunConfig) -> ReferenceTable:

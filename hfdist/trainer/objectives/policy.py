@@ -6,6 +6,10 @@
 GRPO sums over tokens and divides by all answers' tokens of the global batch (as DAPO, arXiv 2503.14476, and TRL do);
 RLOO takes the ratio of whole answers, and divides by their number. An answer trains the model that gave it, once: so
 the old probabilities are those that the step begins with.
+
+`task.beta` holds the model to the one that the run begins with; p and r are the probabilities of a token by the two.
+GRPO adds beta x ratio x (r / p - log(r / p) - 1) to the loss of each token (with the ratio as in arXiv 2512.02556 and
+TRL). RLOO takes beta x log(p / r), summed over an answer, off its reward.
 """
 
 from __future__ import annotations
@@ -14,15 +18,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskName
+from hfdist.models.loss.lazy_logits import Reduce
 from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.objectives.base import Objective, reduce_tokens
+from hfdist.trainer.objectives.reference_weights import ReferenceWeights
 from hfdist.trainer.objectives.rollout import ADVANTAGES, Rollouts
+
+REFERENCE = "reference_log_probabilities"
+"""In a batch of GRPO: of each token of an answer by the reference; 0 elsewhere; shape [rows, tokens]."""
+DIVERGENCE = "divergence"
+"""In a batch of RLOO: of each token of an answer log(p / r); 0 elsewhere; shape [rows, tokens]."""
 
 _SMALLEST = 1e-4
 """Added to a standard deviation, as TRL does."""
@@ -37,12 +49,15 @@ class PolicyGradient(Objective):
         super().__init__()
         self._task, self._rollouts = task, rollouts
         self._is_of_tokens = task.name is TaskName.grpo
-        self.names = ("entropy", "clipped_ratios", *rollouts.names)
+        self._reference: ReferenceWeights | None = None
+        """None: there is no comparison."""
+        self.names = ("entropy", "clipped_ratios", *(["kl"] if task.beta else []), *rollouts.names)
 
     def begin(self, trainer: Any) -> None:
-        """See what the model allows."""
+        """See what the model allows, and keep the weights that it is compared with."""
         super().begin(trainer)
         self._rollouts.begin(trainer)
+        self._reference = ReferenceWeights(trainer.engine) if self._task.beta else None
 
     def callbacks(self) -> list[TrainerCallback]:
         """Give what writes rollouts.jsonl."""
@@ -55,11 +70,64 @@ class PolicyGradient(Objective):
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
         """Let the model answer the prompts of a step; give its answers with their advantages."""
-        with Evaluator(self._trainer).forwards() as forward, self._trainer.engine.gathered():
-            answered, figures = self._rollouts.answer(batches, forward, self.advantages)
+        with Evaluator(self._trainer).forwards() as forward:
+            with self._trainer.engine.gathered():
+                answered, rewards, figures = self._rollouts.answer(batches, forward)
+            if self._reference is not None:
+                answered = self._compare(answered, forward, self._reference)
         self._trainer.model.train()
         self._note_answers(figures)
-        return answered
+        if self._reference is not None and not self._is_of_tokens:
+            rewards = rewards - self._task.beta * self._sum_divergences(answered).view(rewards.shape)
+        of_answers = self.advantages(rewards).flatten().split([len(batch["labels"]) for batch in answered])
+        return [batch | {ADVANTAGES: own} for batch, own in zip(answered, of_answers, strict=True)]
+
+    def _compare(self, batches: Sequence[Batch], forward: Forward, reference: ReferenceWeights) -> list[Batch]:
+        """Add to batches of answers what the loss, or the reward, needs of the reference. A collective."""
+        with reference.in_place():
+            compared = [batch | {REFERENCE: self._log_probabilities(batch, forward)} for batch in batches]
+        if self._is_of_tokens:
+            return compared
+        return [
+            batch | {DIVERGENCE: self._log_probabilities(batch, forward) - other[REFERENCE]}
+            for batch, other in zip(batches, compared, strict=True)
+        ]
+
+    def _sum_divergences(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Sum over the tokens of each answer; shape [answers]."""
+        for batch in batches:
+            self._note(batch["labels"] != IGNORED, {"kl": batch[DIVERGENCE]})
+        return torch.cat([batch[DIVERGENCE].sum(1) for batch in batches])
+
+    def _log_probabilities(self, batch: Batch, forward: Forward) -> torch.Tensor:
+        """Give those of the tokens of answers, 0 elsewhere, on the CPU; shape [rows, tokens]. A collective."""
+        found = []
+        # As many rows as an evaluation has.
+        for start in range(0, len(batch["labels"]), self._trainer.args.per_device_eval_batch_size):
+            stop = start + self._trainer.args.per_device_eval_batch_size
+            part = {name: value[start:stop] for name, value in batch.items()}
+            found.append(self._log_probabilities_of(part, forward))
+        return torch.cat(found)
+
+    def _log_probabilities_of(self, batch: Batch, forward: Forward) -> torch.Tensor:
+        rows, tokens = batch["labels"].shape
+        values: list[torch.Tensor] = []
+
+        def note(model: nn.Module, part: Batch) -> torch.Tensor:
+            found = self._reduce(model, part, lambda losses: -losses.view(-1, tokens - 1))
+            values.append(nn.functional.pad(found, (1, 0)))
+            return found
+
+        forward(batch, note)
+        known = torch.full((rows, tokens), -torch.inf, device=self._trainer.args.device)
+        if values:
+            known = torch.cat(values)[:rows]
+        strategy = self._trainer.strategy
+        for axis in ("pipeline", "tensor"):
+            if getattr(strategy.topology, axis) > 1:
+                # All ranks of a model replica must have the same batch, and only a last stage has logits.
+                dist.all_reduce(known, op=dist.ReduceOp.MAX, group=strategy.mesh.get_group(axis))
+        return known.cpu()
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         """Compare the rewards of each prompt's answers; both of shape [prompts, answers]."""
@@ -86,8 +154,18 @@ class PolicyGradient(Objective):
             ratio = (log_probabilities - log_probabilities.detach()).exp()
             clipped = ratio.clamp(1 - clip, 1 + clip)
             self._note(is_target, {"clipped_ratios": (clipped * advantages < ratio * advantages).float()})
-            return torch.where(is_target, -torch.minimum(ratio * advantages, clipped * advantages), 0).sum()
+            own = -torch.minimum(ratio * advantages, clipped * advantages)
+            if REFERENCE in batch:
+                difference = batch[REFERENCE][:, 1:] - log_probabilities
+                divergence = difference.exp() - difference - 1
+                self._note(is_target, {"kl": divergence})
+                # Of this ratio, which is 1, the gradient counts: without it that of the divergence would be biased.
+                own = own + self._task.beta * ratio * divergence
+            return torch.where(is_target, own, 0).sum()
 
+        return self._reduce(model, batch, reduce)
+
+    def _reduce(self, model: nn.Module, batch: Batch, reduce: Reduce) -> torch.Tensor:
         return reduce_tokens(self._trainer, model, batch, reduce, temperature=self._task.temperature)
 
     def evaluate(self, forward: Forward) -> float:

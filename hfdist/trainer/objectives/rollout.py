@@ -7,7 +7,7 @@ layout changes it. An answer is a row: prompt, answer, and what fills it up as a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +68,17 @@ class Rollouts:
         self._uses_cache = self._topology.pipeline == self._topology.context == 1 and can_generate(trainer.model)
 
     def answer(
-        self, batches: Sequence[Batch], forward: Forward, advantages: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[list[Batch], dict[str, list[float]]]:
+        self, batches: Sequence[Batch], forward: Forward
+    ) -> tuple[list[Batch], torch.Tensor, dict[str, list[float]]]:
         """Answer all prompts of a step of this data rank. A collective.
 
         Args:
             batches: of prompts with references, a row each.
             forward: runs forwards in the layout.
-            advantages: of rewards, of shape [prompts, answers].
 
         Returns:
-            Batches of answers, and figures of them by name, on one rank of each model replica.
+            Batches of answers without advantages; their rewards, of shape [prompts, answers]; and figures of them by
+            name, on one rank of each model replica.
         """
         count = self._task.num_generations
         room = self._limits.room()
@@ -98,7 +98,6 @@ class Rollouts:
         generations = self._describe([example for example in examples for _ in range(count)], answers)
         scores = self._score(generations)
         rewards = torch.tensor(scores["reward"], dtype=torch.float32).view(-1, count)
-        of_answers = advantages(rewards).flatten()
         figures = self._figures(scores, answers)
         if self._topology.is_first_of_replica:
             figures["reward_std"] = rewards.std(1).repeat_interleave(count).tolist()
@@ -106,9 +105,9 @@ class Rollouts:
         built, first = [], 0
         for batch in batches:
             rows = slice(first, first + len(batch["input_ids"]) * count)
-            built.append(_rows(prompts[rows], answers[rows], of_answers[rows], fill_id=self._fill_id))
+            built.append(_rows(prompts[rows], answers[rows], fill_id=self._fill_id))
             first = rows.stop
-        return built, figures
+        return built, rewards, figures
 
     def answer_held_out(self, forward: Forward) -> dict[str, list[float]]:
         """Answer the held-out prompts greedily; give figures of all answers, on all ranks. A collective."""
@@ -146,7 +145,12 @@ class Rollouts:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
         return [
-            Generation(prompt=text(example.prompt), text=text(answer), reference=text(example.reference))
+            Generation(
+                prompt=text(example.prompt),
+                text=text(answer),
+                reference=text(example.reference),
+                token_ids=(*example.prompt, *answer),
+            )
             for example, answer in zip(examples, answers, strict=True)
         ]
 
@@ -202,9 +206,7 @@ def _examples(batch: Batch, room: int | None) -> list[Example]:
     return found
 
 
-def _rows(
-    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], advantages: torch.Tensor, *, fill_id: int
-) -> Batch:
+def _rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
     """Put prompts and answers below each other."""
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     width = max(lengths)
@@ -212,7 +214,6 @@ def _rows(
         "input_ids": torch.full((len(lengths), width), fill_id),
         "labels": torch.full((len(lengths), width), IGNORED),
         "position_ids": torch.zeros((len(lengths), width), dtype=torch.int64),
-        ADVANTAGES: advantages,
     }
     for row, (prompt, answer, length) in enumerate(zip(prompts, answers, lengths, strict=True)):
         ids = torch.tensor([*prompt, *answer])

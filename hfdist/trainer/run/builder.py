@@ -78,6 +78,7 @@ from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.islands import ServerOptimizer
 from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.objectives.choose import fit_model, make_objective
+from hfdist.trainer.objectives.learned_reward import check_reward_model
 from hfdist.trainer.optimizer_changes import OptimizerChanges
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
@@ -167,6 +168,8 @@ class Run:
         self.architecture = find_architecture(
             start.model, sequence_length=self.config.data.sequence_length, scores=self._scores
         )
+        if self.config.task.reward_model is not None:
+            check_reward_model(self.config.task.reward_model)
 
     def open_data(self) -> None:
         """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
@@ -225,7 +228,7 @@ class Run:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
             )
-        objective = make_objective(config, data.tokenizer, data.held_out)
+        objective = make_objective(config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments)
         if objective is not None:
             fit_model(model, data.tokenizer)
         if train.precision is Precision.fp8:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hfdist.config.checks.preflight import check_model_paths
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import Packing, RowFormat
 from hfdist.errors import ConfigError
@@ -41,6 +42,7 @@ REFUSED = {
     "evaluate.prompts": ("task=reward", "evaluate.prompts=[a]"),
     "adapter.modules_to_save": ("task=reward", "adapter=lora"),
     "task.rewards": ("task=grpo",),
+    "task.reward_model": ("task=rloo", "task.rewards={reward_model: 1.0}"),
 }
 
 
@@ -57,3 +59,16 @@ def test_a_plan_of_other_steps_is_refused():
     with pytest.raises(ConfigError, match="steps of next tokens") as refused:
         parse_request(["recipe=tune", "task=reward", "model=tiny", "data=files", "data.sources.files.path=a.jsonl"])
     assert refused.value.where == "task.name"
+
+
+def test_a_reward_model_has_a_weight_and_is_there(tmp_path):
+    own = ("task=grpo", f"task.reward_model={tmp_path}/run/model")
+    with pytest.raises(ConfigError, match="has no weight") as refused:
+        tune(*own, "task.rewards={arithmetic: 1.0}")
+    config = tune(*own, refused.value.hint.strip("'"))
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ConfigError, match="no such folder") as missing:
+        check_model_paths(config)
+    assert missing.value.where == "task.reward_model"
+    (tmp_path / "run/model").mkdir(parents=True)
+    check_model_paths(config)

@@ -1,0 +1,112 @@
+"""A trained reward model as a reward: the score that transformers gives, in each layout, with either tokenizer."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast, TrainingArguments
+
+from hfdist.errors import ConfigError
+from hfdist.models.partitioning import Partitioning
+from hfdist.records import METRICS, read_lines
+from hfdist.rewards import Generation
+from hfdist.trainer.objectives.learned_reward import LearnedReward, check_reward_model
+from tests.distributed import trl_runs
+from tests.distributed.preference_runs import tune, write_rows
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache_dir):
+    """A model, rows, and a reward model trained on pairs, in `run/model`."""
+    folder = tmp_path_factory.mktemp("reward")
+    trl_runs.write_models(folder)
+    write_rows(folder / "pairs.jsonl", "pairs", (1, 9))
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    lines = [json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) for row in rows]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    tune(folder / "run", folder / "lm", folder / "pairs.jsonl", 1, "task=reward")
+    return folder
+
+
+def other_tokenizer():
+    """With the same words, and numbers of its own."""
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate([*trl_runs.MARKS, *trl_runs.WORDS[::-1]])}, unk_token="<unknown>")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>")
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_score_is_that_of_transformers(folder, tmp_path, is_same):
+    """Of answers of several lengths, of which one was cut off."""
+    own = AutoTokenizer.from_pretrained(folder / "run/model")
+    answering = own if is_same else other_tokenizer()
+    texts = [("the red cat ", "sees", "<end>"), ("a ", "dog likes a big bird then", ""), ("now ", "and", "<end>")]
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, per_device_eval_batch_size=2)
+    score = LearnedReward(str(folder / "run/model"), answering, layout=Partitioning(), arguments=arguments)
+    generations = [
+        Generation(
+            prompt=prompt.strip(),
+            text=text,
+            reference="",
+            token_ids=tuple(answering(f"{prompt}{text} {end}")["input_ids"]),
+        )
+        for prompt, text, end in texts
+    ]
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "run/model").eval()
+    ids = [torch.tensor([own(f"{prompt}{text} {end}")["input_ids"]]) for prompt, text, end in texts]
+    with torch.no_grad():
+        expected = [float(model(one).logits) for one in ids]
+    assert score(generations) == pytest.approx(expected, abs=1e-6)
+    assert len(set(expected)) == len(expected)
+
+
+def test_a_run_learns_from_it_in_any_layout(folder, tmp_path):
+    """Under ZeRO-3 too it is whole; in a pipeline the first rank scores."""
+    lines = {}
+    for strategy, num_ranks in (("single", 1), ("zero3", 2), ("pipeline", 2)):
+        task = ["task=grpo", "task.num_generations=3", "task.max_new_tokens=4", "task.rewards={reward_model: 2.0}"]
+        own = [f"task.reward_model={folder}/run/model", "evaluate.num_generations=4", f"strategy={strategy}"]
+        run = tune(tmp_path / strategy, folder / "lm", folder / "prompts.jsonl", num_ranks, *task, *own)
+        lines[strategy] = [line for line in read_lines(run / METRICS) if "loss" in line]
+    for line in lines["single"]:
+        assert line["reward"] == pytest.approx(2 * line["rewards/reward_model"])
+        assert line["reward_std"] > 0
+    for strategy in ("zero3", "pipeline"):
+        for name in ("reward", "grad_norm"):
+            expected = [line[name] for line in lines["single"]]
+            assert [line[name] for line in lines[strategy]] == pytest.approx(expected, rel=1e-4), (strategy, name)
+
+
+def test_a_folder_that_is_no_reward_model_is_refused(folder, tmp_path):
+    check_reward_model(str(folder / "run/model"))
+    found = {}
+    for name in ("lm", "config", "weights", "labels", "damaged"):
+        own = shutil.copytree(folder / ("lm" if name == "lm" else "run/model"), tmp_path / name)
+        if name == "config":
+            (own / "config.json").unlink()
+        if name == "weights":
+            (own / "model.safetensors").rename(own / "pytorch_model.bin")
+        if name == "damaged":
+            (own / "model.safetensors").write_bytes(b"no tensors")
+        if name == "labels":
+            about = json.loads((own / "config.json").read_text()) | {"id2label": {"0": "a", "1": "b"}}
+            about["label2id"] = {"a": 0, "b": 1}
+            (own / "config.json").write_text(json.dumps(about))
+            tensors = load_file(own / "model.safetensors")
+            tensors["score.weight"] = tensors["score.weight"].repeat(2, 1)
+            save_file(tensors, own / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError) as refused:
+            check_reward_model(str(own))
+        assert refused.value.where == "task.reward_model"
+        found[name] = str(refused.value.found)
+    assert "score.weight" in found["lm"]
+    assert "config.json" in found["config"]
+    assert "model.safetensors" in found["weights"]
+    assert "2 labels" in found["labels"]
