@@ -13,9 +13,11 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from hfdist.report import compare, curves, sections
+from hfdist.report import compare, curves, figures, sections
+from hfdist.report.drawing.chart import colour
 from hfdist.report.plan import plan
 from hfdist.report.reading.run_files import RunFiles
+from hfdist.report.rollouts import rollouts
 from hfdist.report.text import escaped
 
 _PARTS = (
@@ -27,6 +29,7 @@ _PARTS = (
     sections.events,
     sections.data,
     sections.samples,
+    rollouts,
     sections.details,
 )
 _MOST_CHARACTERS = 260_000
@@ -41,12 +44,12 @@ _MARKS = (
 def parts(runs: Sequence[RunFiles]) -> dict[str, str]:
     """Give the HTML of each part of the page by its id; a part that has nothing to say is empty."""
     several = len(runs) > 1
-    heads = (sections.head(run, colour=curves.colour(number) if several else "") for number, run in enumerate(runs))
+    heads = (sections.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
     found = {
         "heads": "".join(heads),
         "differences": compare.differences(runs) if several else "",
         "losses": _grid("large", curves.loss_charts(runs)),
-        "curves": _grid("small", curves.small_charts(runs)),
+        "curves": _grid("small", figures.task_charts(runs) + curves.small_charts(runs)),
         "marks": curves.texts_of_marks(runs),
     }
     for number, run in enumerate(runs):
@@ -104,7 +107,7 @@ def _grid(size: str, drawn: str) -> str:
 
 def _folded(run: RunFiles, number: int) -> str:
     own = "".join((_grid("small", curves.own_charts(run)), *(part(run) for part in _PARTS)))
-    title = f'<i class="{curves.colour(number)}"></i>{escaped(run.name)}'
+    title = f'<i class="{colour(number)}"></i>{escaped(run.name)}'
     return f'<details class="run" id="more-{number}"><summary>{title}</summary>{own}</details>'
 
 

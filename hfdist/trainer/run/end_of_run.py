@@ -75,7 +75,9 @@ def finish(
     usage.read()
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
-            if run.task.name is not TaskName.causal_lm:
+            if run.task.name.is_reinforcement:
+                logger.info("held-out reward %.4f", 0.0 - loss)
+            elif run.task.name is not TaskName.causal_lm:
                 logger.info("held-out loss %.4f", loss)
             else:
                 logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
@@ -87,7 +89,7 @@ def finish(
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
         if run.report.plot:
             with warning_of_failure("picture of the losses"):
-                logger.info("loss curve: %s", plot_losses(run_dir))
+                logger.info("loss curve: %s", plot_losses(run_dir, run.task.name))
         with warning_of_failure("model card"):
             # A download lies in a folder of its commit's name.
             name = Path(getattr(trainer.model, "name_or_path", "")).name

@@ -89,8 +89,8 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
     """
     if not (config.report.plan and topology.is_main and hasattr(os, "fork")) or dist.is_initialized():
         return None
-    if config.task.name is TaskName.reward:
-        # A plan is of a model that gives the next token.
+    if config.task.name is TaskName.reward or config.task.name.is_reinforcement:
+        # A plan is of a model that gives the next token, and of the batches that are read.
         return None
     asked = PlanConfig(per_machine=read_launcher().local_world_size)
     has_gpu = torch.cuda.is_available()
