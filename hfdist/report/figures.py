@@ -37,13 +37,13 @@ _STYLES = {
 }
 
 
-def task_charts(runs: Sequence[RunFiles]) -> str:
+def task_charts(runs: Sequence[RunFiles]) -> list[str]:
     """Give a chart of each figure by step that some run has; the sum of rewards is in `loss_charts`."""
     keys = list(dict.fromkeys(key for run in runs for key in (*run.figures, *run.held_out_figures)))
     known = [key for key in TASK_FIGURES if key in keys and key != "reward"]
     own = [key for key in keys if key not in TASK_FIGURES]
-    shown = [_figure_chart(runs, key) for key in (known + own)[:_MOST_CHARTS]]
-    return _policy_loss(runs) + "".join(shown)
+    charts = [_policy_loss(runs), *(_figure_chart(runs, key) for key in (known + own)[:_MOST_CHARTS])]
+    return list(filter(None, charts))
 
 
 def learning_curves(

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 from hfdist.report import compare, curves, figures, sections
@@ -18,7 +19,7 @@ from hfdist.report.drawing.chart import colour
 from hfdist.report.plan import plan
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.rollouts import rollouts
-from hfdist.report.text import escaped
+from hfdist.report.text import count, escaped
 
 _PARTS = (
     plan,
@@ -49,9 +50,11 @@ def parts(runs: Sequence[RunFiles]) -> dict[str, str]:
         "heads": "".join(heads),
         "differences": compare.differences(runs) if several else "",
         "losses": _grid("large", curves.loss_charts(runs)),
-        "curves": _grid("small", figures.task_charts(runs) + curves.small_charts(runs)),
+        "curves": curves.small_charts(runs),
         "marks": curves.texts_of_marks(runs),
     }
+    room = _MOST_CHARACTERS - sum(map(len, found.values()))
+    found["curves"] = _grid("small", _fitting(figures.task_charts(runs), room) + found["curves"])
     for number, run in enumerate(runs):
         if several:
             found[f"run-{number}"] = _folded(run, number)
@@ -91,6 +94,14 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
         f"<body{live}{several}><h1>hfdist report <small>{note}</small></h1><main>{body}</main>{_MARKS}"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )
+
+
+def _fitting(charts: Sequence[str], room: int) -> str:
+    """Give the first charts, as many as have so many characters at the most."""
+    sizes = accumulate(map(len, charts))
+    shown = [chart for chart, size in zip(charts, sizes, strict=True) if size <= room]
+    left_out = f"<p>A page of fewer runs has {count(len(charts) - len(shown), 'more chart')}.</p>"
+    return "".join(shown) + (left_out if shown != [*charts] else "")
 
 
 def _shorten(html_of: dict[str, str], runs: Sequence[RunFiles]) -> None:
