@@ -61,16 +61,19 @@ class Monitor:
                 self._old_checkpoint.saved(step)
             if free_bytes is not None:
                 found[AlertKind.disk_filling] = self._disk.see(step, int(line["checkpoint/bytes"]), free_bytes)
-        if _is_finite(loss := line.get("loss")):
-            found[AlertKind.loss_spike] = self._loss_spike.see(loss)
-            found[AlertKind.plateau] = self._plateau.see(loss)
-        if _is_finite(norm := line.get("grad_norm")):
-            found[AlertKind.grad_norm_drift] = self._drift.see(norm)
+        # The loss of rewarded answers is near 0, and gradients are as large as rewards differ.
+        if not (is_rewarded := "reward" in line):
+            if _is_finite(loss := line.get("loss")):
+                found[AlertKind.loss_spike] = self._loss_spike.see(loss)
+                found[AlertKind.plateau] = self._plateau.see(loss)
+            if _is_finite(norm := line.get("grad_norm")):
+                found[AlertKind.grad_norm_drift] = self._drift.see(norm)
         if "step_seconds" in line:
             seconds = line["step_seconds"] * self._count_steps(METRICS, step)
             if self._old_checkpoint is not None:
                 found[AlertKind.old_checkpoint] = self._old_checkpoint.see(step, seconds)
-            if self._num_lines[METRICS] > _FIRST_LINES:
+            # How fast answers are written depends on the longest of them.
+            if self._num_lines[METRICS] > _FIRST_LINES and not is_rewarded:
                 self._see_rate(line["tokens_per_second"], seconds, found)
         return self._new(step, found)
 

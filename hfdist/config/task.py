@@ -43,11 +43,25 @@ class TaskName(Enum):
         """Whether the model answers prompts, and learns from the rewards."""
         return self in (TaskName.grpo, TaskName.rloo)
 
+    @property
+    def loss_unit(self) -> str:
+        """What the training loss is the mean of, in words for an axis."""
+        return _LOSS_UNITS[self]
+
 
 _ROWS = {
     TaskName.dpo: RowFormat.preference,
     TaskName.reward: RowFormat.preference,
     TaskName.kto: RowFormat.unpaired_preference,
+}
+
+_LOSS_UNITS = {
+    TaskName.causal_lm: "nats a token",
+    TaskName.dpo: "mean of pairs",
+    TaskName.kto: "mean of answers",
+    TaskName.reward: "mean of pairs",
+    TaskName.grpo: "mean of tokens",
+    TaskName.rloo: "mean of answers",
 }
 
 

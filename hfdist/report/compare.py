@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from hfdist.config.composition.diff import find_changes
-from hfdist.config.composition.files import read_config_text
-from hfdist.errors import HfdistError
-from hfdist.report.curves import colour
-from hfdist.report.reading.run_files import CONFIG, RunFiles
+from hfdist.report.drawing.chart import colour
+from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import escaped
 
 _OWN = ("run.name", "run.dir")
@@ -49,14 +45,7 @@ def differences(runs: Sequence[RunFiles]) -> str:
 
 
 def _read(run: RunFiles) -> dict[str, Any] | None:
-    path = run.folder / CONFIG
-    try:
-        values = yaml.safe_load(read_config_text(path)) if path.is_file() else None
-    except (HfdistError, OSError, ValueError, yaml.YAMLError, RecursionError):
-        return None
-    if not isinstance(values, dict):
-        return None
-    return {str(key): value for key, value in values.items() if key != "defaults"}
+    return None if run.config is None else {key: value for key, value in run.config.items() if key != "defaults"}
 
 
 def _show(value: Any) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from hfdist.report.drawing.chart import Chart, Curve, Mark, draw
+from hfdist.report.drawing.chart import COLOURS, Chart, Curve, Mark, colour, draw
+from hfdist.report.figures import learning_curves
 from hfdist.report.history import marked
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.rank_steps import PARTS, STEP, RankSteps
-from hfdist.report.reading.run_files import CURVES, RunFiles
+from hfdist.report.reading.run_files import CURVES, HELD_OUT, LOSS, RunFiles
 from hfdist.report.text import energy_unit, escaped_lines
 
-COLOURS = 6
 _MOST_MARKS = 20
 """Of all runs, in a chart."""
-LOSS, HELD_OUT = "loss", "eval_loss"
 _SMALL = (  # in the order of CURVES, behind the loss
     Chart(title="Learning rate", unit="", curves=(), from_zero=True),
     Chart(title="Gradient norm", unit="before clipping", curves=(), may_be_log=True),
@@ -29,36 +29,52 @@ _SMALL = (  # in the order of CURVES, behind the loss
 _TIMES = ((172_800.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
-def colour(number: int) -> str:
-    """Give the class of the colour of a run; the first few differ."""
-    return f"c{number % COLOURS}"
+class _Learned(NamedTuple):
+    """What tells how well each run learns: of a run of another kind, no point. In the order of the runs."""
+
+    name: str
+    unit: str
+    training: Sequence[list[Point]]
+    held_out: Sequence[list[Point]]
 
 
 def loss_charts(runs: Sequence[RunFiles]) -> str:
-    """Give loss and held-out loss on tokens, and loss on time."""
-    by_tokens = [run.on(run.tokens, run.curve(LOSS)) for run in runs]
-    held_out = [run.on(run.tokens, run.held_out.get(HELD_OUT, [])) for run in runs]
-    base = Chart(title="Loss", unit="nats a token", curves=(), x="tokens", may_be_log=True, height=240)
+    """Give loss and held-out loss on tokens, and loss on time; of reinforcement learning, the reward."""
+    losses = _Learned(
+        "loss",
+        " or ".join(dict.fromkeys(run.task.loss_unit for run in runs if not run.task.is_reinforcement)),
+        [[] if run.task.is_reinforcement else run.curve(LOSS) for run in runs],
+        [[] if run.task.is_reinforcement else run.held_out.get(HELD_OUT, []) for run in runs],
+    )
+    rewards = _Learned(
+        "reward",
+        "mean of answers",
+        [run.figures.get("reward", []) for run in runs],
+        [run.held_out_figures.get("reward", []) for run in runs],
+    )
+    return _learning_charts(runs, losses) + _learning_charts(runs, rewards)
+
+
+def _learning_charts(runs: Sequence[RunFiles], learned: _Learned) -> str:
+    by_tokens = [run.on(run.tokens, points) for run, points in zip(runs, learned.training, strict=True)]
+    held_out = [run.on(run.tokens, points) for run, points in zip(runs, learned.held_out, strict=True)]
+    name, is_loss = learned.name, learned.name == LOSS
+    base = Chart(title=name.capitalize(), unit=learned.unit, curves=(), x="tokens", may_be_log=is_loss, height=240)
     marked = replace(base, marks=_marks(runs, [run.tokens for run in runs]))
-    of_training = [*_named(runs, by_tokens, "training")]
     if len(runs) == 1:
-        of_training += [Curve("held out", held_out[0], "c1", is_dotted=True)] if held_out[0] else []
-        charts = [replace(marked, curves=of_training)]
+        charts = [replace(marked, curves=learning_curves(runs, by_tokens, held_out))]
     else:
         dotted = [replace(curve, is_dotted=True) for curve in _named(runs, held_out, "")]
         charts = [
-            replace(marked, title="Training loss", curves=of_training),
-            replace(base, title="Held-out loss", curves=dotted),
+            replace(marked, title=f"Training {name}", curves=_named(runs, by_tokens, "")),
+            replace(base, title=f"Held-out {name}", curves=dotted),
         ]
     unit, word = _time_unit(max((run.seconds[-1] for run in runs if run.seconds), default=0.0))
     axes = [[seconds / unit for seconds in run.seconds] for run in runs]
-    by_time = [run.on(axis, run.curve(LOSS)) for run, axis in zip(runs, axes, strict=True)]
+    by_time = [run.on(axis, points) for run, axis, points in zip(runs, axes, learned.training, strict=True)]
     on_time = f"{word} of training, without loading, evaluations and saves"
-    charts.append(
-        replace(
-            base, title="Loss by time", x=on_time, curves=_named(runs, by_time, "training"), marks=_marks(runs, axes)
-        )
-    )
+    curves, title = _named(runs, by_time, "training"), f"{name.capitalize()} by time"
+    charts.append(replace(base, title=title, x=on_time, curves=curves, marks=_marks(runs, axes)))
     return "".join(map(draw, charts))
 
 
@@ -122,7 +138,7 @@ def _other_held_out(run: RunFiles) -> str:
         Curve(key.removeprefix("eval_").removesuffix("_loss"), run.held_out[key], colour(number), is_dotted=True)
         for number, key in enumerate(keys)
     ]
-    return draw(Chart(title="Held-out loss by source", unit="nats a token", curves=curves)) if curves else ""
+    return draw(Chart(title="Held-out loss by source", unit=run.task.loss_unit, curves=curves)) if curves else ""
 
 
 def _step_split(ranks: RankSteps) -> str:

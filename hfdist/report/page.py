@@ -11,12 +11,15 @@ import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
-from hfdist.report import compare, curves, sections
+from hfdist.report import compare, curves, figures, sections
+from hfdist.report.drawing.chart import colour
 from hfdist.report.plan import plan
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import escaped
+from hfdist.report.rollouts import rollouts
+from hfdist.report.text import count, escaped
 
 _PARTS = (
     plan,
@@ -27,6 +30,7 @@ _PARTS = (
     sections.events,
     sections.data,
     sections.samples,
+    rollouts,
     sections.details,
 )
 _MOST_CHARACTERS = 260_000
@@ -41,14 +45,16 @@ _MARKS = (
 def parts(runs: Sequence[RunFiles]) -> dict[str, str]:
     """Give the HTML of each part of the page by its id; a part that has nothing to say is empty."""
     several = len(runs) > 1
-    heads = (sections.head(run, colour=curves.colour(number) if several else "") for number, run in enumerate(runs))
+    heads = (sections.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
     found = {
         "heads": "".join(heads),
         "differences": compare.differences(runs) if several else "",
         "losses": _grid("large", curves.loss_charts(runs)),
-        "curves": _grid("small", curves.small_charts(runs)),
+        "curves": curves.small_charts(runs),
         "marks": curves.texts_of_marks(runs),
     }
+    room = _MOST_CHARACTERS - sum(map(len, found.values()))
+    found["curves"] = _grid("small", _fitting(figures.task_charts(runs), room) + found["curves"])
     for number, run in enumerate(runs):
         if several:
             found[f"run-{number}"] = _folded(run, number)
@@ -90,6 +96,14 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
     )
 
 
+def _fitting(charts: Sequence[str], room: int) -> str:
+    """Give the first charts, as many as have so many characters at the most."""
+    sizes = accumulate(map(len, charts))
+    shown = [chart for chart, size in zip(charts, sizes, strict=True) if size <= room]
+    left_out = f"<p>A page of fewer runs has {count(len(charts) - len(shown), 'more chart')}.</p>"
+    return "".join(shown) + (left_out if shown != [*charts] else "")
+
+
 def _shorten(html_of: dict[str, str], runs: Sequence[RunFiles]) -> None:
     """Leave out what is of one run alone, of the last runs first, until the page is small enough."""
     for number in reversed(range(len(runs))):
@@ -104,7 +118,7 @@ def _grid(size: str, drawn: str) -> str:
 
 def _folded(run: RunFiles, number: int) -> str:
     own = "".join((_grid("small", curves.own_charts(run)), *(part(run) for part in _PARTS)))
-    title = f'<i class="{curves.colour(number)}"></i>{escaped(run.name)}'
+    title = f'<i class="{colour(number)}"></i>{escaped(run.name)}'
     return f'<details class="run" id="more-{number}"><summary>{title}</summary>{own}</details>'
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 from hfdist.records import RUN_FILE, Event, State
 from hfdist.report import history, rank_words
-from hfdist.report.curves import HELD_OUT, LOSS
 from hfdist.report.drawing import rank_map, schedule
 from hfdist.report.history import describe_layout, events_of
 from hfdist.report.reading.rank_steps import PARTS
-from hfdist.report.reading.run_files import RunFiles
+from hfdist.report.reading.run_files import HELD_OUT, LOSS, RunFiles
 from hfdist.report.text import (
     count,
     duration,
@@ -32,8 +31,8 @@ _MOST_SAMPLES = 8
 _LONGEST_SAMPLE = 800
 _STALL_SHARE = 0.05
 _DATA_SHARE = 0.1
-_RISE = 1.02
-"""A held-out loss that is so many times the lowest has risen."""
+_RISE, _FALL = 0.02, 0.1
+"""A held-out loss that is by such a share above the lowest has risen; a reward that is below the highest, fallen."""
 
 
 def state(run: RunFiles) -> tuple[str, str]:
@@ -79,13 +78,15 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _losses(run: RunFiles) -> list[tuple[str, str]]:
-    found = []
-    losses = [value for value in run.columns[LOSS] if value is not None]
-    if losses:
-        found.append(("loss", f"{losses[-1]:.4g}"))
-    held_out = [value for _, value in run.held_out.get(HELD_OUT, []) if value is not None]
-    if held_out:
-        found.append(("held-out loss", f"{held_out[-1]:.4g}"))
+    if run.task.is_reinforcement:
+        curves = {"reward": run.figures.get("reward", []), "held-out reward": run.held_out_figures.get("reward", [])}
+    else:
+        curves = {"loss": run.curve(LOSS), "held-out loss": run.held_out.get(HELD_OUT, [])}
+    known = {name: [value for _, value in points if value is not None] for name, points in curves.items()}
+    found = [(name, f"{values[-1]:.4g}") for name, values in known.items() if values]
+    for key in ("accuracies", "rewards/accuracies"):
+        right = [value for _, value in run.held_out_figures.get(key, []) if value is not None]
+        found += [("held-out accuracy", share(right[-1]))] if right else []
     return found
 
 
@@ -143,14 +144,24 @@ def findings(run: RunFiles) -> str:
     texts += [history.style_of(event).words(event) for event in alerts[-3:]]
     if len(alerts) > 3:
         texts.append(f"{len(alerts) - 3} earlier alerts: see the events")
-    known = [(value, step) for step, value in run.held_out.get(HELD_OUT, []) if value is not None]
-    if known and known[-1][0] > _RISE * min(known)[0] > 0:
-        best = min(known)
-        texts.append(f"The held-out loss was lowest at step {best[1]:,.0f}, {best[0]:.4g}, and has risen since")
+    texts += _past_the_best(run)
     if _stall_share(run) > _STALL_SHARE:
         texts.append(f"Saves make training stand still for {share(_stall_share(run))} of its time")
     items = "".join(f"<li>{escaped(text, 500)}</li>" for text in texts)
     return f'<ul class="findings">{items}</ul>' if items else ""
+
+
+def _past_the_best(run: RunFiles) -> list[str]:
+    """Say of a run that was better before, when that was."""
+    known = [(value, step) for step, value in run.held_out.get(HELD_OUT, []) if value is not None]
+    if not known:
+        return []
+    (best, step), last = min(known), known[-1][0]
+    if run.task.is_reinforcement:
+        words = f"The held-out reward was highest at step {step:,.0f}, {-best:.4g}, and has fallen since"
+        return [words] if last - best > _FALL * abs(best) else []
+    words = f"The held-out loss was lowest at step {step:,.0f}, {best:.4g}, and has risen since"
+    return [words] if best > 0 and last - best > _RISE * best else []
 
 
 def _stall_share(run: RunFiles) -> float:

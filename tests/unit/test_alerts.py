@@ -122,6 +122,19 @@ def test_a_gradient_norm_that_was_0_has_no_multiple():
     assert first([{"step": step, "grad_norm": norm} for step, norm in enumerate(norms)], Monitor()) == []
 
 
+def test_the_loss_of_rewarded_answers_is_no_measure():
+    values = random.Random(0)
+    lines = []
+    for step in range(1, 1001):
+        # First no answer is right, then some are, then all: gradients come and go.
+        differ = values.random() < (0 if step < 100 else 0.7 if step < 700 else 0.1)
+        loss, norm = (values.gauss(0, 0.1), 1 + step / 50) if differ else (0.0, 1e-3)
+        speed = 5000 if step < 500 else 1000
+        lines.append({"step": step, "loss": loss, "grad_norm": norm, "tokens_per_second": speed, "step_seconds": 1.0})
+    assert first([line | {"reward": 0.5} for line in lines], Monitor()) == []
+    assert first(lines, Monitor()) != []
+
+
 def test_a_slow_rank_is_named_with_its_host():
     for seed in range(10):
         lines = list(ranks(seed, 60))

@@ -5,17 +5,20 @@ import json
 import resource
 
 import pytest
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, TrainerControl, TrainerState, TrainingArguments
 
+from hfdist.config.task import TaskName
 from hfdist.data.stream.ledger import _append
 from hfdist.errors import ResourceError
 from hfdist.records import METRICS, read_lines
 from hfdist.records.lines import earlier
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.model_files import _save_tokenizer
-from hfdist.trainer.reporting.callbacks import MetricsWriter, plot_losses
+from hfdist.trainer.evaluation.loop import describe_figures
+from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, plot_losses
 from hfdist.trainer.run.end_of_run import warning_of_failure
 
 LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
@@ -123,6 +126,51 @@ def test_a_picture_that_does_not_fit_ends_no_run(full, tmp_path, caplog):
     with warning_of_failure("picture of the losses"):
         plot_losses(tmp_path)
     assert "no picture of the losses: OSError: [Errno 28] No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "drawn"),
+    [
+        (TaskName.causal_lm, "loss (nats a token)", [2.0, 1.5]),
+        (TaskName.dpo, "loss (mean of pairs)", [2.0, 1.5]),
+        (TaskName.grpo, "reward (mean of answers)", [0.25, 0.75]),
+    ],
+)
+def test_the_picture_shows_what_the_task_is_measured_by(tmp_path, monkeypatch, task, words, drawn):
+    lines = [{"step": 1, "loss": 2.0, "tokens": 8, "reward": 0.25}, {"step": 1, "eval_loss": 1.5, "eval_reward": 0.75}]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    plot_losses(tmp_path, task)
+    (axes,) = figures[0].axes
+    assert axes.get_ylabel() == words
+    assert [list(line.get_ydata()) for line in axes.lines] == [[value] for value in drawn]
+
+
+def test_the_bar_shows_rewards_in_place_of_their_loss(capsys):
+    bar, state = ProgressBar(), TrainerState(is_world_process_zero=True, max_steps=2)
+    bar.on_train_begin(None, state, TrainerControl())
+    for logs in ({"eval_loss": -0.5, "eval_reward": 0.5}, {"loss": 0.125, "reward": 0.25}):
+        bar.on_log(None, state, TrainerControl(), logs=logs)
+    bar.on_train_end(None, state, TrainerControl())
+    shown = capsys.readouterr().err
+    assert "held-out=0.500, reward=0.250" in shown
+    assert "loss=" not in shown
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"loss": 2.0, "perplexity": 7.4}, "loss 2.0000, perplexity 7.4"),
+        (
+            {"loss": 0.5, "rewards/accuracies": 0.75, "rewards/margins": 0.2},
+            "loss 0.5000, accuracy 75.0%, margin 0.2000",
+        ),
+        ({"loss": -0.5, "reward": 0.5, "completion_tokens": 8.0}, "reward 0.5000, tokens of an answer 8.0"),
+    ],
+)
+def test_an_evaluation_is_said_by_what_its_task_is_measured_by(figures, words):
+    assert describe_figures({f"test_{name}": value for name, value in figures.items()}, "test") == words
 
 
 def test_the_ledger_names_its_file(full):

@@ -19,6 +19,7 @@ TOP, BOTTOM = 20, 22
 _MOST_POINTS = 640
 """Of all curves of a chart."""
 _MOST_DOTS = 60
+COLOURS = 6
 _LOG_RANGE = 40.0
 """Where the highest value is so many times the lowest, the axis is logarithmic."""
 
@@ -75,6 +76,11 @@ class Chart:
     may_be_log: bool = False
     is_stacked: bool = False
     height: int = 150
+
+
+def colour(number: int) -> str:
+    """Give the class of the colour of a run; the first few differ."""
+    return f"c{number % COLOURS}"
 
 
 def draw(chart: Chart) -> str:

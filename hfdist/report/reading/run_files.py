@@ -11,6 +11,11 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, NamedTuple
 
+import yaml
+
+from hfdist.config.composition.files import read_config_text
+from hfdist.config.task import TaskName
+from hfdist.errors import HfdistError
 from hfdist.records import EVENTS, GRADE, METRICS, PLAN, RANKS, RUN_FILE, RunRecord, read_run
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.follow import Follower
@@ -19,18 +24,28 @@ from hfdist.report.text import number
 
 CONFIG = "config.yaml"
 SAMPLES = "samples.jsonl"
+ROLLOUTS = "rollouts.jsonl"
 TIMELINE = "timeline.json"
 MARKS = (CONFIG, RUN_FILE, METRICS)
 """One of them makes a folder a run's."""
 
+LOSS, HELD_OUT = "loss", "eval_loss"
 CURVES = (
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "step_seconds", "expert_load_max", "energy_kwh",
     "cost",
 )  # fmt: skip
 """Keys of training lines that are kept."""
+TASK_FIGURES = (
+    "reward", "rewards/accuracies", "accuracies", "rewards/margins", "margins", "rewards/chosen", "rewards/rejected",
+    "reward_std", "kl", "entropy", "clipped_ratios", "completion_tokens", "cut_off",
+)  # fmt: skip
+"""Keys of what is measured of preferences and rewards; of evaluations with `eval_` before them. `rewards/NAME`, too."""
+_REWARDS = "rewards/"
+_MOST_FIGURES = 32
 _MOST_BYTES = 1 << 26
 """Of a file that is read whole."""
 _MOST_SAMPLES = 1000
+_MOST_ROLLOUTS = 64
 _EVALUATION = re.compile(r"eval_(?:.+_)?loss")
 
 
@@ -60,17 +75,21 @@ class RunFiles:
         self.plan: dict[str, Any] = {}
         """What plan.json holds; so does `grade`."""
         self.grade: dict[str, Any] = {}
+        self.config: dict[str, Any] | None = None
+        """None: it cannot be read."""
         self.read_at = datetime.now(UTC)
         self._stamps: dict[str, tuple[int, int]] = {}
         self._begin_metrics()
         self._begin_events()
         self._begin_ranks()
         self._begin_samples()
+        self._begin_rollouts()
         self._followers = [
             Follower(folder / METRICS, self._begin_metrics, self._take_metrics),
             Follower(folder / EVENTS, self._begin_events, lambda line: self.events.append(line)),
             Follower(folder / RANKS, self._begin_ranks, lambda line: self.ranks.add(line)),
             Follower(folder / SAMPLES, self._begin_samples, lambda line: self.samples.append(line)),
+            Follower(folder / ROLLOUTS, self._begin_rollouts, lambda line: self.rollouts.append(line)),
         ]
 
     def read(self) -> bool:
@@ -81,6 +100,8 @@ class RunFiles:
             is_new = follower.read() or is_new
         if self._has_changed(RUN_FILE):
             self.record, is_new = read_run(self.folder) or self.record, True
+        if self._has_changed(CONFIG):
+            self.config, is_new = _read_config(self.folder / CONFIG), True
         if self._has_changed(TIMELINE):
             self.spans, is_new = _read_spans(self.folder / TIMELINE), True
         for name in (PLAN, GRADE):
@@ -89,6 +110,13 @@ class RunFiles:
                 setattr(self, name.removesuffix(".json"), content if isinstance(content, dict) else {})
                 is_new = True
         return is_new
+
+    @property
+    def task(self) -> TaskName:
+        """What the run trains; one that does not say it trains next tokens."""
+        task = (self.config or {}).get("task")
+        name = task.get("name") if isinstance(task, dict) else None
+        return next((known for known in TaskName if known.value == name), TaskName.causal_lm)
 
     def curve(self, key: str) -> list[Point]:
         """Give the values of one of CURVES by step; one that is not there, or not finite, is a gap."""
@@ -119,6 +147,10 @@ class RunFiles:
         """Of training lines, each as long as `steps`."""
         self.held_out: dict[str, list[Point]] = {}
         """Held-out losses, by key."""
+        self.figures: dict[str, list[Point]] = {}
+        """What training lines say of preferences and rewards, by key."""
+        self.held_out_figures: dict[str, list[Point]] = {}
+        """The same of evaluations, by the key without `eval_`."""
         self.shares: dict[str, dict[str, float]] = {}
         """What was read of each pool of documents, at the last save."""
 
@@ -130,6 +162,9 @@ class RunFiles:
 
     def _begin_samples(self) -> None:
         self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+
+    def _begin_rollouts(self) -> None:
+        self.rollouts: deque[dict[str, Any]] = deque(maxlen=_MOST_ROLLOUTS)
 
     def _take_metrics(self, line: dict[str, Any]) -> None:
         step = number(line.get("step"))
@@ -146,9 +181,11 @@ class RunFiles:
                 self.columns[key].append(number(line.get(key)))
         for key, value in line.items():
             if _EVALUATION.fullmatch(key):
-                own = self.held_out.setdefault(key, [])
-                if not own or step > own[-1][0]:
-                    own.append((step, number(value)))
+                _add(self.held_out, key, step, value)
+            elif _is_figure(key):
+                _add(self.figures, key, step, value)
+            elif _is_figure(key.removeprefix("eval_")):
+                _add(self.held_out_figures, key.removeprefix("eval_"), step, value)
             elif key.startswith("data/") and (found := number(value)) is not None:
                 pool, _, figure = key.removeprefix("data/").rpartition("/")
                 self.shares.setdefault(pool, {})[figure] = found
@@ -163,6 +200,27 @@ class RunFiles:
         stamp = (stat.st_size, stat.st_mtime_ns)
         has_changed, self._stamps[name] = self._stamps.get(name) != stamp, stamp
         return has_changed
+
+
+def _is_figure(key: str) -> bool:
+    return key in TASK_FIGURES or key.startswith(_REWARDS)
+
+
+def _add(curves: dict[str, list[Point]], key: str, step: float, value: Any) -> None:
+    """Add a point; a step that was there before, or a key too many, adds none."""
+    if key not in curves and len(curves) >= _MOST_FIGURES:
+        return
+    points = curves.setdefault(key, [])
+    if not points or step > points[-1][0]:
+        points.append((step, number(value)))
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    try:
+        values = yaml.safe_load(read_config_text(path))
+    except (HfdistError, OSError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else None
 
 
 def _read_json(path: Path) -> Any:

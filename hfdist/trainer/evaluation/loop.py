@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Protocol, cast
 
@@ -24,6 +24,17 @@ from hfdist.trainer.step.sharded_dataloader import CountedRows, CountingCollator
 logger = logging.getLogger(__name__)
 
 _LARGEST_EXPONENT = 700.0
+
+_TOLD = (
+    ("loss", "loss", "{:.4f}"),
+    ("perplexity", "perplexity", "{:.1f}"),
+    ("reward", "reward", "{:.4f}"),
+    ("completion_tokens", "tokens of an answer", "{:.1f}"),
+    ("rewards/accuracies", "accuracy", "{:.1%}"),
+    ("accuracies", "accuracy", "{:.1%}"),
+    ("rewards/margins", "margin", "{:.4f}"),
+    ("margins", "margin", "{:.4f}"),
+)
 
 
 class Measure(Protocol):
@@ -79,8 +90,12 @@ class Evaluator:
         return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=num_samples)
 
     @contextmanager
-    def forwards(self) -> Iterator[Forward]:
-        """Switch the model from training to evaluation, stop the clock, and give what runs forwards."""
+    def forwards(self, *, are_training: bool = False) -> Iterator[Forward]:
+        """Switch the model from training to evaluation, and give what runs forwards; the clock stops.
+
+        Args:
+            are_training: they are part of a training step, and the clock goes on.
+        """
         trainer, args = self._trainer, self._trainer.args
         is_before_deepspeed = trainer.is_deepspeed_enabled and trainer.model_wrapped is trainer.model
         if is_before_deepspeed:
@@ -109,7 +124,7 @@ class Evaluator:
 
         # As in the original it stays so until the next step: what logs the metrics may read it off the model.
         model.eval()
-        with trainer.throughput.paused():
+        with nullcontext() if are_training else trainer.throughput.paused():
             yield forward
 
     def _loss_figures(
@@ -123,9 +138,9 @@ class Evaluator:
         convention = trainer.weighted_loss.convention
         objective = trainer.options.objective
         if objective is not None and objective.evaluates_itself:
-            loss = objective.evaluate(forward)
-            logger.info("evaluated at step %d: loss %.4f", trainer.state.global_step, loss)
-            return {f"{prefix}_loss": loss}
+            rewarded = {f"{prefix}_loss": objective.evaluate(forward)} | objective.measure(prefix)
+            self._tell(describe_figures(rewarded, prefix))
+            return {**rewarded}
         if objective is not None:
             objective.begin_evaluation(chain.from_iterable(loaders.values()), forward)
         for own, loader in zip(sums, loaders.values(), strict=True):
@@ -147,15 +162,18 @@ class Evaluator:
         total, count = sums.sum(0).tolist()
         loss = total / count if count else math.nan
         figures: dict[str, float | int] = {f"{prefix}_loss": loss}
-        said = f"loss {loss:.4f}"
         if convention is not None and convention.is_of_tokens:
             figures |= {f"{prefix}_perplexity": perplexity(loss), f"{prefix}_tokens": int(count)}
-            said += f", perplexity {perplexity(loss):.1f}"
-        logger.info("evaluated at step %d: %s", trainer.state.global_step, said)
+        if objective is not None:
+            figures |= objective.measure(prefix)
+        self._tell(describe_figures(figures, prefix))
         for name, (part_total, part_count) in zip(loaders, sums.tolist(), strict=True):
             if name:
                 figures[f"{prefix}_{name}_loss"] = part_total / part_count if part_count else math.nan
         return figures
+
+    def _tell(self, words: str) -> None:
+        logger.info("evaluated at step %d: %s", self._trainer.state.global_step, words)
 
     def _gives_loss(self, batch: Any) -> bool:
         """Whether the model has all that its loss is computed from, as `Trainer.prediction_step` tells it."""
@@ -163,6 +181,14 @@ class Evaluator:
         if not names:
             return "labels" in batch or bool(batch.get("return_loss", self._trainer.can_return_loss))
         return all(batch.get(name) is not None for name in names)
+
+
+def describe_figures(figures: Mapping[str, float], prefix: str) -> str:
+    """Name the figures of an evaluation by which a reader tells how good the model is."""
+    known = [(label, form, figures.get(f"{prefix}_{name}")) for name, label, form in _TOLD]
+    shown = [f"{label} {form.format(value)}" for label, form, value in known if value is not None]
+    # The loss of rewarded answers is the reward itself, negative.
+    return ", ".join(shown[1:] if f"{prefix}_reward" in figures else shown)
 
 
 def perplexity(loss: float) -> float:

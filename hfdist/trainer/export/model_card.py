@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from hfdist.config.task import TaskName
 from hfdist.data import PoolReport
 from hfdist.records import METRICS, PACKAGES, RunRecord, find_versions, read_lines
 from hfdist.trainer.budget.usage import describe_usage
+from hfdist.trainer.export.card_task import describe_progress, describe_task
 
 CARD = "README.md"
 _PICTURE = "loss.png"
@@ -52,8 +52,9 @@ def write_card(
         f"---\n{_metadata(config, is_adapter, exported.record).to_yaml()}\n---",
         f"# {config.run.name}",
         _describe_start(config, exported.commit, is_adapter),
+        describe_task(config.task),
         "## Data\n\n" + _describe_data(config, reports),
-        "## Losses\n\n" + _describe_losses(read_lines(run_dir / METRICS), exported),
+        _describe_losses(read_lines(run_dir / METRICS), config.task.name, exported),
         "## Energy and cost\n\n" + _describe_use(config, exported.record),
         f"![Losses]({_PICTURE})" if has_picture else "",
         "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
@@ -68,8 +69,8 @@ def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCa
     return ModelCardData(
         base_model=base,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-generation",
-        tags=["hfdist"],
+        pipeline_tag="text-classification" if config.task.name is TaskName.reward else "text-generation",
+        tags=["hfdist"] if config.task.name is TaskName.causal_lm else ["hfdist", config.task.name.value],
         datasets=[name for name in datasets if name is not None] or None,
         # What is None is left out.
         co2_eq_emissions=_emissions(config, record),
@@ -102,7 +103,8 @@ def _hub_id(name: str | None) -> str | None:
 
 def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> str:
     model = config.model
-    what = "An adapter" if is_adapter else "A causal language model"
+    kind = "reward model" if config.task.name is TaskName.reward else "causal language model"
+    what = f"An adapter of a {kind}" if is_adapter else f"A {kind}"
     if model.init is Init.random:
         return f"{what}, trained from random weights ({model.type or redact(model.name or '')})."
     name = redact(model.name or "")
@@ -125,19 +127,11 @@ def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
     return "\n".join([*sources, *(["", *table] if rows else [])])
 
 
-def _describe_losses(lines: Sequence[Mapping[str, Any]], exported: Exported) -> str:
-    trained = [line for line in lines if line.get("loss") is not None]
-    held_out = [line for line in lines if line.get("eval_loss") is not None]
-    # The first and the last.
-    found = [(f"training, step {line['step']:,}", line["loss"]) for line in trained[:1] + trained[1:][-1:]]
-    found += [(f"held out, step {line['step']:,}", line["eval_loss"]) for line in held_out[:1] + held_out[1:][-1:]]
-    if not found:
-        return "None was logged."
-    rows = [f"| {what} | {loss:.4f} | {math.exp(min(loss, 700.0)):.1f} |" for what, loss in found]
-    table = "\n".join(["| | nats per token | perplexity |", "|---|---|---|", *rows])
+def _describe_losses(lines: Sequence[Mapping[str, Any]], task: TaskName, exported: Exported) -> str:
+    title, name, sign = ("Rewards", "reward", -1) if task.is_reinforcement else ("Losses", "loss", 1)
     loss = exported.held_out_loss
-    measured = "" if loss is None else f", with a held-out loss of {loss:.4f}"
-    return f"{table}\n\nThese weights are of step {exported.step:,}{measured}."
+    measured = "" if loss is None else f", with a held-out {name} of {sign * loss:.4f}"
+    return f"## {title}\n\n{describe_progress(lines, task)}\n\nThese weights are of step {exported.step:,}{measured}."
 
 
 def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:

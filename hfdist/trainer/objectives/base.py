@@ -144,8 +144,8 @@ class Objective:
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(len(self.names), 2, dtype=torch.float64, device=self._trainer.args.device)
 
-    def measure(self, forward: Forward, prefix: str) -> dict[str, float | None]:
-        """Give the figures of an evaluation: a `Measure`."""
+    def measure(self, prefix: str) -> dict[str, float]:
+        """Give the figures of an evaluation by their full names. A collective."""
         return {f"{prefix}_{name}": value for name, value in self.figures(trains=False).items()}
 
     def _note(self, is_item: torch.Tensor, figures: dict[str, torch.Tensor]) -> None:

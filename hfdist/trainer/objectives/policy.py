@@ -70,7 +70,7 @@ class PolicyGradient(Objective):
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
         """Let the model answer the prompts of a step; give its answers with their advantages."""
-        with Evaluator(self._trainer).forwards() as forward:
+        with Evaluator(self._trainer).forwards(are_training=True) as forward:
             with self._trainer.engine.gathered():
                 answered, rewards, figures = self._rollouts.answer(batches, forward)
             if self._reference is not None:
@@ -173,7 +173,8 @@ class PolicyGradient(Objective):
         figures = self._rollouts.answer_held_out(forward)
         self._note_answers(figures)
         rewards = figures["reward"]
-        return -sum(rewards) / max(len(rewards), 1)
+        # A mean of 0 is no negative zero.
+        return 0.0 - sum(rewards) / max(len(rewards), 1)
 
     def _note_answers(self, figures: Mapping[str, Sequence[float]]) -> None:
         """Each answer's figures are given on one rank."""

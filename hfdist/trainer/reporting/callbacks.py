@@ -10,6 +10,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from hfdist.config.task import TaskName
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
 from hfdist.records import METRICS, read_lines
 from hfdist.records.lines import add_line, reporting_full_disk, set_aside
@@ -22,6 +23,12 @@ _SHOWN = (
     ("loss", "loss", "{:.3f}"),
     ("eval_loss", "held-out", "{:.3f}"),
     ("eval_perplexity", "ppl", "{:.1f}"),
+    ("reward", "reward", "{:.3f}"),
+    ("eval_reward", "held-out", "{:.3f}"),
+    ("eval_rewards/accuracies", "accuracy", "{:.1%}"),
+    ("eval_accuracies", "accuracy", "{:.1%}"),
+    ("eval_rewards/margins", "margin", "{:.3f}"),
+    ("eval_margins", "margin", "{:.3f}"),
     ("expert_load_max", "most loaded", "{:.2f}"),
     ("expert_load_min", "least loaded", "{:.2f}"),
     ("tokens_per_second", "tok/s", "{:,.0f}"),
@@ -120,7 +127,7 @@ class TimelineDrawer(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """A bar with loss, held-out loss, its perplexity and tokens/s."""
+    """A bar with loss, held-out loss, its perplexity and tokens/s; of preferences accuracy and margin, or rewards."""
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
@@ -149,6 +156,9 @@ class ProgressBar(TrainerCallback):
         for key, label, form in _SHOWN:
             if logs.get(key) is not None:
                 self._shown[label] = form.format(logs[key])
+        if "reward" in logs:
+            # It is near 0 whatever the model can do.
+            self._shown.pop("loss", None)
         self._bar.set_postfix(self._shown, refresh=False)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -158,19 +168,20 @@ class ProgressBar(TrainerCallback):
             self._bar = None
 
 
-def plot_losses(run_dir: Path) -> Path:
-    """Draw `loss.png` from `metrics.jsonl` and give its path."""
+def plot_losses(run_dir: Path, task: TaskName = TaskName.causal_lm) -> Path:
+    """Draw `loss.png` from `metrics.jsonl` and give its path; of reinforcement learning, it has the rewards."""
     # Here: a run begins without it.
     from matplotlib.figure import Figure
 
     lines = read_lines(run_dir / METRICS)
-    train = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
+    name, unit = ("reward", "mean of answers") if task.is_reinforcement else ("loss", task.loss_unit)
+    train = [(line["tokens"], line[name]) for line in lines if line.get(name) is not None and "tokens" in line]
     # An evaluation before the first step stands at the left edge.
     tokens_at = {0: 0} | {line["step"]: line["tokens"] for line in lines if "tokens" in line}
     held_out = [
-        (tokens_at[line["step"]], line["eval_loss"])
+        (tokens_at[line["step"]], line[f"eval_{name}"])
         for line in lines
-        if line.get("eval_loss") is not None and line["step"] in tokens_at
+        if line.get(f"eval_{name}") is not None and line["step"] in tokens_at
     ]
     # A Figure of its own, without pyplot, needs no display and leaves no state behind.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -180,7 +191,7 @@ def plot_losses(run_dir: Path) -> Path:
     if held_out:
         axes.plot(*zip(*held_out, strict=True), marker="o", markersize=4, color="tab:orange", label="held out")
     axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"{name} ({unit})")
     axes.set_title(run_dir.name)
     axes.grid(alpha=0.3)
     if train or held_out:

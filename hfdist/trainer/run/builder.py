@@ -79,6 +79,7 @@ from hfdist.trainer.islands import ServerOptimizer
 from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.objectives.choose import fit_model, make_objective
 from hfdist.trainer.objectives.learned_reward import check_reward_model
+from hfdist.trainer.objectives.rollout import ROLLOUTS
 from hfdist.trainer.optimizer_changes import OptimizerChanges
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
@@ -239,7 +240,6 @@ class Run:
             config, data.held_out, model=model, tokenizer=data.tokenizer, arguments=arguments, topology=self.topology
         )
         if objective is not None:
-            measures = [objective.measure, *measures]
             evaluators = [*evaluators, *objective.callbacks()]
         bar = [ProgressBar()] if config.report.progress else []
         self._usage = Usage(self._recorder, config.cost, arguments.device)
@@ -456,7 +456,7 @@ class _Beginning(TrainerCallback):
         run_dir = Path(self._config.run.dir)
         (run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         if not self._goes_on:
-            for name in (METRICS, RANKS, SAMPLES):
+            for name in (METRICS, RANKS, SAMPLES, ROLLOUTS):
                 set_aside(run_dir / name)
             # Trackers begin a new run, too.
             (run_dir / TRACKERS_FILE).unlink(missing_ok=True)

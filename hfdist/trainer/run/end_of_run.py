@@ -81,7 +81,7 @@ def finish(
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
         if run.report.plot:
             with warning_of_failure("picture of the losses"):
-                logger.info("loss curve: %s", plot_losses(run_dir))
+                logger.info("loss curve: %s", plot_losses(run_dir, run.task.name))
         with warning_of_failure("model card"):
             # A download lies in a folder of its commit's name.
             name = Path(getattr(trainer.model, "name_or_path", "")).name
@@ -103,6 +103,9 @@ def finish(
 
 
 def _log_held_out(loss: float, held_out: HeldOut | HeldOutSources, run: RunConfig) -> None:
+    if run.task.name.is_reinforcement:
+        logger.info("held-out reward %.4f", 0.0 - loss)
+        return
     if run.task.name is not TaskName.causal_lm:
         logger.info("held-out loss %.4f", loss)
         return

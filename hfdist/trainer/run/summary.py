@@ -10,9 +10,11 @@ from typing import cast
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hfdist.config.batch import BatchPlan
 from hfdist.config.data import DataConfig
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskConfig
 from hfdist.data import Corpus, TokenStream
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.marks import are_targets
@@ -47,7 +49,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
     batch, optimizer = strategy.batch, make_small(config.optimizer)
     model = cast(PreTrainedModel, engine.model)
     parts = f"{batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
-    total = trainer.args.max_steps * batch.tokens_per_step
+    a_step, in_all = _describe_size(config.task, batch, trainer.args.max_steps)
     what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
     rows = {
@@ -58,13 +60,22 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
         f"{config.train.precision.value}",
         "islands": _describe_islands(config.islands),
         "plan": "" if plan is None else describe_shortly(plan),
-        "batch": f"{batch.global_batch_size:,} sequences = data ranks {parts}; {batch.tokens_per_step:,} tokens a step",
+        "batch": f"{batch.global_batch_size:,} sequences = data ranks {parts}; {a_step}",
         "data": data,
-        "train": f"{trainer.args.max_steps:,} steps, {total:,} tokens; {describe(optimizer)}, "
+        "train": f"{trainer.args.max_steps:,} steps, {in_all}; {describe(optimizer)}, "
         f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
         "folder": config.run.dir,
     }
     return "\n".join(f"  {label:<9} {text}" for label, text in rows.items() if text)
+
+
+def _describe_size(task: TaskConfig, batch: BatchPlan, max_steps: int) -> tuple[str, str]:
+    """Say what a step and the whole run train on."""
+    if task.name.is_reinforcement:
+        # How long answers are, nobody knows before.
+        answers = f"{task.num_generations:,} answers to each, of at most {task.max_new_tokens:,} tokens"
+        return answers, f"{max_steps * batch.global_batch_size:,} prompts"
+    return f"{batch.tokens_per_step:,} tokens a step", f"{max_steps * batch.tokens_per_step:,} tokens"
 
 
 def _describe_islands(islands: IslandsConfig) -> str:

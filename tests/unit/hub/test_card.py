@@ -22,14 +22,14 @@ REPORTS = [PoolReport("web", 90, 0.9, 12345, 0.5, 0.99), PoolReport("books", 10,
 
 @pytest.fixture
 def card(tmp_path):
-    def write(*overrides, primary="finetune", ranks=2, folder="model", record=None):
+    def write(*overrides, primary="finetune", ranks=2, folder="model", record=None, lines=LINES, loss=2.375):
         record = record or RunRecord(start=1)
         run_dir = tmp_path / "run"
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (run_dir / "loss.png").write_bytes(b"a picture")
         config = compose_config([f"run.dir={run_dir}", "run.name=tuned", *overrides], name=primary)
-        write_card(run_dir / folder, config, REPORTS, Exported(4, 2.375, "a" * 40, record), ranks=ranks)
+        write_card(run_dir / folder, config, REPORTS, Exported(4, loss, "a" * 40, record), ranks=ranks)
         return ModelCard.load(run_dir / folder / "README.md"), config
 
     return write
@@ -47,6 +47,38 @@ def test_what_it_says(card, tmp_path):
                   "--num_processes 2 recipes/finetune.py", "torch 2.", "![Losses](loss.png)"):  # fmt: skip
         assert words in card.text, words
     assert (tmp_path / "run" / "model" / "loss.png").read_bytes() == b"a picture"
+
+
+def test_a_preference_run_says_its_loss_and_accuracy(card):
+    lines = [{"step": 1, "loss": 0.7, "rewards/accuracies": 0.5, "rewards/margins": 0.25},
+             {"step": 9, "eval_loss": 0.5, "eval_rewards/accuracies": 0.75, "eval_rewards/margins": 0.5}]  # fmt: skip
+    text, _ = card("model.name=some/base", "data=some.jsonl", "task.beta=0.3", primary="tune", lines=lines)
+    assert text.data.tags == ["hfdist", "dpo"]
+    assert text.data.pipeline_tag == "text-generation"
+    for words in ("(DPO, arXiv 2305.18290)", "beta 0.3", "| | loss (mean of pairs) | accuracy | margin |",
+                  "| held out, step 9 | 0.5000 | 75.0% | 0.5000 |", "recipes/tune.py"):  # fmt: skip
+        assert words in text.text, words
+    assert "perplexity" not in text.text
+
+
+def test_a_reward_model_classifies(card):
+    lines = [{"step": 9, "eval_loss": 0.5, "eval_accuracies": 0.75, "eval_margins": 0.5}]
+    text, _ = card("model.name=some/base", "data=some.jsonl", "task=reward", primary="tune", lines=lines)
+    assert text.data.pipeline_tag == "text-classification"
+    assert "A reward model, fine-tuned from" in text.text
+    assert "| held out, step 9 | 0.5000 | 75.0% | 0.5000 |" in text.text
+
+
+def test_a_run_by_rewards_names_them_and_not_its_loss(card):
+    lines = [{"step": 1, "loss": 0.015, "reward": 0.25, "completion_tokens": 7.0},
+             {"step": 9, "eval_loss": -0.5, "eval_reward": 0.5, "eval_completion_tokens": 8.0}]  # fmt: skip
+    overrides = ["model.name=some/base", "data=some.jsonl", "task=grpo", "task.rewards={arithmetic: 2.0}"]
+    text, _ = card(*overrides, primary="tune", lines=lines, loss=-0.5)
+    for words in ("(GRPO, arXiv 2402.03300)", "`arithmetic` with weight 2", "8 answers to each prompt",
+                  "| training, step 1 | 0.2500 | 7.0 |", "| held out, step 9 | 0.5000 | 8.0 |",
+                  "with a held-out reward of 0.5000"):  # fmt: skip
+        assert words in text.text, words
+    assert "0.015" not in text.text
 
 
 def test_its_config_makes_the_same_run_again(card, tmp_path):

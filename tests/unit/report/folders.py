@@ -36,6 +36,14 @@ def training_line(step, **more):
     } | more
 
 
+def rewarded_line(step, **more):
+    """A line of a run that trains by rewards."""
+    noise = math.sin(12.9898 * step)
+    rewards = {"reward": 0.5 + 0.1 * noise, "reward_std": 0.2, "rewards/right": 0.6, "rewards/short": -0.1}
+    figures = {"entropy": 2 + noise, "clipped_ratios": 0.0, "completion_tokens": 40 + noise, "cut_off": 0.25}
+    return training_line(step, loss=0.01 * noise) | rewards | figures | more
+
+
 def record(**more):
     return {
         "start": 1,
@@ -74,12 +82,14 @@ def rank_line(step, *, slow=(), num_ranks=4, data=0.01):
     }
 
 
-def write_run(folder, *, lines=None, events=(), ranks=(), samples=(), **of_record):
+def write_run(folder, *, lines=None, events=(), ranks=(), samples=(), rollouts=(), task=None, **of_record):
     """Write a run folder of 20 steps, or of these lines."""
     lines = [training_line(step) for step in range(1, 21)] if lines is None else lines
     write_lines(folder / "metrics.jsonl", lines)
     write_lines(folder / "events.jsonl", events)
-    for name, own in (("ranks.jsonl", ranks), ("samples.jsonl", samples)):
+    if task is not None:
+        (folder / "config.yaml").write_text(f"task: {{name: {task}}}\n")
+    for name, own in (("ranks.jsonl", ranks), ("samples.jsonl", samples), ("rollouts.jsonl", rollouts)):
         if own:
             write_lines(folder / name, own)
     (folder / "run.json").write_text(json.dumps(record(**of_record)))

@@ -10,7 +10,7 @@ from hfdist.report import curves
 from hfdist.report.drawing.axis import linear, logarithmic
 from hfdist.report.page import page, parts
 from hfdist.report.reading.run_files import RunFiles
-from tests.unit.report.folders import SENT, SPIKES, event, rank_line, record, training_line, write_run
+from tests.unit.report.folders import SENT, SPIKES, event, rank_line, record, rewarded_line, training_line, write_run
 
 HOSTILE = '<script>alert("1")</script>\u202e\x00\ud800&amp;\'"><img src=x onerror=alert(1)>'
 SAVES = [event("save", 20 + number, step=10 * number, bytes=2e9, seconds=3, stall_seconds=0.2) for number in (1, 2)]
@@ -60,6 +60,19 @@ def test_a_page_of_many_runs_is_small(tmp_path):
     assert len(html(*[tmp_path / str(number % 4) for number in range(24)]).encode()) < 300_000
 
 
+def test_pages_of_runs_by_rewards_are_small(tmp_path):
+    answers = [{"step": step, "prompt": "p" * 5000, "text": "x" * 5000, "reward": 1.0} for step in range(1000)]
+    for name, num_steps in (("long", 100_000), ("a", 1500)):
+        lines = [rewarded_line(step) for step in range(1, num_steps + 1)]
+        lines += [{"step": step, "eval_loss": -0.5, "eval_reward": 0.5} for step in range(0, num_steps, 50)]
+        ranks = [rank_line(step, num_ranks=64) for step in range(1, 97)]
+        write_run(tmp_path / name, lines=lines, rollouts=answers, ranks=ranks, task="grpo")
+    assert len(html(tmp_path / "long").encode()) < 300_000
+    content = html(*[tmp_path / "a"] * 24)
+    assert len(content.encode()) < 300_000
+    assert re.search(r"A page of fewer runs has \d more charts", content)
+
+
 def test_it_asks_nobody_for_anything(tmp_path):
     content = html(write_run(tmp_path, events=SAVES, ranks=[rank_line(1), rank_line(2)]))
     assert not re.search(r"https?:|//\w|@import|url\(", re.sub(r"\s//.*", "", content))
@@ -79,7 +92,7 @@ def test_texts_of_a_run_are_text_alone(tmp_path):
             name,
             lines=[
                 *(training_line(step) for step in range(1, 9)),
-                {"step": 8, f"data/{HOSTILE}/share": 1.0, f"eval_{HOSTILE}_loss": 2.0},
+                {"step": 8, f"data/{HOSTILE}/share": 1.0, f"eval_{HOSTILE}_loss": 2.0, f"eval_rewards/{HOSTILE}": 2.0},
             ],
             events=[
                 event("start", 1, host=HOSTILE, layout={HOSTILE: 2, "sharding": HOSTILE}),
@@ -91,6 +104,7 @@ def test_texts_of_a_run_are_text_alone(tmp_path):
             ],
             ranks=[rank_line(step, slow={1}) for step in range(1, 9)],
             samples=[{"step": 1, "prompt": HOSTILE, "text": HOSTILE}],
+            rollouts=[{"step": 1, "prompt": HOSTILE, "text": HOSTILE, "reward": 1.0, f"rewards/{HOSTILE}": 1.0}],
             state="failed",
             error=HOSTILE,
             hosts=[HOSTILE] * 4,
@@ -117,15 +131,20 @@ PLANNED = {
 NASTY = (None, True, -1, 1e308, 10**400, float("nan"), "x", [], [None], [{}], {}, {"a": []}, [1e99] * 3, "2026-01-01")
 
 
-@pytest.mark.parametrize("kind", ["record", "traffic", "planned", "metrics", "events", "ranks", "samples", "timeline"])
+KINDS = ["record", "traffic", "planned", "metrics", "events", "ranks", "samples", "rollouts", "timeline"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_value_of_a_file_breaks_it(tmp_path, kind):
     whole = {
         "record": [write_run(tmp_path / "whole") / "run.json"],
-        "metrics": training_line(3) | {"eval_loss": 2.0, "data/all/share": 1.0},
+        "metrics": training_line(3)
+        | {"eval_loss": 2.0, "data/all/share": 1.0, "reward": 1.0, "rewards/a": 1.0, "eval_accuracies": 0.5},
         "events": event("end", 5, step=3, state="failed", exit_code=2, error="x")
         | {"bytes": 1, "seconds": 1, "stall_seconds": 1, "layout": {}, "changes": [], "kind": "x", "text": "y"},
         "ranks": rank_line(3),
         "samples": {"step": 1, "prompt": "a", "text": "b"},
+        "rollouts": {"step": 1, "prompt": "a", "text": "b", "reward": 1.0, "rewards/a": 1.0},
         "traffic": SENT | {"axes": {}, "step": 4},
         "planned": {"traffic": [PLANNED["traffic"][0]], "time": PLANNED["time"], "axis": "data", "sent_bytes": 1}
         | PLANNED["time"],
@@ -137,7 +156,7 @@ def test_no_value_of_a_file_breaks_it(tmp_path, kind):
     for key, value in itertools.product(whole, NASTY):
         broken = whole | {key: value}
         own = {"lines": [training_line(1), training_line(2)]}
-        if kind in ("ranks", "samples"):
+        if kind in ("ranks", "samples", "rollouts"):
             own[kind] = [broken, whole, broken]
         if kind == "metrics":
             own["lines"] = [training_line(2), broken, training_line(5)]
@@ -264,6 +283,79 @@ def test_runs_are_laid_over_each_other_with_what_differs_on_top(tmp_path):
     assert "betas" not in table
     first = re.search(r"Training loss.*?</figure>", content, re.DOTALL)[0]
     assert re.findall(r'class="line (c\d)" data-label="(\w)"', first) == [("c0", "a"), ("c1", "b"), ("c2", "c")]
+
+
+def chart(content, title):
+    """The labels of the curves of a chart; None: there is none of that title."""
+    found = re.search(rf"<h3>{title} ?<.*?</figure>", content, re.DOTALL)
+    return None if found is None else re.findall(r'data-label="([^"]*)"', found[0])
+
+
+def test_of_preferences_held_out_figures_stand_beside_training(tmp_path):
+    figures = {"rewards/margins": 0.2, "rewards/accuracies": 0.75, "rewards/chosen": 0.3, "rewards/rejected": 0.1}
+    held_out = {"step": 20, "eval_loss": 0.5} | {f"eval_{key}": value for key, value in figures.items()}
+    lines = [training_line(step) | figures for step in range(1, 21)]
+    content = html(write_run(tmp_path, lines=[*lines, held_out], task="dpo"))
+    for title in ("Accuracy", "Reward margin", "Reward of chosen answers", "Reward of rejected answers", "Loss"):
+        assert chart(content, title) == ["training", "held out"], title
+    assert "held-out accuracy 75 %" in " ".join(text_of(content).split())
+    assert "mean of pairs" in content
+    assert "nats a token" not in content
+
+
+def test_of_rewards_the_loss_is_no_measure(tmp_path):
+    lines = [rewarded_line(step) for step in range(1, 21)]
+    lines += [{"step": step, "eval_loss": -value, "eval_reward": value} for step, value in ((10, 0.8), (20, 0.5))]
+    content = html(write_run(tmp_path, lines=lines, task="grpo"))
+    assert chart(content, "Loss") is None
+    assert chart(content, "Policy loss") == ["training"]
+    assert chart(content, "Reward") == ["training", "held out"]
+    assert chart(content, "Reward short") == ["training"]
+    words = " ".join(text_of(content).split())
+    assert "held-out reward 0.5" in words
+    assert "held-out loss" not in words
+    assert "The held-out reward was highest at step 10, 0.8, and has fallen since" in words
+
+
+def test_a_run_by_next_tokens_has_no_figures_of_rewards(tmp_path):
+    content = html(write_run(tmp_path))
+    assert chart(content, "Loss") == ["training"]
+    assert not re.search(r"reward|accuracy|Entropy|KL", content.partition("<script>")[0].partition("<body")[2])
+
+
+def test_runs_of_several_tasks_are_laid_over_their_like(tmp_path):
+    lines = [rewarded_line(step) for step in range(1, 21)]
+    held_out = {"step": 20, "eval_loss": -0.5, "eval_reward": 0.5, "eval_completion_tokens": 30.0}
+    for name in "bc":
+        write_run(tmp_path / name, lines=[*lines, held_out], task="rloo")
+    content = html(write_run(tmp_path / "a"), tmp_path / "b", tmp_path / "c")
+    assert chart(content, "Training loss") == ["a"]
+    assert chart(content, "Held-out loss") is None
+    assert chart(content, "Training reward") == chart(content, "Policy loss") == ["b", "c"]
+    assert chart(content, "Length of answers") == ["b", "b, held out", "c", "c, held out"]
+
+
+def test_the_newest_answers_have_their_rewards(tmp_path):
+    answers = [
+        {
+            "step": step,
+            "prompt": f"{step}+1=",
+            "text": f"{number}" + "y" * 1000,
+            "reward": 0.25,
+            "rewards/right": number,
+        }
+        for step in range(1, 31)
+        for number in range(2)
+    ]
+    content = html(write_run(tmp_path, rollouts=answers, task="grpo"))
+    table = content[content.index("Answers and their rewards") :]
+    rows = re.findall(r"<tr><td>(\d+)</td><td><pre>(.*?)</pre></td><td><pre>(.*?)</pre></td>(.*?)</tr>", table)
+    assert [(step, prompt, text[0]) for step, prompt, text, _ in rows[:3]] == [
+        ("30", "30+1=", "0"), ("30", "30+1=", "1"), ("29", "29+1=", "0")
+    ]  # fmt: skip
+    assert rows[1][3] == "<td>0.25</td><td>1</td>"
+    assert len(rows) == 24
+    assert all(len(text) < 320 and text.endswith(" ...") for _, _, text, _ in rows)
 
 
 def test_same_configs_are_said_to_be_the_same(tmp_path):
