@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs gpu sweeps plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs gpu sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -83,6 +83,9 @@ gpu: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it w
 
 sweeps: $(READY)  ## Compare samplers, populations, and a sweep that is killed, on real runs, into docs/sweeps.md (35 minutes).
 	$(BIN)/python -m tests.distributed.sweeps docs/sweeps.md
+
+widths: $(READY)  ## Train three widths at five rates, with and without optimizer.base_width, into docs/sweeps.md (14 minutes).
+	$(BIN)/python -m tests.distributed.widths docs/sweeps.md
 
 plan: $(READY)  ## Plan runs, train them, and write what was predicted and measured into docs/plan.md and docs/experiments.md.
 	$(BIN)/python -m tests.distributed.plan_memory docs/plan.md

@@ -87,7 +87,7 @@ class MuonWithAdamW:
             of_muon: momentum, nesterov, ns_coefficients, ns_steps.
         """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        looked_up = _embeddings_and_head(model)
+        looked_up = embeddings_and_head(model)
         # Under ZeRO-3, parameters are empty but for their share.
         num_dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trained}
         matrices = [p for p in trained if num_dimensions[id(p)] == 2 and id(p) not in looked_up]
@@ -104,7 +104,8 @@ class MuonWithAdamW:
         return Joined([muon, torch.optim.AdamW(adamw, lr=lr, betas=betas, eps=eps)])
 
 
-def _embeddings_and_head(model: nn.Module) -> set[int]:
+def embeddings_and_head(model: nn.Module) -> set[int]:
+    """Give the ids of the parameters of all embeddings, and of the head that gives logits, where there is one."""
     modules: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if hasattr(model, "get_output_embeddings"):
         head: Any = model.get_output_embeddings

@@ -241,6 +241,22 @@ def starts_from_zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
     return torch.equal(*results)
 
 
+def ignores_gradient_size(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether gradients that are all 100 times as large make the same updates, as with Adam, and unlike with SGD."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradient = (torch.randn(64, generator=generator) for _ in range(2))
+    for group in _kinds_of_groups(optimizer):
+        device, dtype = _place(group)
+        steps = [gradient.to(device, dtype) * (1 + step) for step in range(_NUM_STEPS)]
+        first, second = (
+            _updates(optimizer, group, [start.to(device, dtype)], [[scale * one] for one in steps])[0]
+            for scale in (1, 100)
+        )
+        if not _is_close(first, second):
+            return False
+    return True
+
+
 def moving_options(optimizer: torch.optim.Optimizer) -> list[str]:
     """Name the numbers of a group that its steps change, other than the rate, which a schedule sets."""
     moving: set[str] = set()

@@ -16,6 +16,7 @@ from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, first_line, nearest
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, check, state_after_step
+from hfdist.optim.width import check_optimizer_of_width
 from hfdist.plugins import load_plugin
 
 ClassAndSettings = tuple[Any, dict[str, Any]]
@@ -132,7 +133,10 @@ def check_optimizer(config: RunConfig) -> None:
     sees = Reach.parameter if has_parts else Reach.model
     if strategy.sharding.is_deepspeed:
         sees = Reach.element
-    check(make_small(optimizer), sees, is_saved=config.checkpoint.every is not None)
+    made = make_small(optimizer)
+    check(made, sees, is_saved=config.checkpoint.every is not None)
+    if optimizer.base_width is not None:
+        check_optimizer_of_width(made)
 
 
 def make_small(config: OptimizerConfig) -> torch.optim.Optimizer:

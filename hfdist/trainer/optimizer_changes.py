@@ -70,4 +70,5 @@ class OptimizerChanges(TrainerCallback):
 
 def _scaled(own: float, before: float, now: float) -> float:
     """Of a group whose value is not the config's, such as 0 where nothing decays."""
-    return now if own == before else own * now / before
+    # In this order, so that a power of two stays one.
+    return now * (own / before)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError
 from hfdist.optim.muon import Joined
 from hfdist.optim.probe import check, check_steps_all, describe
+from hfdist.optim.width import hidden_matrices, rate_factor, scale_rates
 from hfdist.strategies.base import Engine
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a training.
@@ -89,6 +91,11 @@ class Optimizers:
 
     def _make_ready(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
         check(optimizer, engine.optimizer_sees, is_saved=self._trainer.args.save_strategy != "no")
+        base_width = self._trainer.options.base_width
+        if base_width is not None:
+            model = cast(PreTrainedModel, engine.model)
+            matrices = hidden_matrices(model, engine.whole_shape)
+            scale_rates(optimizer, matrices, rate_factor(model.config, base_width))
         if self._own_schedule is None:
             # Such as that of an adapter's vectors: DeepSpeed drops them later, when the schedule counts them.
             groups = optimizer.param_groups

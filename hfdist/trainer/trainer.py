@@ -71,6 +71,8 @@ class RunOptions:
     """What is trained in place of the model's own loss; None: that one."""
     loss_head: LossHead | None = None
     """Computes training losses without whole logits; None: the model computes them."""
+    base_width: int | None = None
+    """Of the model in which the learning rate was found; None: of this one."""
     limits: Limits = field(default_factory=Limits)
     """How many steps may be skipped, and how often the run goes back."""
     measures: Sequence[Measure] = ()

@@ -289,6 +289,20 @@ def _check_optimizer(config: RunConfig) -> None:
         hint = "optimizer.min_lr_ratio=null, or optimizer.schedule=cosine"
         raise _conflict(config, "optimizer.min_lr_ratio", what, allowed="null", hint=hint)
     _check_changes(config)
+    _check_base_width(config)
+
+
+def _check_base_width(config: RunConfig) -> None:
+    if config.optimizer.base_width is None:
+        return
+    hint = "optimizer.base_width=null"
+    if config.adapter.is_used:
+        what = "the matrices of an adapter have a width of their own, its rank"
+        keys = f"optimizer.base_width adapter.{'type' if config.adapter.path is None else 'path'}"
+        raise _conflict(config, keys, what, allowed="null", hint=hint)
+    if config.islands.method is IslandMethod.parameter_server:
+        what, keys = "the server steps all parameters at one rate", "optimizer.base_width islands.method"
+        raise _conflict(config, keys, what, allowed="null", hint=hint)
 
 
 def _check_changes(config: RunConfig) -> None:

@@ -293,6 +293,7 @@ class Run:
             loss_head=None
             if self._scores
             else choose_loss(config, self.model, self.strategy, self.arguments.device.type),
+            base_width=config.optimizer.base_width,
             limits=Limits(
                 skipped_steps=train.max_skipped_steps,
                 rollbacks=train.max_rollbacks,

@@ -25,6 +25,7 @@ from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import printable
 from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small
+from hfdist.optim.width import rate_factor
 from hfdist.planning.describe import describe_shortly
 from hfdist.planning.plan import Plan
 from hfdist.trainer.trainer import Trainer
@@ -63,7 +64,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
         "batch": f"{batch.global_batch_size:,} sequences = data ranks {parts}; {a_step}",
         "data": data,
         "train": f"{trainer.args.max_steps:,} steps, {in_all}; {describe(optimizer)}, "
-        f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
+        f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}{_describe_width(config, model)}",
         "folder": config.run.dir,
     }
     return "\n".join(f"  {label:<9} {text}" for label, text in rows.items() if text)
@@ -76,6 +77,13 @@ def _describe_size(task: TaskConfig, batch: BatchPlan, max_steps: int) -> tuple[
         answers = f"{task.num_generations:,} answers to each, of at most {task.max_new_tokens:,} tokens"
         return answers, f"{max_steps * batch.global_batch_size:,} prompts"
     return f"{batch.tokens_per_step:,} tokens a step", f"{max_steps * batch.tokens_per_step:,} tokens"
+
+
+def _describe_width(config: RunConfig, model: PreTrainedModel) -> str:
+    base_width = config.optimizer.base_width
+    if base_width is None:
+        return ""
+    return f", of width {base_width:,}: times {rate_factor(model.config, base_width):.3g} for hidden matrices"
 
 
 def _describe_islands(islands: IslandsConfig) -> str:

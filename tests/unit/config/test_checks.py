@@ -139,6 +139,7 @@ CONTRADICTIONS = [
     (["optimizer.schedule=linear", "optimizer.min_lr_ratio=0.1"], "optimizer.min_lr_ratio", "ends at 0", "cosine"),
     (["optimizer.changes=[{step: 2}, {step: 5, beta1: 1}]"], "optimizer.changes.1.beta1", "a number >= 0", None),
     (["optimizer.schedule=constant", "optimizer.min_lr_ratio=0"], "optimizer.min_lr_ratio", "its peak", "null"),
+    (["optimizer.base_width=64", "adapter=lora"], "optimizer.base_width", "of an adapter", "base_width=null"),
     (["train.micro_batch_size=64"], "train.micro_batch_size", "larger than the global", "train.micro_batch_size=32"),
     (["train.eval_every=5", "data.eval_fraction=0"], "train.eval_every", "nothing is held out", "data.eval_fraction"),
     ([*ASKED, *GIVEN], "evaluate.at_start, evaluate.prompts, evaluate.metrics", "nothing is held out", "prompts=[] "),

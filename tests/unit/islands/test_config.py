@@ -15,6 +15,7 @@ ADDRESS = "islands.address=localhost:1"
         (["islands=diloco", "islands.staleness=null"], "islands.staleness", "islands=parameter_server"),
         (["islands=diloco", "islands.proximal=0.1"], "islands.proximal", "islands=federated"),
         (["islands=federated", "islands.overlap=2"], "islands.overlap", "islands=diloco"),
+        (["islands=parameter_server", "optimizer.base_width=64"], "optimizer.base_width", "optimizer.base_width=null"),
         (["islands=parameter_server", "train.precision=fp16"], "train.precision", "train.precision=bf16"),
     ],
 )
