@@ -34,6 +34,11 @@ class TaskName(Enum):
         return self in (TaskName.dpo, TaskName.kto)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether a plan tells its memory and time: its steps are forwards and backwards of a model of next tokens."""
+        return self in (TaskName.causal_lm, TaskName.dpo, TaskName.kto)
+
+    @property
     def is_reinforcement(self) -> bool:
         """Whether the model answers prompts, and learns from the rewards."""
         return self in (TaskName.grpo, TaskName.rloo)

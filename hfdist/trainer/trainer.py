@@ -141,21 +141,25 @@ class DistributedTrainerMixin(_Trainer):
             self.weighted_loss.convention = self.options.objective.convention
             self.loss_is_scaled_for_ga = True
         if trl_trainers.is_sft(type(self)):
-            # SFTTrainer divides by the targets of the global batch, whatever the model's forward takes: count them.
-            self.model_accepts_loss_kwargs = True
-            self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
-            # It would add the loss over routers of each micro batch.
-            self.aux_loss_enabled = False
-            # Of the stages of a pipeline only this path of TRL's forward runs their own blocks.
-            self.router_loss.options = {"fused_lm_head": True}
-            if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
-                self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
+            self._fit_sft()
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
         if self.options.islands is not None:
             self.islands = make_island(self, self.options.islands)
             self.add_callback(self.islands)
 
     # ---- setting up ----
+
+    def _fit_sft(self) -> None:
+        assert self.engine is not None
+        # SFTTrainer divides by the targets of the global batch, whatever the model's forward takes: count them.
+        self.model_accepts_loss_kwargs = True
+        self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
+        # It would add the loss over routers of each micro batch.
+        self.aux_loss_enabled = False
+        # Of the stages of a pipeline only this path of TRL's forward runs their own blocks.
+        self.router_loss.options = {"fused_lm_head": True}
+        if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
+            self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
 
     @property
     def token_stream(self) -> TokenStream | None:
@@ -326,7 +330,8 @@ class DistributedTrainerMixin(_Trainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
-        head = None if return_outputs else self.options.loss_head
+        # An objective defers by itself, in evaluations, too.
+        head = None if return_outputs or self.options.objective is not None else self.options.loss_head
         counted = inputs.get(COUNTED)
         if counted is not None:
             inputs = {name: value for name, value in inputs.items() if name != COUNTED}

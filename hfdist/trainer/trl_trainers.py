@@ -19,7 +19,6 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from hfdist.collectives import gather_json
-from hfdist.config.strategy import Sharding
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.adapter import wrap_model
@@ -123,7 +122,7 @@ def _check_takes_adapter(kind: type, arguments: dict[str, Any], strategy: Strate
         raise ConfigError(what, where="peft_config", found=found, allowed=allowed, hint=hint)
     if _compares(kind, arguments["args"]):
         _check_reference(name, arguments["peft_config"], strategy)
-    shards = strategy.config.sharding in (Sharding.zero3, Sharding.fsdp2) or strategy.topology.pipeline > 1
+    shards = strategy.fractions.weights < 1 or strategy.topology.pipeline > 1
     if shards and getattr(arguments["peft_config"], "trainable_token_indices", None) is not None:
         what, where = "PEFT writes trained tokens into the whole embedding", "peft_config.trainable_token_indices"
         found, hint = "an embedding of which ranks have parts", "sharding='zero2' without a pipeline"
@@ -142,7 +141,8 @@ def _compares(kind: type, args: Any) -> bool:
 
 
 def _check_reference(name: str, peft_config: Any, strategy: Strategy) -> None:
-    if strategy.config.sharding is Sharding.fsdp2:
+    # ZeRO-3 gathers what is copied.
+    if strategy.fractions.weights < 1 and not strategy.partitions_in_constructor:
         what = f"{name} copies the adapter as its reference, which it cannot once FSDP2 has sharded it"
         where, hint = "peft_config, strategy.sharding", "sharding='zero3', or 'zero2'"
         raise ConfigError(what, where=where, found="fsdp2", allowed="none, zero1, zero2, zero3", hint=hint)

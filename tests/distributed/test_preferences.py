@@ -62,7 +62,7 @@ def check_equal(run, reference):
     ("task", "strategy", "num_ranks"),
     [
         *(("dpo", "zero3", 2), ("dpo", "pipeline strategy.schedule=zbv", 2), ("dpo", "3d", 8), ("dpo", "fsdp2", 2)),
-        *(("kto", "pipeline", 2), ("kto", "zero2", 2), ("kto", "tensor", 2)),
+        *(("kto", "pipeline", 2), ("kto", "zero2", 2), ("kto", "tensor", 2), ("kto", "fsdp2", 2)),
         *(("reward", "ddp", 2), ("reward", "pipeline", 2), ("reward", "zero3", 2)),
         *(("reward", "fsdp2 strategy.tensor=2", 4), ("kto", "pipeline_zero1", 4)),
     ],

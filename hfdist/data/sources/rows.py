@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from os.path import commonpath
 from typing import Any, NamedTuple, NoReturn
 
 from hfdist.config.data import RowFormat, SourceConfig
@@ -101,17 +100,22 @@ def _from_preference(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
         if prompt is None:
             # The space belongs to the answers: tokenizers put it in front of a word.
-            prompt = commonpath([chosen, rejected]).rstrip(" ")
+            prompt = chosen[: _num_common(chosen, rejected)].rstrip(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return {"prompt": prompt, "completion": chosen, "rejected": rejected}
     if prompt is None:
         chosen, rejected = _list(chosen, "chosen"), _list(rejected, "rejected")
-        num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+        num_common = _num_common(chosen, rejected)
         prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
     example = _from_prompt({**row, "prompt": prompt, "completion": chosen})
     if isinstance(rejected, str):
         return example | {"rejected": [{"role": "assistant", "content": rejected}]}
     return example | {"rejected": [_message(m, f"rejected[{n}]") for n, m in enumerate(_list(rejected, "rejected"))]}
+
+
+def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many letters or messages both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _from_unpaired(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -43,8 +44,11 @@ class LossHead:
         self._chunked: dict[torch.device, ChunkedLoss] = {}
         self._is_over = False
 
-    def deferring(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Compute losses without whole logits in this context: of a model as the Trainer calls it, or of one stage."""
+    def deferring(self, model: nn.Module, *, evaluates: bool = False) -> AbstractContextManager[Any]:
+        """Compute losses without whole logits in this context: of a model as the Trainer calls it, or of one stage.
+
+        `evaluates`: also in evaluation mode and without gradients, where whoever calls the model wants no logits.
+        """
         base: Any = model
         while not isinstance(base, PreTrainedModel):
             # DDP finds unused parameters from the tensors that a model returns; deferred logits are none.
@@ -52,9 +56,12 @@ class LossHead:
                 self._stop("ddp_find_unused_parameters needs them")
             base = base.module
         head = base.get_output_embeddings()
-        if self._is_over or head is None or not model.training:
+        if self._is_over or head is None or not (model.training or evaluates):
             return nullcontext()
-        return self._watched(head)
+        if not torch.is_grad_enabled() and any(isinstance(weight, DTensor) for weight in head.parameters()):
+            # FSDP2 frees it behind a forward without gradients.
+            return nullcontext()
+        return self._watched(head, evaluates=evaluates)
 
     def _stop(self, why: str) -> None:
         if not self._is_over:
@@ -62,14 +69,14 @@ class LossHead:
             logger.warning("model.loss: all logits are held, since %s", why)
 
     @contextmanager
-    def _watched(self, module: nn.Module) -> Iterator[Head]:
+    def _watched(self, module: nn.Module, *, evaluates: bool) -> Iterator[Head]:
         # Other packages' kernels need all rows of the head, and only give sums.
         fused = None if vocabulary_shard_of(module) is not None else _FUSED.get(self.choice)
 
         def loss(rows: Rows) -> torch.Tensor:
             return self._by_chunks(rows) if fused is None or rows.reduce is not None else fused(rows)
 
-        with deferring(module, _vocabulary(module), loss) as head:
+        with deferring(module, _vocabulary(module), loss, evaluates=evaluates) as head:
             yield head
         if head.made_whole:
             # Right, but slower than to make them in the first place.

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from hfdist.models.blocks import why_not_compiled
 from hfdist.models.loss import shared_vocabulary
-from hfdist.models.loss.lazy_logits import Rows, cast
+from hfdist.models.loss.lazy_logits import Reduce, Rows, cast
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ChunkedLoss:
             # Nothing to wait for here, and a fine-tuning batch may be prompts for the most part.
             kept = targets != rows.ignore_index
             hidden, targets = hidden[kept], targets[kept]
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        parameters = [p for p in module.parameters() if p.requires_grad and torch.is_grad_enabled()]
         shard = shared_vocabulary.vocabulary_shard_of(module)
         chunk_rows = self._chunk_rows(len(hidden), rows.head.vocabulary if shard is None else shard.most_rows)
         given = rows._replace(hidden=hidden.detach(), targets=targets)
@@ -77,7 +77,12 @@ class ChunkedLoss:
             total, weights = None, None
             if rows.reduce is not None:
                 losses, *_ = run(given, [], chunk_rows, None, wants_rows=False)
-                total, weights = _reduced(rows, losses, kept)
+                every = losses.new_zeros(len(rows.targets))
+                every[kept] = losses
+                if not (parameters or hidden.requires_grad):
+                    return rows.reduce(every)
+                total, weights = _differentiated(rows.reduce, every)
+                weights = weights[kept]
             losses, of_rows, of_parameters = run(
                 given, parameters, chunk_rows, weights, wants_rows=hidden.requires_grad
             )
@@ -189,15 +194,12 @@ def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _reduced(rows: Rows, losses: torch.Tensor, kept: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the loss that `rows.reduce` makes of the losses of the kept rows, and its gradient by each of these."""
-    assert rows.reduce is not None
-    every = losses.new_zeros(len(rows.targets))
-    every[kept] = losses
+def _differentiated(reduce: Reduce, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give what `reduce` makes of the losses of rows, and its gradient by each of these."""
     with torch.enable_grad(), torch.autocast(losses.device.type, enabled=False):
-        total = rows.reduce(every.requires_grad_())
-        (weights,) = torch.autograd.grad(total, every)
-    return total.detach(), weights[kept]
+        total = reduce(losses.requires_grad_())
+        (weights,) = torch.autograd.grad(total, losses)
+    return total.detach(), weights
 
 
 def _losses(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:

@@ -88,20 +88,22 @@ class _Demand(NamedTuple):
 
 
 @contextmanager
-def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses) -> Iterator[Head]:
+def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses, *, evaluates: bool = False) -> Iterator[Head]:
     """Let a head defer its logits, in this context only.
 
     Args:
         module: the output embedding.
         vocabulary: how many logits it gives for a row.
         loss: computes the loss of deferred rows.
+        evaluates: whether it defers them without gradients, too.
     """
     head = Head(module, module.forward, vocabulary, loss)
 
     def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], _Demand):
             return args[0].compute(hidden)
-        if args or kwargs or not torch.is_grad_enabled() or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
+        wants_logits = not (torch.is_grad_enabled() or evaluates)
+        if args or kwargs or wants_logits or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
             return head.forward(hidden, *args, **kwargs)
         return _DeferredLogits(head, hidden, (), _Autocast.present(hidden.device))
 

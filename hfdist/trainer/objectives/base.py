@@ -7,6 +7,7 @@ documents, packed: where positions restart, a document begins. A document is a p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import TrainerCallback
 
 from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
-from hfdist.models.loss.lazy_logits import reduce_token_losses
+from hfdist.models.loss.lazy_logits import Reduce, reduce_token_losses
 from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.loss import Convention
 
@@ -158,17 +159,24 @@ class Objective:
 
 
 def reduce_answers(
-    model: nn.Module, batch: Batch, reduce: Callable[[Documents, torch.Tensor], torch.Tensor]
+    trainer: Any, model: nn.Module, batch: Batch, reduce: Callable[[Documents, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Run the model on packed documents, and give what `reduce` makes of them and of their answers' log-probabilities.
-
-    No whole logits are made where the model's are deferred (models/loss).
-    """
+    """Run the model on packed documents; give what `reduce` makes of them and of their answers' log-probabilities."""
     documents = Documents.of(batch)
-    outputs: Any = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-    return reduce_token_losses(
-        outputs.logits[:, :-1],
-        documents.labels[:, 1:],
-        lambda losses: reduce(documents, documents.log_probabilities(losses)),
-        ignore_index=IGNORED,
-    )
+    targets = {**batch, "labels": documents.labels}
+    return reduce_tokens(trainer, model, targets, lambda losses: reduce(documents, documents.log_probabilities(losses)))
+
+
+def reduce_tokens(
+    trainer: Any, model: nn.Module, batch: Batch, reduce: Reduce, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Run the model, and give what `reduce` makes of the losses of all tokens but the first of each row.
+
+    No whole logits are made where the Trainer's head defers them (models/loss), in evaluations neither.
+    """
+    head = trainer.options.loss_head
+    with nullcontext() if head is None else head.deferring(model, evaluates=True):
+        outputs: Any = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        logits = outputs.logits[:, :-1]
+        logits = logits if temperature == 1.0 else logits / temperature
+        return reduce_token_losses(logits, batch["labels"][:, 1:], reduce, ignore_index=IGNORED)

@@ -24,10 +24,9 @@ from transformers import TrainerCallback
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskName
-from hfdist.models.loss.lazy_logits import reduce_token_losses
 from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.evaluation.loop import Evaluator
-from hfdist.trainer.objectives.base import Objective
+from hfdist.trainer.objectives.base import Objective, reduce_tokens
 from hfdist.trainer.objectives.reference_weights import ReferenceWeights
 from hfdist.trainer.objectives.rollout import ADVANTAGES, Rollouts
 
@@ -101,15 +100,6 @@ class PolicyGradient(Objective):
 
     def _log_probabilities(self, batch: Batch, forward: Forward) -> torch.Tensor:
         """Give those of the tokens of answers, 0 elsewhere, on the CPU; shape [rows, tokens]. A collective."""
-        found = []
-        # As many rows as an evaluation has: all their logits are held.
-        for start in range(0, len(batch["labels"]), self._trainer.args.per_device_eval_batch_size):
-            stop = start + self._trainer.args.per_device_eval_batch_size
-            part = {name: value[start:stop] for name, value in batch.items()}
-            found.append(self._log_probabilities_of(part, forward))
-        return torch.cat(found)
-
-    def _log_probabilities_of(self, batch: Batch, forward: Forward) -> torch.Tensor:
         rows, tokens = batch["labels"].shape
         values: list[torch.Tensor] = []
 
@@ -166,12 +156,7 @@ class PolicyGradient(Objective):
         return self._reduce(model, batch, reduce)
 
     def _reduce(self, model: nn.Module, batch: Batch, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Run the model; give what `reduce` makes of the losses of the tokens but the first of a row, in one row."""
-        outputs: Any = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-        logits = outputs.logits[:, :-1]
-        if self._task.temperature != 1.0:
-            logits = logits / self._task.temperature
-        return reduce_token_losses(logits, batch["labels"][:, 1:], reduce, ignore_index=IGNORED)
+        return reduce_tokens(self._trainer, model, batch, reduce, temperature=self._task.temperature)
 
     def evaluate(self, forward: Forward) -> float:
         """Answer held-out prompts greedily, and give the mean reward, negative."""

@@ -123,4 +123,4 @@ class DirectPreference(Objective):
             self._note(is_pair, dict(zip(self.names, values, strict=True)))
             return torch.where(is_pair, losses, 0).sum()
 
-        return reduce_answers(model, batch, reduce)
+        return reduce_answers(self._trainer, model, batch, reduce)

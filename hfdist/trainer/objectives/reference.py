@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class ReferenceTable:
         with closing(batches), Evaluator(trainer).forwards() as forward:
             for number, batch in enumerate(chain(_held_out(trainer), islice(batches, num_batches))):
                 for part in parts(batch):
-                    self._learn(part, forward)
+                    self._learn(part, forward, partial(_answers, trainer))
                 if time.monotonic() - logged > _LOG_EVERY_SECONDS:
                     logged = time.monotonic()
                     logger.info("reference: %d batches of %d, and of the held-out set", number + 1, num_batches)
@@ -92,12 +93,12 @@ class ReferenceTable:
             values[row, start] = known
         return batch | {REFERENCE: values}
 
-    def _learn(self, batch: Batch, forward: Forward) -> None:
+    def _learn(self, batch: Batch, forward: Forward, answers: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
         keys = list(_keys(batch))
         # All ranks of a model replica, and under ZeRO-3 all ranks, run the same forwards.
         if not any(gather_json(any(key not in self._known for *_, key in keys))):
             return
-        values = forward(batch, _answers)
+        values = forward(batch, answers)
         found = torch.cat(values)[: len(batch["labels"])].cpu() if values else None
         for row, start, key in keys:
             self._known[key] = None if found is None else float(found[row, start])
@@ -130,13 +131,13 @@ def _held_out(trainer: Any) -> Iterator[Batch]:
         yield from chain.from_iterable(loaders.values() if isinstance(loaders, dict) else [loaders])
 
 
-def _answers(model: nn.Module, batch: Batch) -> torch.Tensor:
+def _answers(trainer: Any, model: nn.Module, batch: Batch) -> torch.Tensor:
     """Give the log-probability of each document's answer at its first token; shape [rows, tokens]."""
 
     def place(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
         return torch.where(documents.is_first, log_probabilities[documents.of_token], 0.0)
 
-    return reduce_answers(model, batch, place)
+    return reduce_answers(trainer, model, batch, place)
 
 
 def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:

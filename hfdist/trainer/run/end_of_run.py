@@ -75,13 +75,7 @@ def finish(
     usage.read()
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
-            if run.task.name is not TaskName.causal_lm:
-                logger.info("held-out loss %.4f", loss)
-            else:
-                logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
-                baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
-                words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
-                logger.info(words, baseline, perplexity(baseline))
+            _log_held_out(loss, held_out, run)
         if is_over and (prompt := run.report.sample_prompt) is not None:
             with trainer.strategy.without_partitioning(trainer.args), warning_of_failure("sample"):
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
@@ -106,6 +100,16 @@ def finish(
             # process closes them as well.
             trainer.end()
     return not_uploaded
+
+
+def _log_held_out(loss: float, held_out: HeldOut | HeldOutSources, run: RunConfig) -> None:
+    if run.task.name is not TaskName.causal_lm:
+        logger.info("held-out loss %.4f", loss)
+        return
+    logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
+    baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
+    words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
+    logger.info(words, baseline, perplexity(baseline))
 
 
 @contextmanager

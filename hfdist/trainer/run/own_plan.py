@@ -29,7 +29,6 @@ from transformers import PreTrainedConfig
 from hfdist.config.hardware import Hardware
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
-from hfdist.config.task import TaskName
 from hfdist.errors import ResourceError, first_line
 from hfdist.planning.describe import verdict
 from hfdist.planning.machines import Machines, find_machines
@@ -89,8 +88,7 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
     """
     if not (config.report.plan and topology.is_main and hasattr(os, "fork")) or dist.is_initialized():
         return None
-    if config.task.name is TaskName.reward:
-        # A plan is of a model that gives the next token.
+    if not config.task.name.is_planned:
         return None
     asked = PlanConfig(per_machine=read_launcher().local_world_size)
     has_gpu = torch.cuda.is_available()

@@ -125,7 +125,7 @@ def test_the_whole_message_as_people_see_it():
 
 def test_no_such_primary_or_folder(tmp_path):
     error = mistake(name="pretran")
-    assert (error.allowed, error.hint) == ("finetune, pretrain", "--config-name pretrain")
+    assert (error.allowed, error.hint) == ("finetune, pretrain, tune", "--config-name pretrain")
     assert mistake(extra_dir=tmp_path / "none").where == "--config-dir"
 
 

@@ -6,6 +6,7 @@ from hfdist.config.checks.preflight import check_model_paths
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import Packing, RowFormat
 from hfdist.errors import ConfigError
+from hfdist.planning.command import parse_request
 
 OWN = ("model.name=some/model", "data=files", "data.sources.files.path=rows.jsonl")
 
@@ -65,3 +66,9 @@ def test_a_reward_model_has_a_weight_and_is_there(tmp_path):
     assert missing.value.where == "task.reward_model"
     (tmp_path / "run/model").mkdir(parents=True)
     check_model_paths(config)
+
+
+def test_a_plan_of_other_steps_is_refused():
+    with pytest.raises(ConfigError, match="steps of next tokens") as refused:
+        parse_request(["recipe=tune", "task=reward", "model=tiny", "data=files", "data.sources.files.path=a.jsonl"])
+    assert refused.value.where == "task.name"

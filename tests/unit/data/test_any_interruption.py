@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from hfdist.config.data import BadRows, Packing, SourceKind, WeightChange
+from hfdist.config.data import BadRows, SourceKind, WeightChange
 from hfdist.data import open_corpus
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.stream.ledger import Ledger, read_records
 from tests.unit.data.corpora import tokenizer
-from tests.unit.data.streams import Run, assert_equal, memory_config, memory_corpus
+from tests.unit.data.streams import PACKINGS, Run, assert_equal, memory_config, memory_corpus
 
 LANES = GLOBAL_BATCH = 12
 STEPS = 60
@@ -76,7 +76,7 @@ def as_token_files(config, corpus):
 class Interruptions(RuleBasedStateMachine):
     """A run that is saved, killed and resized."""
 
-    @initialize(packing=st.sampled_from(Packing), mixture=st.sampled_from(sorted(MIXTURES)))
+    @initialize(packing=st.sampled_from(PACKINGS), mixture=st.sampled_from(sorted(MIXTURES)))
     def begin(self, packing, mixture):
         self.config, self.corpus, self.reference, self.whole = setting(packing, mixture)
         self.folder = tempfile.TemporaryDirectory(prefix="hfdist-test-")

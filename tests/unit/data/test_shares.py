@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hfdist.config.data import BadRows, Packing
+from hfdist.config.data import BadRows
 from hfdist.data import Cursor, TokenStream
 from hfdist.data.order.shares import Shares
 from hfdist.data.stream.ledger import Ledger
@@ -12,7 +12,7 @@ from hfdist.islands.data_share import DataShare
 from hfdist.verify.audit.exactly_once import Audit
 from hfdist.verify.audit.run import join_ledgers, read_ledger
 from tests.unit.data.corpora import tokenizer
-from tests.unit.data.streams import memory_config, memory_corpus
+from tests.unit.data.streams import PACKINGS, memory_config, memory_corpus
 
 LANES, COUNT, BATCH = 12, 3, 4
 
@@ -140,7 +140,7 @@ def exchange(members, others, outer):
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_comes_and_goes_each_sequence_that_counts_is_read_once(tmp_path, seed, data_size):
     choose = random.Random(f"{seed} {data_size}")
-    packing = choose.choice(tuple(Packing))
+    packing = choose.choice(PACKINGS)
     config = memory_config(tmp_path / "cache", lanes=LANES, weights={"a": 2.0, "b": 1.0}, packing=packing)
     corpus = memory_corpus(config)
     saved = {}
