@@ -101,15 +101,6 @@ class PolicyGradient(Objective):
 
     def _log_probabilities(self, batch: Batch, forward: Forward) -> torch.Tensor:
         """Give those of the tokens of answers, 0 elsewhere, on the CPU; shape [rows, tokens]. A collective."""
-        found = []
-        # As many rows as an evaluation has.
-        for start in range(0, len(batch["labels"]), self._trainer.args.per_device_eval_batch_size):
-            stop = start + self._trainer.args.per_device_eval_batch_size
-            part = {name: value[start:stop] for name, value in batch.items()}
-            found.append(self._log_probabilities_of(part, forward))
-        return torch.cat(found)
-
-    def _log_probabilities_of(self, batch: Batch, forward: Forward) -> torch.Tensor:
         rows, tokens = batch["labels"].shape
         values: list[torch.Tensor] = []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 GROUPS = (
-    "model", "adapter", "data", "strategy", "islands", "optimizer", "train", "evaluate", "checkpoint", "watch",
+    "model", "adapter", "task", "data", "strategy", "islands", "optimizer", "train", "evaluate", "checkpoint", "watch",
     "report", "cost", "export", "experiment",
 )  # fmt: skip
 

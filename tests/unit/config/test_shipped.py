@@ -15,7 +15,7 @@ from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS
 
 # The file of each group in which all its keys stand with a comment.
 NAMED = {"model": "small", "adapter": "none", "data": "stdlib", "strategy": "single", "optimizer": "adamw",
-         "islands": "none"}  # fmt: skip
+         "islands": "none", "task": "causal_lm"}  # fmt: skip
 DOCUMENTED_IN = {"run": "pretrain.yaml", "launch": "pretrain.yaml"}
 DOCUMENTED_IN |= {group: f"{group}/{NAMED.get(group, 'default')}.yaml" for group in GROUPS if group != "experiment"}
 
@@ -32,6 +32,7 @@ def test_the_folder_holds_exactly_these_groups():
         "_hydra.yaml",
         "pretrain.yaml",
         "finetune.yaml",
+        "tune.yaml",
     }
     assert {path.name for path in CONF.iterdir()} == {*GROUPS, *others}
     for group in GROUPS:

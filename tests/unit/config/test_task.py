@@ -55,12 +55,6 @@ def test_what_does_not_go_with_a_task(key):
     assert refused.value.hint
 
 
-def test_a_plan_of_other_steps_is_refused():
-    with pytest.raises(ConfigError, match="steps of next tokens") as refused:
-        parse_request(["recipe=tune", "task=reward", "model=tiny", "data=files", "data.sources.files.path=a.jsonl"])
-    assert refused.value.where == "task.name"
-
-
 def test_a_reward_model_has_a_weight_and_is_there(tmp_path):
     own = ("task=grpo", f"task.reward_model={tmp_path}/run/model")
     with pytest.raises(ConfigError, match="has no weight") as refused:
@@ -72,3 +66,9 @@ def test_a_reward_model_has_a_weight_and_is_there(tmp_path):
     assert missing.value.where == "task.reward_model"
     (tmp_path / "run/model").mkdir(parents=True)
     check_model_paths(config)
+
+
+def test_a_plan_of_other_steps_is_refused():
+    with pytest.raises(ConfigError, match="steps of next tokens") as refused:
+        parse_request(["recipe=tune", "task=reward", "model=tiny", "data=files", "data.sources.files.path=a.jsonl"])
+    assert refused.value.where == "task.name"
