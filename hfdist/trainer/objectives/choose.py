@@ -36,11 +36,10 @@ def make_objective(config: RunConfig, tokenizer: PreTrainedTokenizerBase, held_o
             return RewardPairs()
         case TaskName.grpo | TaskName.rloo:
             rollouts = Rollouts(
-                task,
+                config,
                 load_rewards(task.rewards, where="task.rewards"),
                 tokenizer,
                 examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
-                seed=config.train.seed,
                 lines=RolloutLines(Path(config.run.dir), config.report.log_every, task.num_generations),
             )
             return PolicyGradient(task, rollouts)

@@ -4,13 +4,16 @@
     loss of an answer's tokens  -min(ratio x A, clip(ratio) x A),  ratio: new over old probability
 
 GRPO sums over tokens and divides by all answers' tokens of the global batch (as DAPO, arXiv 2503.14476, and TRL do);
-RLOO takes the ratio of whole answers, and divides by their number. An answer trains the model that gave it, once: so
-the old probabilities are those that the step begins with.
+RLOO takes the ratio of whole answers, and divides by their number. An answer trains once. Within the step, the model
+that it trains gave it: so the old probabilities are those that the step begins with. Generators may be some steps
+behind: they give the old probabilities, and a ratio above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL truncates
+importance weights alike).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,10 +26,12 @@ from hfdist.models.loss.lazy_logits import reduce_token_losses
 from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.objectives.base import Objective
-from hfdist.trainer.objectives.rollout import ADVANTAGES, Rollouts
+from hfdist.trainer.objectives.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
 
 _SMALLEST = 1e-4
 """Added to a standard deviation, as TRL does."""
+_LARGEST_RATIO = 3.0
+"""Without it, a bad answer that has become likely would outweigh all others."""
 
 
 class PolicyGradient(Objective):
@@ -46,8 +51,14 @@ class PolicyGradient(Objective):
         self._rollouts.begin(trainer)
 
     def callbacks(self) -> list[TrainerCallback]:
-        """Give what writes rollouts.jsonl."""
-        return [self._rollouts.lines]
+        """Give what writes rollouts.jsonl, and what ends the generators."""
+        generators = self._rollouts.generators
+        return [self._rollouts.lines] if generators is None else [self._rollouts.lines, generators.ledger, generators]
+
+    def figures(self, *, trains: bool) -> dict[str, float]:
+        """Add those of the generators."""
+        generators = self._rollouts.generators if trains else None
+        return super().figures(trains=trains) | ({} if generators is None else generators.figures())
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the tokens of answers, or the answers."""
@@ -55,12 +66,16 @@ class PolicyGradient(Objective):
         return is_target.sum() if self._is_of_tokens else is_target.any(1).sum()
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
-        """Let the model answer the prompts of a step; give its answers with their advantages."""
-        with Evaluator(self._trainer).forwards() as forward, self._trainer.engine.gathered():
-            answered, figures = self._rollouts.answer(batches, forward, self.advantages)
+        """Have the prompts of a step answered; give the answers with their advantages."""
+        answered, figures = self._rollouts.answer(batches, self._forwarding, self.advantages)
         self._trainer.model.train()
         self._note_answers(figures)
         return answered
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[Forward]:
+        with Evaluator(self._trainer).forwards() as forward, self._trainer.engine.gathered():
+            yield forward
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         """Compare the rewards of each prompt's answers; both of shape [prompts, answers]."""
@@ -77,14 +92,18 @@ class PolicyGradient(Objective):
 
         def reduce(losses: torch.Tensor) -> torch.Tensor:
             log_probabilities = -losses.view(rows, tokens - 1)
+            old = log_probabilities.detach()
+            if OLD_LOG_PROBABILITIES in batch:
+                old = batch[OLD_LOG_PROBABILITIES][:, 1:]
             is_target = batch["labels"][:, 1:] != IGNORED
             if not self._is_of_tokens:
                 self._note(is_target, {"entropy": -log_probabilities})
                 log_probabilities = log_probabilities.sum(1, keepdim=True)
+                old = old.sum(1, keepdim=True)
                 is_target = is_target.any(1, keepdim=True)
             else:
                 self._note(is_target, {"entropy": -log_probabilities})
-            ratio = (log_probabilities - log_probabilities.detach()).exp()
+            ratio = (log_probabilities - old).exp().clamp(max=_LARGEST_RATIO)
             clipped = ratio.clamp(1 - clip, 1 + clip)
             self._note(is_target, {"clipped_ratios": (clipped * advantages < ratio * advantages).float()})
             return torch.where(is_target, -torch.minimum(ratio * advantages, clipped * advantages), 0).sum()
