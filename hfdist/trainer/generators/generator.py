@@ -1,7 +1,7 @@
 """A generator: a process without a process group that answers prompts with the newest policy, until its run ends.
 
-Started as `python -m hfdist.trainer.generators.generator SETTINGS INDEX NAME`. A prompt's completions follow from the
-policy and the seeds alone, as in `generation/sampling.py`, so it does not matter which generator gives them.
+Started as `python -m hfdist.trainer.generators.generator SETTINGS INDEX NAME PARENT`. A prompt's completions follow from
+the policy and the seeds alone, as in `generation/sampling.py`, so it does not matter which generator gives them.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Run the process; its arguments are in the module's docstring."""
-    threading.Thread(target=partial(_end_with, os.getppid()), daemon=True).start()
+    # The rank itself says who it is: it may have ended while this process imported torch.
+    threading.Thread(target=partial(_end_with, int(sys.argv[4])), daemon=True).start()
     # A launcher may tell all processes of a run to stop, and the ranks still have steps to end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

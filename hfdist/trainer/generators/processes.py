@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,12 +29,12 @@ class Processes:
 
     Args:
         count: how many.
-        settings: the file that tells a generator all it needs; its folder has the broker's socket.
+        command: starts one; its number, the name under which it is to connect, and the id of this process follow.
         logs: the folder for what they print.
     """
 
-    def __init__(self, count: int, settings: Path, logs: Path) -> None:
-        self._settings = settings
+    def __init__(self, count: int, command: Sequence[str], logs: Path) -> None:
+        self._command = command
         self._all = [_Generator(logs / f"{index}.log") for index in range(count)]
         logs.mkdir(parents=True, exist_ok=True)
         for index in range(count):
@@ -42,10 +42,9 @@ class Processes:
 
     def _start(self, index: int) -> None:
         own = self._all[index]
-        command = [sys.executable, "-m", "hfdist.trainer.generators.generator", str(self._settings)]
         with own.log.open("ab") as log:
             own.process = subprocess.Popen(
-                [*command, str(index), self._name(index)],
+                [*self._command, str(index), self._name(index), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

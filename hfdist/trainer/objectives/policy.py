@@ -103,10 +103,9 @@ class PolicyGradient(Objective):
                 is_target = is_target.any(1, keepdim=True)
             else:
                 self._note(is_target, {"entropy": -log_probabilities})
-            ratio = (log_probabilities - old).exp().clamp(max=_LARGEST_RATIO)
-            clipped = ratio.clamp(1 - clip, 1 + clip)
-            self._note(is_target, {"clipped_ratios": (clipped * advantages < ratio * advantages).float()})
-            return torch.where(is_target, -torch.minimum(ratio * advantages, clipped * advantages), 0).sum()
+            losses, is_clipped = clipped_losses(log_probabilities, old, advantages, clip)
+            self._note(is_target, {"clipped_ratios": is_clipped.float()})
+            return torch.where(is_target, losses, 0).sum()
 
         outputs: Any = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
         logits = outputs.logits[:, :-1]
@@ -126,3 +125,19 @@ class PolicyGradient(Objective):
         for name, values in figures.items():
             own = torch.tensor(values, dtype=torch.float64)
             self._note(torch.ones(len(own), dtype=torch.bool), {name: own})
+
+
+def clipped_losses(
+    log_probabilities: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the losses of tokens or answers, and whether their ratio counts no more; all of one shape.
+
+    Args:
+        log_probabilities: of the policy that is trained.
+        old: of the policy that drew them.
+        advantages: of them.
+        clip: how far the ratio may move a loss.
+    """
+    ratio = (log_probabilities - old).exp().clamp(max=_LARGEST_RATIO)
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
