@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -25,8 +25,10 @@ from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import Limits, find_limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
-from hfdist.trainer.generators.generators import Generators
 from hfdist.trainer.reporting.callbacks import StepLines
+
+if TYPE_CHECKING:
+    from hfdist.trainer.generators.generators import Generators
 
 ADVANTAGES = "advantages"
 """In a batch: of each answer; shape [rows]."""
@@ -63,6 +65,9 @@ class Rollouts:
         self.generators: Generators | None = None
         """Who answers the prompts of steps; None: the ranks."""
         if self._task.generators:
+            # Here: it needs pyzmq, which is an extra.
+            from hfdist.trainer.generators.generators import Generators
+
             self.generators = Generators(config, read_prompts=self._read_prompts, seeds_of=self._seeds_of)
         self.names = ("reward", "reward_std", *(f"rewards/{r.name}" for r in rewards), "completion_tokens", "cut_off")
 
