@@ -1,7 +1,7 @@
 """A generator: a process without a process group that answers prompts with the newest policy, until its run ends.
 
-Started as `python -m hfdist.trainer.generators.generator SETTINGS INDEX NAME PARENT`. A prompt's completions follow from
-the policy and the seeds alone, as in `generation/sampling.py`, so it does not matter which generator gives them.
+Started as `python -m hfdist.trainer.generators.generator SETTINGS INDEX NAME PARENT`. A prompt's completions follow
+from the policy and the seeds alone, as in `generation/sampling.py`, so it does not matter which generator gives them.
 """
 
 from __future__ import annotations

@@ -69,8 +69,6 @@ class Generators(TrainerCallback):
         self._files = PolicyFiles(self._folder / "policy")
         self._broker: Broker | None = None
         """On rank 0, from the first step on."""
-        self._line, self._step, self._published = 0, -1, -1
-        self._asked: set[int] = set()
         self._used = [0.0, 0.0, 0.0]
         """Since the last reading: answers' prompts, the sum of their staleness, and the most of it."""
         self._wait_seconds = 0.0
@@ -82,6 +80,8 @@ class Generators(TrainerCallback):
         if read_launcher().has_other_machines:
             what = "generators run on one machine, with all ranks, in this version"
             raise ConfigError(what, where="task.generators", found=self._task.generators, hint="task.generators=0")
+        self._line, self._step, self._published = 0, -1, -1
+        self._asked: set[int] = set()
         self._ahead = Lookahead(
             trainer.token_stream, data_rank=self._topology.data_rank, data_size=self._topology.data_size
         )
@@ -110,6 +110,7 @@ class Generators(TrainerCallback):
         """End the generators."""
         if self._broker is not None:
             self._broker.stop()
+            self._broker = None
             shutil.rmtree(self._files.folder, ignore_errors=True)
 
     # ---- a step ----

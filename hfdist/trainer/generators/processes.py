@@ -77,7 +77,7 @@ class Processes:
                 "all generators have ended, each as often as it may be started",
                 where=str(self._all[0].log),
                 found=f"exit codes {codes}",
-                hint="the end of this file says why; task.generators=0 checkpoint.allow_changes=true answers within the step",
+                hint="what this file ends with; without generators: task.generators=0 checkpoint.allow_changes=true",
             )
         return dead
 

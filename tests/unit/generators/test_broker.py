@@ -20,8 +20,8 @@ class Peer:
     def __init__(self, folder, name):
         self.socket = connect(folder, name)
 
-    def send(self, kind, **message):
-        self.socket.send(pack({"kind": kind, "line": 0, **message}))
+    def send(self, kind, line=0, **message):
+        self.socket.send(pack({"kind": kind, "line": line, **message}))
 
     def receive(self):
         assert self.socket.poll(1000 * SECONDS)
@@ -29,7 +29,7 @@ class Peer:
 
     def answer(self, asked, text):
         answers = [{"number": one["number"], "completions": [[1, 2]], "text": text} for one in asked["prompts"]]
-        self.send("answers", version=asked["version"], answers=answers)
+        self.send("answers", line=asked["line"], version=asked["version"], answers=answers)
 
 
 @pytest.fixture
@@ -49,11 +49,11 @@ def begin(tmp_path):
         broker.stop()
 
 
-def ask(folder, *numbers):
-    rank = Peer(folder, "rank-0")
-    rank.send("publish", version=0)
-    rank.send("want", prompts=[{"number": number, "step": 0} for number in numbers])
-    rank.send("need", step=0, numbers=list(numbers), first=0)
+def ask(folder, *numbers, line=0):
+    rank = Peer(folder, f"rank-0-{line}")
+    rank.send("publish", line, version=0)
+    rank.send("want", line, prompts=[{"number": number, "step": 0} for number in numbers])
+    rank.send("need", line, step=0, numbers=list(numbers), first=0)
     return rank
 
 
@@ -73,6 +73,20 @@ def test_a_silent_generator_costs_only_its_own_prompt(begin, tmp_path):
     while not broker.num_thrown_away:
         time.sleep(0.01)
     assert not rank.socket.poll(100)
+
+
+def test_a_run_that_goes_back_gets_no_answer_of_weights_that_are_no_more(begin, tmp_path):
+    begin("import time; time.sleep(60)")
+    generator = Peer(tmp_path, "generator")
+    generator.send("ready")
+    before = ask(tmp_path, 0)
+    asked = generator.receive()
+    after = ask(tmp_path, 0, line=1)
+    time.sleep(0.2)  # Nothing tells that the broker has heard it.
+    generator.answer(asked, "before")
+    generator.answer(generator.receive(), "after")
+    assert after.receive()["text"] == "after"
+    assert not before.socket.poll(100)
 
 
 def test_silence_of_all_ends_the_wait(begin, tmp_path):
