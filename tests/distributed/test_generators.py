@@ -52,7 +52,7 @@ def test_without_staleness_it_is_the_training_within_the_step(tmp_path, model, s
 
 
 def test_each_prompt_is_trained_once_whoever_is_killed(tmp_path, model, sums, cache_dir):
-    steps, folder = 24, tmp_path / "run"
+    steps, folder = 16, tmp_path / "run"
     own = (
         "task.generators=2",
         f"train.max_steps={steps}",
@@ -74,7 +74,8 @@ def test_each_prompt_is_trained_once_whoever_is_killed(tmp_path, model, sums, ca
     assert 0 < len(used(folder)) < steps * GLOBAL_BATCH
     assert "its prompts go to others" in life.log.read_text()
 
-    tune(folder, model, sums, 1, "task=grpo", *policy_runs.COMMON, *own)
+    fewer = ("task.generators=1", "checkpoint.allow_changes=true")
+    tune(folder, model, sums, 1, "task=grpo", *policy_runs.COMMON, *own, *fewer)
     assert used(folder) == each_once(steps)
     assert read_lines(earlier(folder / LEDGER))
     lines = [line for line in read_lines(folder / METRICS) if "loss" in line]

@@ -1,20 +1,14 @@
 """A generator: a process without a process group that answers prompts with the newest policy, until its run ends.
 
-Started as `python -m hfdist.trainer.generators.generator SETTINGS INDEX NAME PARENT`. A prompt's completions follow
-from the policy and the seeds alone, as in `generation/sampling.py`, so it does not matter which generator gives them.
+A prompt's completions follow from the policy and the seeds alone, as in `generation/sampling.py`, so it does not matter
+which generator gives them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +29,6 @@ from hfdist.trainer.generation.limits import Limits
 from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
 from hfdist.trainer.generators.messages import connect, pack, unpack
 from hfdist.trainer.generators.policy_files import PolicyFiles
-
-_ALIVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,25 +160,3 @@ def serve(settings: Settings, folder: Path, index: int, name: str) -> None:
             broker.send(pack({"kind": "ready"}))
         else:
             broker.send(pack({"kind": "answers", **where, "answers": answers}))
-
-
-def _end_with(parent: int) -> None:
-    """End as soon as the rank has ended, for whatever reason."""
-    while os.getppid() == parent:
-        time.sleep(_ALIVE_SECONDS)
-    os._exit(0)
-
-
-def main() -> None:
-    """Run the process; its arguments are in the module's docstring."""
-    # The rank itself says who it is: it may have ended while this process imported torch.
-    threading.Thread(target=partial(_end_with, int(sys.argv[4])), daemon=True).start()
-    # A launcher may tell all processes of a run to stop, and the ranks still have steps to end.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    settings, index, name = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    serve(Settings.read(settings), settings.parent, index, name)
-
-
-if __name__ == "__main__":
-    main()

@@ -27,8 +27,8 @@ from hfdist.errors import ConfigError, PeerError
 from hfdist.strategies.base import Batch
 from hfdist.topology import read_launcher
 from hfdist.trainer.generation.limits import Limits
-from hfdist.trainer.generators import generator
 from hfdist.trainer.generators.broker import Broker
+from hfdist.trainer.generators.generator import Settings
 from hfdist.trainer.generators.lookahead import Lookahead
 from hfdist.trainer.generators.messages import connect, open_broker, pack, unpack
 from hfdist.trainer.generators.policy_files import PolicyFiles
@@ -94,7 +94,7 @@ class Generators(TrainerCallback):
         # What an earlier start has left.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        settings = generator.Settings(
+        settings = Settings(
             config=self._config,
             vocabulary=self._trainer.model.config.get_text_config().vocab_size,
             limits=limits,
@@ -102,7 +102,7 @@ class Generators(TrainerCallback):
             first_device=self._topology.world_size,
         )
         settings.write(sockets / "settings.json", to_values(self._config))
-        command = [sys.executable, "-m", generator.__name__, str(sockets / "settings.json")]
+        command = [sys.executable, "-m", __package__, str(sockets / "settings.json")]
         self._processes = Processes(self._task.generators, command, self._folder)
         return str(sockets)
 
