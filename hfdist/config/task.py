@@ -118,3 +118,11 @@ class TaskConfig:
     scale_rewards: bool = True
     clip: float = limited(0.2, above=0)
     """How far the ratio of new to old probabilities may move a loss."""
+    generators: int = limited(0, at_least=0)
+    """Processes beside the ranks that answer prompts; 0: the ranks answer them within the step."""
+    max_staleness: int = limited(1, at_least=0)
+    """By how many steps the policy that gave an answer may be older than the one that it trains."""
+    sync_every: int = limited(1, at_least=1)
+    """Steps between the policies that generators get."""
+    answer_seconds: float = limited(600.0, above=0)
+    """After which a prompt goes to another generator, too."""

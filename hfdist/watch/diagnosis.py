@@ -15,6 +15,7 @@ WARM_UP_STEPS = 3
 
 STARTING, EVALUATING, SAVING, ENDING = "starting", "evaluating", "saving", "ending"
 MEETING = "meeting other islands"
+GENERATING = "waiting for generators"
 """What a rank may do for minutes without a sign of progress. Starting ends with the first step: until then models are
 compiled, connections made and buffers filled."""
 
@@ -40,8 +41,8 @@ class Heartbeat(NamedTuple):
     longest_idle_seconds: float = 0.0
     """Between two marks, so far; without evaluations and saves, and without the warm-up but its last step."""
     exempt: str | None = None
-    """What it does without marks: STARTING, EVALUATING, SAVING, MEETING, ENDING or compiling; None: it should make
-    some."""
+    """What it does without marks: STARTING, EVALUATING, SAVING, MEETING, GENERATING, ENDING or compiling; None: it
+    should make some."""
     waits_in: str | None = None
     """The collective in which it is, where that is known."""
     broken_seconds: float | None = None

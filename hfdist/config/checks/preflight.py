@@ -59,18 +59,20 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
 
 def _check_packages(config: RunConfig) -> None:
     """Check that the package is installed of each value that needs one besides hfdist's own."""
+    precision, method, generators = config.train.precision, config.islands.method, config.task.generators
+    has_rounds = method in (IslandMethod.diloco, IslandMethod.federated)
     needs = [
-        (config.train.precision, Precision.fp8, "train.precision", "torchao", "'torchao>=0.18,<0.19'", "bf16"),
-        (config.islands.method, IslandMethod.diloco, "islands.method", "zmq", "'pyzmq>=26'", "none"),
-        (config.islands.method, IslandMethod.federated, "islands.method", "zmq", "'pyzmq>=26'", "none"),
+        (precision is Precision.fp8, "train.precision", precision.value, "torchao", "'torchao>=0.18,<0.19'", "bf16"),
+        (has_rounds, "islands.method", method.value, "zmq", "'pyzmq>=26'", "none"),
+        (generators > 0, "task.generators", generators, "zmq", "'pyzmq>=26'", "0"),
     ]
-    for value, needing, key, module, package, instead in needs:
-        if value is needing and importlib.util.find_spec(module) is None:
+    for is_needed, key, value, module, package, instead in needs:
+        if is_needed and importlib.util.find_spec(module) is None:
             what, hint = (
                 "this value needs a package that is not installed",
                 f"pip install {package}, or {key}={instead}",
             )
-            raise ConfigError(what, where=key, found=f"{value.value}, without {module}", hint=hint)
+            raise ConfigError(what, where=key, found=f"{value}, without {module}", hint=hint)
 
 
 def check_model_paths(config: RunConfig) -> None:

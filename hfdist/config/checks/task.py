@@ -18,6 +18,8 @@ def check_task(config: RunConfig) -> None:
     """Raise a ConfigError on what does not go with the task."""
     _check_rows(config)
     task, data = config.task, config.data
+    if task.generators and not task.name.is_reinforcement:
+        raise _misfit(config, "task.generators", "0", "this task trains on the data's answers")
     if task.name is TaskName.causal_lm:
         return
     packing = Packing.none if task.name.is_reinforcement else Packing.best_fit
@@ -98,3 +100,11 @@ def _check_reinforcement(config: RunConfig) -> None:
         what, allowed = "it is not said which model gives this reward", "the folder of a reward model"
         hint = "task.reward_model=RUN/model, of a run with task=reward"
         raise ConfigError(what, where="task.reward_model", found="null", allowed=allowed, hint=hint)
+    if config.task.generators and config.task.sync_every > config.task.max_staleness + 1:
+        raise ConfigError(
+            "generators would wait for a policy that they do not get, and the run for their answers",
+            where="task.sync_every",
+            found=f"{config.task.sync_every}, with task.max_staleness={config.task.max_staleness}",
+            allowed="<= task.max_staleness + 1",
+            hint=f"task.max_staleness={config.task.sync_every - 1}",
+        )

@@ -22,7 +22,7 @@ islands.address islands.timeout_seconds islands.codec train.max_hours train.max_
 train.micro_batch_size train.eval_* train.max_skipped_steps train.max_rollbacks train.compare_replicas_every
 train.compile train.gradient_checkpointing train.recompute train.activation_offload optimizer.fused data.sources.*.path
 data.chat.template data.workers data.prefetch data.on_bad_rows data.quarantine data.eval_sources*
-data.eval_sequences data.cache_dir data.file_cache_bytes data.token_cache_bytes
+task.answer_seconds data.eval_sequences data.cache_dir data.file_cache_bytes data.token_cache_bytes
 """
 _LENGTHS = ("train.max_steps", "train.epochs")
 _SCHEDULE = "optimizer.schedule"

@@ -105,6 +105,17 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         other._take(self._beginning(0))
         return other
 
+    def ahead(self) -> TokenStream:
+        """Give another stream of the same data for this rank, which stands where this does, and writes no ledger."""
+        other = copy.copy(self)
+        other.ledger, other._states = None, dict(self._states)
+        return other
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that all runs have read, if all are as far as this one."""
+        return self._samples
+
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor of this rank's lanes, behind what was given (not what was read ahead).
 
@@ -157,7 +168,6 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if self._num_runs > 1:
             self._of_others = {lane: own for lane, own in cursor.lanes.items() if lane not in self.lanes_of_run}
         self._samples = cursor.samples
-        """Sequences that all runs have read, if all are as far as this one."""
         self._turn = _place(cursor, self.lanes_of_run) // self._data_size
         """Of the lanes of this rank: which one gives the next sequence."""
 

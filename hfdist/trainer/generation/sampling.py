@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from hfdist.strategies.base import Batch, Forward
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import continue_rows
+from hfdist.trainer.generation.continuation import Score, continue_rows
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
 from hfdist.trainer.generation.limits import Limits
 
@@ -77,8 +77,7 @@ def sample_completions(
     """
     # One seed would be that of all rows.
     assert len(seeds) == len(prompts), (len(seeds), len(prompts))
-    score = partial(perturb, warpers=sampling.warpers())
-    keys = split_seeds(seeds)
+    score, extras = make_score(seeds, sampling)
     completions: list[list[int]] = []
     for start in range(0, len(prompts), rows_at_once):
         some = slice(start, start + rows_at_once)
@@ -87,14 +86,48 @@ def sample_completions(
             forward,
             limits,
             score=score,
-            extras={_KEYS: keys[some]},
+            extras={name: values[some] for name, values in extras.items()},
             topology=topology,
             uses_cache=uses_cache,
         )
     return completions
 
 
+def make_score(seeds: Sequence[int], sampling: Sampling) -> tuple[Score, Batch]:
+    """Give what draws the tokens of rows with these seeds, and what it needs of each row: see `continue_rows`."""
+    return partial(perturb, warpers=sampling.warpers()), {_KEYS: split_seeds(seeds)}
+
+
 def perturb(logits: torch.Tensor, batch: Batch, num_before: int, *, warpers: LogitsProcessorList) -> torch.Tensor:
     """Add each row's noise to its warped logits, which are log-probabilities but for a constant; float64."""
     ids: Any = batch["input_ids"]
     return warpers(ids, logits) + gumbel_noise(batch[_KEYS], num_before, logits.shape[-1])
+
+
+class TokenLogProbabilities:
+    """The log-probability of each token that is drawn, by the softmax of all logits at a temperature.
+
+    So the loss computes it, too: `top_k` and `top_p` change from what is drawn, and not how probable it was.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._drawn: list[torch.Tensor] = []
+        """Of each new token; float32 of shape [rows]."""
+
+    def noting(self, score: Score) -> Score:
+        """Note what is drawn by a score."""
+
+        def note(logits: torch.Tensor, batch: Batch, num_before: int) -> torch.Tensor:
+            # Before: warpers may write into the logits.
+            log_probabilities = (logits / self._temperature).log_softmax(-1)
+            scores = score(logits, batch, num_before)
+            self._drawn.append(log_probabilities.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1))
+            return scores
+
+        return note
+
+    def of(self, completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Give them for the tokens of each row."""
+        rows = torch.stack(self._drawn, dim=1).tolist() if self._drawn else [[] for _ in completions]
+        return [row[: len(tokens)] for row, tokens in zip(rows, completions, strict=True)]

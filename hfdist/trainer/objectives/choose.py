@@ -45,11 +45,10 @@ def make_objective(
             return RewardPairs()
         case TaskName.grpo | TaskName.rloo:
             rollouts = Rollouts(
-                task,
+                config,
                 _rewards(config, tokenizer, strategy, arguments),
                 tokenizer,
                 examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
-                seed=config.train.seed,
                 lines=RolloutLines(Path(config.run.dir), config.report.log_every, task.num_generations),
             )
             return PolicyGradient(task, rollouts)

@@ -4,8 +4,10 @@
     loss of an answer's tokens  -min(ratio x A, clip(ratio) x A),  ratio: new over old probability
 
 GRPO sums over tokens and divides by all answers' tokens of the global batch (as DAPO, arXiv 2503.14476, and TRL do);
-RLOO takes the ratio of whole answers, and divides by their number. An answer trains the model that gave it, once: so
-the old probabilities are those that the step begins with.
+RLOO takes the ratio of whole answers, and divides by their number. An answer trains once. Within the step, the model
+that it trains gave it: so the old probabilities are those that the step begins with. Generators may be some steps
+behind: they give the old probabilities, and a ratio above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL truncates
+importance weights alike).
 
 `task.beta` holds the model to the one that the run begins with; p and r are the probabilities of a token by the two.
 GRPO adds beta x ratio x (r / p - log(r / p) - 1) to the loss of each token (with the ratio as in arXiv 2512.02556 and
@@ -14,7 +16,8 @@ TRL). RLOO takes beta x log(p / r), summed over an answer, off its reward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.objectives.base import Objective, reduce_tokens
 from hfdist.trainer.objectives.reference_weights import ReferenceWeights
-from hfdist.trainer.objectives.rollout import ADVANTAGES, Rollouts
+from hfdist.trainer.objectives.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
 
 REFERENCE = "reference_log_probabilities"
 """In a batch of GRPO: of each token of an answer by the reference; 0 elsewhere; shape [rows, tokens]."""
@@ -38,6 +41,8 @@ DIVERGENCE = "divergence"
 
 _SMALLEST = 1e-4
 """Added to a standard deviation, as TRL does."""
+_LARGEST_RATIO = 3.0
+"""Without it, a bad answer that has become likely would outweigh all others."""
 
 
 class PolicyGradient(Objective):
@@ -60,8 +65,14 @@ class PolicyGradient(Objective):
         self._reference = ReferenceWeights(trainer.engine) if self._task.beta else None
 
     def callbacks(self) -> list[TrainerCallback]:
-        """Give what writes rollouts.jsonl."""
-        return [self._rollouts.lines]
+        """Give what writes rollouts.jsonl, and what ends the generators."""
+        generators = self._rollouts.generators
+        return [self._rollouts.lines] if generators is None else [self._rollouts.lines, generators.ledger, generators]
+
+    def figures(self, *, trains: bool) -> dict[str, float]:
+        """Add those of the generators."""
+        generators = self._rollouts.generators if trains else None
+        return super().figures(trains=trains) | ({} if generators is None else generators.figures())
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the tokens of answers, or the answers."""
@@ -69,11 +80,10 @@ class PolicyGradient(Objective):
         return is_target.sum() if self._is_of_tokens else is_target.any(1).sum()
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
-        """Let the model answer the prompts of a step; give its answers with their advantages."""
-        with Evaluator(self._trainer).forwards(are_training=True) as forward:
-            with self._trainer.engine.gathered():
-                answered, rewards, figures = self._rollouts.answer(batches, forward)
-            if self._reference is not None:
+        """Have the prompts of a step answered; give the answers with their advantages."""
+        answered, rewards, figures = self._rollouts.answer(batches, self._forwarding)
+        if self._reference is not None:
+            with Evaluator(self._trainer).forwards(are_training=True) as forward:
                 answered = self._compare(answered, forward, self._reference)
         self._trainer.model.train()
         self._note_answers(figures)
@@ -120,6 +130,11 @@ class PolicyGradient(Objective):
                 dist.all_reduce(known, op=dist.ReduceOp.MAX, group=strategy.mesh.get_group(axis))
         return known.cpu()
 
+    @contextmanager
+    def _forwarding(self) -> Iterator[Forward]:
+        with Evaluator(self._trainer).forwards(are_training=True) as forward, self._trainer.engine.gathered():
+            yield forward
+
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         """Compare the rewards of each prompt's answers; both of shape [prompts, answers]."""
         if self._is_of_tokens:
@@ -135,24 +150,27 @@ class PolicyGradient(Objective):
 
         def reduce(losses: torch.Tensor) -> torch.Tensor:
             log_probabilities = -losses.view(rows, tokens - 1)
+            old = log_probabilities.detach()
+            if OLD_LOG_PROBABILITIES in batch:
+                old = batch[OLD_LOG_PROBABILITIES][:, 1:]
             is_target = batch["labels"][:, 1:] != IGNORED
             if not self._is_of_tokens:
                 self._note(is_target, {"entropy": -log_probabilities})
                 log_probabilities = log_probabilities.sum(1, keepdim=True)
+                old = old.sum(1, keepdim=True)
                 is_target = is_target.any(1, keepdim=True)
             else:
                 self._note(is_target, {"entropy": -log_probabilities})
-            ratio = (log_probabilities - log_probabilities.detach()).exp()
-            clipped = ratio.clamp(1 - clip, 1 + clip)
-            self._note(is_target, {"clipped_ratios": (clipped * advantages < ratio * advantages).float()})
-            own = -torch.minimum(ratio * advantages, clipped * advantages)
+            ratio = ratio_of(log_probabilities, old)
+            losses, is_clipped = clipped_losses(ratio, advantages, clip)
+            self._note(is_target, {"clipped_ratios": is_clipped.float()})
             if REFERENCE in batch:
                 difference = batch[REFERENCE][:, 1:] - log_probabilities
                 divergence = difference.exp() - difference - 1
                 self._note(is_target, {"kl": divergence})
-                # Of this ratio, which is 1, the gradient counts: without it that of the divergence would be biased.
-                own = own + self._task.beta * ratio * divergence
-            return torch.where(is_target, own, 0).sum()
+                # Its gradient counts: without it that of the divergence would be biased.
+                losses = losses + self._task.beta * ratio * divergence
+            return torch.where(is_target, losses, 0).sum()
 
         return self._reduce(model, batch, reduce)
 
@@ -172,3 +190,20 @@ class PolicyGradient(Objective):
         for name, values in figures.items():
             own = torch.tensor(values, dtype=torch.float64)
             self._note(torch.ones(len(own), dtype=torch.bool), {name: own})
+
+
+def ratio_of(log_probabilities: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Give how much likelier the policy that is trained makes tokens or answers than the one that drew them."""
+    return (log_probabilities - old).exp().clamp(max=_LARGEST_RATIO)
+
+
+def clipped_losses(ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the losses of tokens or answers, and whether their ratio counts no more; all of one shape.
+
+    Args:
+        ratio: see `ratio_of`.
+        advantages: of them.
+        clip: how far the ratio may move a loss.
+    """
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages

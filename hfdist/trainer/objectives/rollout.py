@@ -7,16 +7,17 @@ layout changes it. An answer is a row: prompt, answer, and what fills it up as a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfdist.collectives import gather_json
 from hfdist.config.batch import IGNORED
-from hfdist.config.task import TaskConfig
+from hfdist.config.run import RunConfig
 from hfdist.data.documents.held_out import Example
 from hfdist.rewards import Generation, Reward
 from hfdist.strategies.base import Batch, Forward
@@ -26,8 +27,13 @@ from hfdist.trainer.generation.limits import Limits, find_limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from hfdist.trainer.reporting.callbacks import StepLines
 
+if TYPE_CHECKING:
+    from hfdist.trainer.generators.generators import Generators
+
 ADVANTAGES = "advantages"
 """In a batch: of each answer; shape [rows]."""
+OLD_LOG_PROBABILITIES = "old_log_probabilities"
+"""In a batch whose answers generators gave: of each token of an answer when it was drawn; shape [rows, tokens]."""
 ROLLOUTS = "rollouts.jsonl"
 
 _SHOWN_PROMPTS = 2
@@ -38,26 +44,31 @@ class Rollouts:
     """Of one Trainer.
 
     Args:
-        task: how answers are sampled.
+        config: `task.*` says how answers are sampled, and by whom.
         rewards: what scores them.
         tokenizer: of the prompts.
         examples: held-out prompts with their references.
-        seed: of the answers.
         lines: where some answers are written, on rank 0.
     """
 
     def __init__(
         self,
-        task: TaskConfig,
+        config: RunConfig,
         rewards: Sequence[Reward],
         tokenizer: PreTrainedTokenizerBase,
         *,
         examples: Sequence[Example],
-        seed: int,
         lines: RolloutLines,
     ) -> None:
-        self._task, self._rewards, self._tokenizer = task, rewards, tokenizer
-        self._examples, self._seed, self.lines = examples, seed, lines
+        self._task, self._rewards, self._tokenizer = config.task, rewards, tokenizer
+        self._examples, self._seed, self.lines = examples, config.train.seed, lines
+        self.generators: Generators | None = None
+        """Who answers the prompts of steps; None: the ranks."""
+        if self._task.generators:
+            # Here: it needs pyzmq, which is an extra.
+            from hfdist.trainer.generators.generators import Generators
+
+            self.generators = Generators(config, read_prompts=self._read_prompts, seeds_of=self._seeds_of)
         self.names = ("reward", "reward_std", *(f"rewards/{r.name}" for r in rewards), "completion_tokens", "cut_off")
 
     def begin(self, trainer: Any) -> None:
@@ -66,15 +77,17 @@ class Rollouts:
         where, own = "task.max_new_tokens", self._task.max_new_tokens
         self._limits: Limits = find_limits(trainer.model, self._tokenizer, own, where=where)
         self._uses_cache = self._topology.pipeline == self._topology.context == 1 and can_generate(trainer.model)
+        if self.generators is not None:
+            self.generators.begin(trainer, self._limits)
 
     def answer(
-        self, batches: Sequence[Batch], forward: Forward
+        self, batches: Sequence[Batch], forwarding: Callable[[], AbstractContextManager[Forward]]
     ) -> tuple[list[Batch], torch.Tensor, dict[str, list[float]]]:
         """Answer all prompts of a step of this data rank. A collective.
 
         Args:
             batches: of prompts with references, a row each.
-            forward: runs forwards in the layout.
+            forwarding: holds while forwards run in the layout, and gives what runs them.
 
         Returns:
             Batches of answers without advantages; their rewards, of shape [prompts, answers]; and figures of them by
@@ -84,17 +97,15 @@ class Rollouts:
         room = self._limits.room()
         examples = [example for batch in batches for example in _examples(batch, room)]
         prompts = [example.prompt for example in examples for _ in range(count)]
-        sampling = Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p)
-        answers = sample_completions(
-            prompts,
-            [self._seed_of(number, own) for number in self._numbers(len(examples)) for own in range(count)],
-            forward,
-            self._limits,
-            sampling,
-            topology=self._topology,
-            rows_at_once=max(len(prompts), 1),
-            uses_cache=self._uses_cache,
-        )
+        old: list[list[float]] | None = None
+        if self.generators is not None:
+            numbers = self._numbers(len(examples))
+            given = self.generators.answer(numbers, [example.prompt for example in examples])
+            answers = [tokens for number in numbers for tokens in given[number]["completions"]]
+            old = [values for number in numbers for values in given[number]["log_probabilities"]]
+        else:
+            with forwarding() as forward:
+                answers = self._sample(prompts, forward)
         generations = self._describe([example for example in examples for _ in range(count)], answers)
         scores = self._score(generations)
         rewards = torch.tensor(scores["reward"], dtype=torch.float32).view(-1, count)
@@ -103,11 +114,31 @@ class Rollouts:
             figures["reward_std"] = rewards.std(1).repeat_interleave(count).tolist()
         self.lines.write_some(generations, scores, self._trainer.state)
         built, first = [], 0
-        for batch in batches:
-            rows = slice(first, first + len(batch["input_ids"]) * count)
-            built.append(_rows(prompts[rows], answers[rows], fill_id=self._fill_id))
+        for of_prompts in batches:
+            rows = slice(first, first + len(of_prompts["input_ids"]) * count)
+            batch = _rows(prompts[rows], answers[rows], fill_id=self._fill_id)
+            if old is not None:
+                batch[OLD_LOG_PROBABILITIES] = _at_targets(batch["labels"], old[rows])
+            built.append(batch)
             first = rows.stop
         return built, rewards, figures
+
+    def _sample(self, prompts: Sequence[list[int]], forward: Forward) -> list[list[int]]:
+        """Let the ranks answer prompts, each as often as it is there."""
+        numbers = self._numbers(len(prompts) // self._task.num_generations)
+        return sample_completions(
+            prompts,
+            [seed for number in numbers for seed in self._seeds_of(number)],
+            forward,
+            self._limits,
+            Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p),
+            topology=self._topology,
+            rows_at_once=max(len(prompts), 1),
+            uses_cache=self._uses_cache,
+        )
+
+    def _read_prompts(self, batch: Batch) -> list[list[int]]:
+        return [example.prompt for example in _examples(batch, self._limits.room())]
 
     def answer_held_out(self, forward: Forward) -> dict[str, list[float]]:
         """Answer the held-out prompts greedily; give figures of all answers, on all ranks. A collective."""
@@ -136,9 +167,11 @@ class Rollouts:
         first = self._trainer.checkpointer.num_samples() - num_prompts * topology.data_size
         return [first + place * topology.data_size + topology.data_rank for place in range(num_prompts)]
 
-    def _seed_of(self, number: int, own: int) -> int:
-        digest = hashlib.blake2b(f"{self._seed}:{number}:{own}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
+    def _seeds_of(self, number: int) -> list[int]:
+        """Give a seed for each answer to the prompt with this number."""
+        texts = (f"{self._seed}:{number}:{own}" for own in range(self._task.num_generations))
+        digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+        return [int.from_bytes(digest, "little") for digest in digests]
 
     def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:
         def text(ids: Sequence[int]) -> str:
@@ -221,3 +254,10 @@ def _rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *,
         batch["labels"][row, len(prompt) : length] = ids[len(prompt) :]
         batch["position_ids"][row] = torch.cat([torch.arange(length), torch.arange(width - length)])
     return batch
+
+
+def _at_targets(labels: torch.Tensor, values: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Put the values of each row where its targets are; 0 elsewhere."""
+    placed = torch.zeros(labels.shape)
+    placed[labels != IGNORED] = torch.tensor([value for row in values for value in row])
+    return placed

@@ -1,0 +1,1 @@
+"""Generators: processes beside the ranks of a run that answer its prompts, while the ranks train."""

@@ -1,0 +1,152 @@
+"""The broker: a thread of rank 0 that passes prompts of all data ranks to generators, and answers back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from hfdist.errors import PeerError
+from hfdist.trainer.generators.dispatcher import Dispatcher
+from hfdist.trainer.generators.messages import pack, unpack
+from hfdist.trainer.generators.policy_files import PolicyFiles
+from hfdist.trainer.generators.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+_POLL_MILLISECONDS = 50
+
+
+class Broker:
+    """Runs until `stop`.
+
+    Args:
+        socket: of `open_broker`; from here on, only the thread uses it.
+        processes: the generators.
+        files: where they read the policy.
+        max_staleness, answer_seconds: see `Dispatcher`.
+        most_prompts: that a generator answers at once.
+    """
+
+    def __init__(
+        self,
+        socket: Any,
+        processes: Processes,
+        files: PolicyFiles,
+        *,
+        max_staleness: int,
+        answer_seconds: float,
+        most_prompts: int,
+    ) -> None:
+        self._socket, self._processes, self._files = socket, processes, files
+        self._answer_seconds, self._most_prompts = answer_seconds, most_prompts
+        self._dispatcher = Dispatcher(max_staleness=max_staleness, answer_seconds=answer_seconds)
+        self._line = 0
+        self._idle: list[str] = []
+        self._needed: dict[int, tuple[bytes, int]] = {}
+        """By a prompt's number: the rank that waits for its answers, and the step."""
+        self._error: PeerError | None = None
+        self._heard_seconds = time.monotonic()
+        self.num_tokens = 0
+        """That generators have given so far."""
+        self._stops = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="generators", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_thrown_away(self) -> int:
+        """Prompts whose answers were not used."""
+        return self._dispatcher.num_thrown_away
+
+    def stop(self) -> None:
+        """End the thread and the generators."""
+        self._stops.set()
+        self._thread.join()
+        self._processes.end()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._stops.is_set():
+            try:
+                # A pause only where nothing has come: a burst is taken at once.
+                pause = _POLL_MILLISECONDS
+                while self._socket.poll(pause):
+                    sender, content = self._socket.recv_multipart()
+                    self._hear(sender, unpack(content))
+                    pause = 0
+                self._go_on()
+            except PeerError as error:
+                self._error = error
+            except Exception as error:
+                # The ranks would wait for ever for a thread that has ended.
+                logger.exception("the broker of the generators has failed")
+                self._error = PeerError("prompts cannot be passed to generators any more", found=repr(error))
+            self._answer_ranks()
+
+    def _hear(self, sender: bytes, message: dict[str, Any]) -> None:
+        now, kind = time.monotonic(), message["kind"]
+        if kind in ("ready", "answers"):
+            self._heard_seconds = now
+            self._idle.append(sender.decode())
+            self._take_answers(sender.decode(), message)
+            return
+        if message["line"] > self._line:
+            self._line, self._needed = message["line"], {}
+            self._dispatcher.forget()
+        if message["line"] < self._line:
+            return
+        if kind == "publish":
+            self._dispatcher.publish(message["version"])
+            self._files.remove_others(self._line, self._dispatcher.versions_in_use())
+        elif kind == "want":
+            for prompt in message["prompts"]:
+                self._dispatcher.add(prompt["number"], prompt["step"], prompt)
+        elif kind == "need":
+            # Whoever had nothing to wait for was not late.
+            self._heard_seconds = max(self._heard_seconds, now) if not self._needed else self._heard_seconds
+            self._needed |= dict.fromkeys(message["numbers"], (sender, message["step"]))
+            # All ranks have left the step before by now.
+            self._dispatcher.drop_before(message["first"])
+
+    def _take_answers(self, generator: str, message: dict[str, Any]) -> None:
+        for answers in message.get("answers", ()):
+            self.num_tokens += sum(map(len, answers["completions"]))
+            if message["line"] == self._line:
+                self._dispatcher.answer(generator, answers["number"], message["version"], answers)
+        # Of a generator that could not read its policy, or that was started anew.
+        self._dispatcher.lose(generator)
+
+    def _go_on(self) -> None:
+        now = time.monotonic()
+        for name in self._processes.restart_dead():
+            logger.warning("%s has ended: its prompts go to others", name)
+            self._dispatcher.lose(name)
+            self._idle = [one for one in self._idle if one != name]
+        if self._needed and now - self._heard_seconds > 2 * self._answer_seconds:
+            what = f"no generator has answered for {now - self._heard_seconds:.0f} s"
+            hint = f"a longer time, as task.answer_seconds={2 * self._answer_seconds:g}"
+            raise PeerError(what, where="task.answer_seconds", found=f"{self._answer_seconds:g}", hint=hint)
+        for generator in list(self._idle):
+            given = self._dispatcher.hand_out(generator, self._most_prompts, now)
+            if not given:
+                break
+            self._idle.remove(generator)
+            version, prompts = self._dispatcher.version, [prompt for _, prompt in given]
+            self._send(generator.encode(), {"line": self._line, "version": version, "prompts": prompts})
+
+    def _answer_ranks(self) -> None:
+        if self._error is not None:
+            error = {"what": self._error.what, "where": self._error.where, "found": self._error.found}
+            for rank in {rank for rank, _ in self._needed.values()}:
+                self._send(rank, {"error": error | {"hint": self._error.hint}})
+            self._needed = {}
+            return
+        for number, (rank, step) in list(self._needed.items()):
+            answers = self._dispatcher.take(number, step)
+            if answers is not None:
+                del self._needed[number]
+                self._send(rank, {"line": self._line, "version": answers.version} | answers.content)
+
+    def _send(self, receiver: bytes, message: dict[str, Any]) -> None:
+        self._socket.send_multipart([receiver, pack(message)])

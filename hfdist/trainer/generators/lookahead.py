@@ -1,0 +1,47 @@
+"""Prompts of the next steps, read ahead of the run's stream, whose cursor stays behind what is trained.
+
+So a checkpoint knows nothing of what was read ahead: a run that goes on from it reads the same prompts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hfdist.data import TokenStream
+from hfdist.strategies.base import Batch
+
+
+class Lookahead:
+    """Of the stream of one data rank, which reads all that it reads once more, in its own process."""
+
+    def __init__(self, stream: TokenStream, *, data_rank: int, data_size: int) -> None:
+        self._stream, self._data_rank, self._data_size = stream, data_rank, data_size
+        self._rows: Iterator[tuple[int, Batch]] = iter(())
+        self._newest = -1
+        """Number in the run's data of the last prompt that was read here."""
+
+    def restart(self) -> None:
+        """Begin anew, behind what the stream has given."""
+        self._rows, self._newest = iter(()), -1
+
+    def read(self, last: int, until: int) -> Iterator[tuple[int, Batch]]:
+        """Give what was not given yet: the number and the row, of shape [1, tokens], of each prompt.
+
+        Args:
+            last: number of the prompt that the stream has given last.
+            until: number up to which prompts are read, this one included.
+        """
+        if self._newest < last:
+            self._rows, self._newest = self._open(), last
+        while self._newest < until:
+            found = next(self._rows, None)
+            if found is None:
+                return
+            self._newest = found[0]
+            yield found
+
+    def _open(self) -> Iterator[tuple[int, Batch]]:
+        ahead = self._stream.ahead()
+        for row in ahead:
+            number = ahead.num_samples - self._data_size + self._data_rank
+            yield number, {name: tensor[None] for name, tensor in row.items()}

@@ -1,0 +1,47 @@
+"""How ranks, the broker and generators speak: JSON over ZeroMQ, through a socket that only this user can open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+_NAME = "broker"
+
+
+def open_broker(folder: Path) -> Any:
+    """Open the socket that all others connect to, in a folder that only this user can enter."""
+    made: Any = zmq.Context.instance().socket(zmq.ROUTER)
+    _keep_all(made)
+    made.bind(f"ipc://{folder / _NAME}")
+    return made
+
+
+def connect(folder: Path, name: str) -> Any:
+    """Connect to the broker, which need not be there yet, under a name that nobody else has."""
+    made: Any = zmq.Context.instance().socket(zmq.DEALER)
+    made.setsockopt(zmq.IDENTITY, name.encode())
+    _keep_all(made)
+    made.connect(f"ipc://{folder / _NAME}")
+    return made
+
+
+def _keep_all(made: Any) -> None:
+    # None is dropped while a peer is slow; and nobody waits for one that is gone.
+    made.setsockopt(zmq.SNDHWM, 0)
+    made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.LINGER, 0)
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """Make bytes of a message."""
+    return json.dumps(message).encode()
+
+
+def unpack(content: bytes) -> dict[str, Any]:
+    """Read a message."""
+    message: dict[str, Any] = json.loads(content)
+    return message

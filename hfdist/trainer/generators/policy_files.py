@@ -1,0 +1,57 @@
+"""The policy's trained weights as files, a folder a version: ranks write them, generators read them in place."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from hfdist.checkpoint import export_model
+from hfdist.collectives import on_rank_zero
+
+
+class PolicyFiles:
+    """The folder of all versions; `line` counts how often the run has gone back to an earlier step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _path(self, line: int, version: int) -> Path:
+        return self.folder / f"{line}-{version}"
+
+    def write(self, line: int, version: int, trainer: Any) -> None:
+        """Write the weights that `trainer` trains, each rank what it holds. A collective; see `export_model`."""
+        folder = self._path(line, version)
+        on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
+        parameters = trainer.model.named_parameters(remove_duplicate=False)
+        trained = {name for name, parameter in parameters if parameter.requires_grad}
+        pieces = (piece for piece in trainer.engine.pieces() if piece.name in trained)
+        export_model(folder, pieces, lambda unfinished: None)
+
+    @torch.no_grad()
+    def read(self, line: int, version: int, model: nn.Module) -> None:
+        """Put the weights of a version into a whole model.
+
+        Raises:
+            FileNotFoundError: a newer version has taken its place.
+        """
+        files = sorted(self._path(line, version).glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(self._path(line, version))
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for path in files:
+            with safe_open(path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # it is no mapping
+                    parameters[name].copy_(tensors.get_tensor(name))
+
+    def remove_others(self, line: int, versions: Iterable[int]) -> None:
+        """Remove all but these."""
+        kept = {self._path(line, version) for version in versions}
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)

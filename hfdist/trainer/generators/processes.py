@@ -1,0 +1,89 @@
+"""The processes of the generators: started by rank 0, started again when they die, and ended with the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hfdist.errors import PeerError
+from hfdist.topology import without_launcher
+
+MOST_RESTARTS = 3
+"""Of each generator. What kills it more often will do so again."""
+
+
+@dataclass
+class _Generator:
+    log: Path
+    num_starts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    codes: list[int] = field(default_factory=list)
+    """Exit codes of earlier starts; below zero: the signal that has killed it."""
+
+
+class Processes:
+    """So many generators.
+
+    Args:
+        count: how many.
+        command: starts one; its number, the name under which it is to connect, and the id of this process follow.
+        logs: the folder for what they print.
+    """
+
+    def __init__(self, count: int, command: Sequence[str], logs: Path) -> None:
+        self._command = command
+        self._all = [_Generator(logs / f"{index}.log") for index in range(count)]
+        logs.mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        own = self._all[index]
+        with own.log.open("ab") as log:
+            own.process = subprocess.Popen(
+                [*self._command, str(index), self._name(index), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=without_launcher(os.environ),
+            )
+
+    def _name(self, index: int) -> str:
+        return f"generator-{index}-{self._all[index].num_starts}"
+
+    def restart_dead(self) -> list[str]:
+        """Start the dead ones again, and give the names under which they were connected.
+
+        Raises:
+            PeerError: none is left, and none may be started again.
+        """
+        dead = []
+        for index, own in enumerate(self._all):
+            code = None if own.process is None else own.process.poll()
+            if code is None:
+                continue
+            dead.append(self._name(index))
+            own.codes.append(code)
+            own.process = None
+            if own.num_starts < MOST_RESTARTS:
+                own.num_starts += 1
+                self._start(index)
+        if all(own.process is None for own in self._all):
+            codes = ", ".join(str(code) for code in self._all[0].codes)
+            raise PeerError(
+                "all generators have ended, each as often as it may be started",
+                where=str(self._all[0].log),
+                found=f"exit codes {codes}",
+                hint="what this file ends with; without generators: task.generators=0 checkpoint.allow_changes=true",
+            )
+        return dead
+
+    def end(self) -> None:
+        """End them: they hold nothing that would be lost."""
+        for own in self._all:
+            if own.process is not None:
+                own.process.kill()
+                own.process.wait()

@@ -1,0 +1,104 @@
+"""Ranks, a broker and generators over real sockets: who is silent or dies, and when a run ends for it."""
+
+import sys
+import time
+
+import pytest
+
+from hfdist.errors import PeerError
+from hfdist.trainer.generators.broker import Broker
+from hfdist.trainer.generators.messages import connect, open_broker, pack, unpack
+from hfdist.trainer.generators.policy_files import PolicyFiles
+from hfdist.trainer.generators.processes import MOST_RESTARTS, Processes
+
+SECONDS = 10
+
+
+class Peer:
+    """A rank or a generator."""
+
+    def __init__(self, folder, name):
+        self.socket = connect(folder, name)
+
+    def send(self, kind, line=0, **message):
+        self.socket.send(pack({"kind": kind, "line": line, **message}))
+
+    def receive(self):
+        assert self.socket.poll(1000 * SECONDS)
+        return unpack(self.socket.recv())
+
+    def answer(self, asked, text):
+        answers = [{"number": one["number"], "completions": [[1, 2]], "text": text} for one in asked["prompts"]]
+        self.send("answers", line=asked["line"], version=asked["version"], answers=answers)
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Begins a broker whose processes run a line of Python."""
+    brokers = []
+
+    def start(line, answer_seconds=30.0):
+        processes = Processes(2, [sys.executable, "-c", line], tmp_path / "logs")
+        limits = {"max_staleness": 0, "answer_seconds": answer_seconds, "most_prompts": 1}
+        files = PolicyFiles(tmp_path / "policy")
+        brokers.append(Broker(open_broker(tmp_path), processes, files, **limits))
+        return brokers[-1]
+
+    yield start
+    for broker in brokers:
+        broker.stop()
+
+
+def ask(folder, *numbers, line=0):
+    rank = Peer(folder, f"rank-0-{line}")
+    rank.send("publish", line, version=0)
+    rank.send("want", line, prompts=[{"number": number, "step": 0} for number in numbers])
+    rank.send("need", line, step=0, numbers=list(numbers), first=0)
+    return rank
+
+
+def test_a_silent_generator_costs_only_its_own_prompt(begin, tmp_path):
+    broker = begin("import time; time.sleep(60)", answer_seconds=0.5)
+    silent, other = Peer(tmp_path, "silent"), Peer(tmp_path, "other")
+    silent.send("ready")
+    rank = ask(tmp_path, 0, 1)
+    late = silent.receive()
+    other.send("ready")
+    for _ in range(2):
+        other.answer(other.receive(), "in time")
+    given = [rank.receive() for _ in range(2)]
+    assert sorted(one["number"] for one in given) == [0, 1]
+    assert {one["text"] for one in given} == {"in time"}
+    silent.answer(late, "late")
+    while not broker.num_thrown_away:
+        time.sleep(0.01)
+    assert not rank.socket.poll(100)
+
+
+def test_a_run_that_goes_back_gets_no_answer_of_weights_that_are_no_more(begin, tmp_path):
+    begin("import time; time.sleep(60)")
+    generator = Peer(tmp_path, "generator")
+    generator.send("ready")
+    before = ask(tmp_path, 0)
+    asked = generator.receive()
+    after = ask(tmp_path, 0, line=1)
+    time.sleep(0.2)  # Nothing tells that the broker has heard it.
+    generator.answer(asked, "before")
+    generator.answer(generator.receive(), "after")
+    assert after.receive()["text"] == "after"
+    assert not before.socket.poll(100)
+
+
+def test_silence_of_all_ends_the_wait(begin, tmp_path):
+    begin("import time; time.sleep(60)", answer_seconds=0.2)
+    error = ask(tmp_path, 0).receive()["error"]
+    assert (error["where"], error["hint"]) == ("task.answer_seconds", "a longer time, as task.answer_seconds=0.4")
+
+
+def test_dead_generators_start_again_and_not_for_ever(begin, tmp_path):
+    begin("import sys; print('why'); sys.exit(3)")
+    error = PeerError(**ask(tmp_path, 0).receive()["error"])
+    assert error.exit_code == 6
+    assert error.found == "exit codes " + ", ".join(["3"] * (MOST_RESTARTS + 1))
+    assert (tmp_path / "logs" / "0.log").read_text() == "why\n" * (MOST_RESTARTS + 1)
+    assert error.where == str(tmp_path / "logs" / "0.log")

@@ -1,0 +1,48 @@
+"""Prompts that are read ahead are those of the next steps, and the run's own cursor does not move."""
+
+from hfdist.config.data import Packing
+from hfdist.data import TokenStream
+from hfdist.trainer.generators.lookahead import Lookahead
+from tests.unit.data.corpora import tokenizer
+from tests.unit.data.streams import memory_config, memory_corpus
+
+PER_STEP, RANK, SIZE = 2, 1, 2
+
+
+def ids(row, mask):
+    return row[: int(mask.sum())].tolist()
+
+
+def read(batches):
+    batch = next(batches)
+    return [ids(*row) for row in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+
+
+def test_what_is_read_ahead_comes_next_and_once(tmp_path):
+    config = memory_config(tmp_path, packing=Packing.none, sequence_length=4096, lanes=4)
+    stream = TokenStream(memory_corpus(config), tokenizer(), config, data_rank=RANK, data_size=SIZE)
+    ahead, batches, known = Lookahead(stream, data_rank=RANK, data_size=SIZE), iter(stream.loader(batch_size=2)), {}
+    for step in range(8):
+        given = read(batches)
+        cursor = stream.state_dict()
+        first = step * PER_STEP * SIZE + RANK
+        numbers = [first, first + SIZE]
+        assert [known.pop(number, tokens) for number, tokens in zip(numbers, given, strict=True)] == given
+        if step == 5:
+            # As after the run has gone back: all is read anew.
+            ahead.restart()
+            known.clear()
+        for number, row in ahead.read(numbers[-1], numbers[-1] + 2 * PER_STEP * SIZE):
+            assert number not in known
+            known[number] = ids(row["input_ids"][0], row["attention_mask"][0])
+        assert sorted(known) == [numbers[-1] + SIZE * (1 + place) for place in range(2 * PER_STEP)]
+        assert stream.state_dict() == cursor
+
+
+def test_it_ends_where_the_data_end(tmp_path):
+    config = memory_config(tmp_path, packing=Packing.none, lanes=1, epochs={"a": 1}, eval_fraction=0)
+    stream = TokenStream(memory_corpus(config, a=["one", "two", "three"]), tokenizer(), config)
+    read(iter(stream.loader(batch_size=1)))
+    ahead = Lookahead(stream, data_rank=0, data_size=1)
+    assert [number for number, _ in ahead.read(0, 9)] == [1, 2]
+    assert list(ahead.read(0, 9)) == []

@@ -1,0 +1,39 @@
+"""The loss of answers that an older policy gave: weighted as if the policy that is trained had drawn them."""
+
+import pytest
+import torch
+
+from hfdist.trainer.objectives.policy import clipped_losses, ratio_of
+
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.3, -0.8])
+
+
+def gradient(logits, old, weights):
+    own = logits.clone().requires_grad_()
+    losses, _ = clipped_losses(ratio_of(own.log_softmax(0), old), ADVANTAGES, 0.2)
+    (weights * losses).sum().backward()
+    return own.grad
+
+
+def test_the_mean_over_what_an_older_policy_draws_is_that_over_what_the_new_one_draws():
+    new, old = torch.tensor([0.1, 0.2, -0.1, 0.0]), torch.tensor([0.0, 0.15, 0.0, 0.05])
+    drawn = old.log_softmax(0)
+    within_the_step = gradient(new, new.log_softmax(0), new.softmax(0))
+    assert torch.allclose(gradient(new, drawn, drawn.exp()), within_the_step, atol=1e-6)
+    # Without the weights of the ratio it would be another one.
+    assert not torch.allclose(gradient(new, new.log_softmax(0), drawn.exp()), within_the_step, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        *((1.1, 1.0, -1.1, -1.1), (1.5, 1.0, -1.2, 0.0), (0.5, 1.0, -0.5, -0.5)),
+        *((0.5, -1.0, 0.8, 0.0), (2.0, -1.0, 2.0, 2.0), (9.0, -1.0, 3.0, 0.0)),
+    ],
+)
+def test_a_ratio_counts_up_to_its_limits(ratio, advantage, loss, slope):
+    new = torch.tensor([0.0], requires_grad=True)
+    losses, _ = clipped_losses(ratio_of(new, -torch.tensor([ratio]).log()), torch.tensor([advantage]), 0.2)
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(loss)
+    assert new.grad.item() == pytest.approx(slope)
