@@ -22,10 +22,12 @@ def tune(*overrides):
         ("kto", RowFormat.unpaired_preference, Packing.best_fit),
         ("reward", RowFormat.preference, Packing.best_fit),
         ("grpo", RowFormat.prompt_completion, Packing.none),
+        ("rloo", RowFormat.prompt_completion, Packing.none),
+        ("causal_lm", RowFormat.auto, Packing.best_fit),
     ],
 )
 def test_a_task_says_what_it_reads(task, row_format, packing):
-    rewards = ["task.rewards={arithmetic: 1.0}"] if task == "grpo" else []
+    rewards = ["task.rewards={arithmetic: 1.0}"] if task in ("grpo", "rloo") else []
     data = tune(f"task={task}", *rewards).data
     assert (data.format, data.packing) == (row_format, packing)
 
