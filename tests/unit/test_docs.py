@@ -88,7 +88,7 @@ TEXTS = [
 # A line goes on behind a backslash, and in the comments of conf/ on a line that stands further in.
 COMMAND = re.compile(
     r"(?:accelerate launch [^\n]*--config_file (?P<launch>conf/launch/\w+\.yaml) recipes/(?P<recipe>\w+)\.py"
-    r"|(?<![\w/])(?<!\$ )hfdist (?P<command>pretrain|finetune|prove|pretokenize))"
+    r"|(?<![\w/])(?<!\$ )hfdist (?P<command>pretrain|finetune|tune|prove|pretokenize))"
     r"(?P<arguments>(?: (?:[^\n`]*\\\n)*[^\n`]*(?:\n#   [^\n]*)*)?)"
 )
 GPUS = 8
@@ -124,7 +124,7 @@ def test_a_command_fits_its_processes(launch, recipe, words, monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     words = ["data=chats.jsonl" if word == "data=..." else word for word in words]
     words = [word for word in words if not word.startswith("checkpoint.resume=")]  # of a run that comes before
-    config = compose_config(words, name="finetune" if recipe == "finetune" else "pretrain")
+    config = compose_config(words, name=recipe if recipe in ("finetune", "tune") else "pretrain")
     if launch is not None:
         num_processes = yaml.safe_load((ROOT / launch).read_text())["num_processes"]
     else:

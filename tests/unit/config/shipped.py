@@ -14,6 +14,8 @@ GROUPS = (
 
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+ARITHMETIC = ("arithmetic_grpo", "arithmetic_sft")
+"""The experiments of docs/reinforcement.md: the second makes the model of the first, and both are small."""
 
 # Values that only the user knows.
 NEEDED = {
