@@ -1,6 +1,6 @@
 """Tune a model on preferences (DPO, KTO), or train a reward model, in any layout.
 
-accelerate launch --config_file conf/launch/cpu_2.yaml recipes/tune.py task=dpo model.name=ID data=...
+accelerate launch --config_file conf/launch/cpu_2.yaml recipes/tune.py task=dpo model.name=ID strategy=ddp data=...
 """
 
 from hfdist.config.cli.command import recipe

@@ -77,7 +77,8 @@ def page() -> str:
         markdown(["experiment", "on", "layout", "a rank needs", "between", "of", "bound by"], needs),
         "\n## Time and cost\n",
         markdown(["experiment", "a step", "tokens a second", "MFU", "steps", "the run", "GPU-hours", "cost"], times),
-        "\nRuns without a number of steps make passes over the data that you give.\n",
+        "\nRuns without a number of steps make passes over the data that you give. Of `arithmetic_grpo` the\n"
+        "plan counts prompts, and not the answers ([why](reinforcement.md#prompts-and-batches)).\n",
         "## Beside published figures\n",
         markdown(["experiment", "planned", "published"], _beside_published(made)),
         "\nThe others have layouts and kernels of their own.\n",

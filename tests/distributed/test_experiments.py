@@ -12,7 +12,7 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.testing import run_ranks
 from recipes import finetune, pretrain
 from tests.distributed.runs import eval_losses, losses
-from tests.unit.config.shipped import EXPERIMENTS, primary_of
+from tests.unit.config.shipped import ARITHMETIC, EXPERIMENTS, primary_of
 from tests.unit.data.chat_styles import chat_tokenizer
 
 pytestmark = pytest.mark.distributed
@@ -83,7 +83,8 @@ def shrunk(experiment: str, folder: Path):
     return compose_config(overrides), whole
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+# The experiments of test_reinforcement.py are small as they are.
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name not in ARITHMETIC])
 def test_two_steps(experiment, tmp_path, cache_dir, monkeypatch):
     # The whole compiler takes most of a minute; test_layouts.py has a run with it.
     compiler = torch.nn.Module.compile

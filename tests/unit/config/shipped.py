@@ -15,6 +15,8 @@ GROUPS = (
 # A task says what rows must be: test_task.py composes each.
 OPTIONS = [(group, path.stem) for group in GROUPS if group != "task" for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+ARITHMETIC = ("arithmetic_grpo", "arithmetic_sft")
+"""The experiments of docs/reinforcement.md: the second makes the model of the first, and both are small."""
 
 # Values that only the user knows.
 NEEDED = {

@@ -11,7 +11,16 @@ from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys
 from hfdist.errors import ConfigError
-from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS, needed_overrides, primary_of
+from tests.unit.config.shipped import (
+    ARITHMETIC,
+    CONF,
+    EXPERIMENTS,
+    GROUPS,
+    NEEDED,
+    OPTIONS,
+    needed_overrides,
+    primary_of,
+)
 
 # The file of each group in which all its keys stand with a comment.
 NAMED = {"model": "small", "adapter": "none", "data": "stdlib", "strategy": "single", "optimizer": "adamw",
@@ -54,11 +63,17 @@ def test_fine_tuning_starts_from_a_pretrained_model_and_tells_rows_by_their_colu
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_options_of_all_groups_compose_within_each_experiment(experiment):
     overrides = [f"+experiment={experiment}", *needed_overrides("experiment", experiment)]
+    kept = {"experiment", "model", "task", "data"}
+    if primary_of(experiment) == "tune":
+        # Islands train next tokens only.
+        kept.add("islands")
+    # Behind the others, which so keep the options that go together.
+    experiments = [*(name for name in EXPERIMENTS if name not in ARITHMETIC), *ARITHMETIC]
     for group in GROUPS:
-        if group not in ("experiment", "model", "data"):
+        if group not in kept:
             # One an experiment, and each with some.
             options = [option for other, option in OPTIONS if other == group]
-            option = options[EXPERIMENTS.index(experiment) % len(options)]
+            option = options[experiments.index(experiment) % len(options)]
             overrides += [f"{group}={option}", *needed_overrides(group, option)]
     # Layers with adapters are not cut, and weights of 4 bits not sharded.
     overrides += ["strategy.tensor=1", "adapter.quantization=null"]
