@@ -35,7 +35,7 @@ class TaskName(Enum):
 
     @property
     def is_planned(self) -> bool:
-        """Whether a plan tells its memory and time: its steps are forwards and backwards of a model of next tokens."""
+        """Whether a plan tells all of a run's memory and time: it knows no rollouts, and models of next tokens only."""
         return self in (TaskName.causal_lm, TaskName.dpo, TaskName.kto)
 
     @property

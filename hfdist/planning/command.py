@@ -49,9 +49,9 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)
-    if not config.task.name.is_planned:
+    if config.task.name is TaskName.reward:
         what, found = "a plan knows steps of next tokens, and this task has others", config.task.name.value
-        allowed, hint = "causal_lm, dpo, kto", "task=dpo for a step of about the same model"
+        allowed, hint = "another task", "task=dpo for a step of about the same model"
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)
     if (launched := read_launcher().world_size) > 1:
         hint = f"hfdist plan {' '.join(arguments)}"
