@@ -16,6 +16,7 @@ from hfdist.config.cli.command import go_offline, quick_imports
 from hfdist.config.hardware import CPU, Hardware, read_hardware
 from hfdist.config.plan import DEFAULTS, GROUP, SECTION, compose_plan
 from hfdist.config.run import AUTO, RunConfig
+from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.planning.request import PlanRequest
 from hfdist.topology import read_launcher
