@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs gpu sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs gpu sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -51,6 +51,9 @@ layouts: $(READY)  ## Change the layout at a checkpoint in all 330 ways, and wri
 
 finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole and by LoRA, and write docs/finetuned.md.
 	$(BIN)/python -m tests.distributed.finetuning docs/finetuned.md
+
+reinforcement: $(READY)  ## Let GRPO teach a small model to add, by three seeds, and write docs/reinforcement-proof.md.
+	$(BIN)/python -m tests.distributed.reinforcement docs/reinforcement-proof.md
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many

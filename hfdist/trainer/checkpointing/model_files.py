@@ -79,8 +79,12 @@ def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
         config.use_cache = True
         config.save_pretrained(folder)
     if isinstance(model, PreTrainedModel) and model.can_generate():
+        generation = copy.deepcopy(model.generation_config)
+        if generation.use_cache is False:
+            # As above: it was made from the config.
+            generation.use_cache = True
         try:
-            model.generation_config.save_pretrained(folder)
+            generation.save_pretrained(folder)
         except ValueError as error:
             # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
             logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
