@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfdist.errors import CheckpointError, ConfigError, HfdistError, NumericsError, PeerError, ResourceError
+from hfdist.errors import CheckpointError, ConfigError, DataError, HfdistError, NumericsError, PeerError, ResourceError
 
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 1016
@@ -25,7 +25,7 @@ _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRAVELLING_ERRORS = {
-    kind.__name__: kind for kind in (CheckpointError, ConfigError, NumericsError, PeerError, ResourceError)
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError, NumericsError, PeerError, ResourceError)
 }
 
 

@@ -1,4 +1,4 @@
-"""`task.*`: what is trained: the next token, preferences, or a reward."""
+"""`task.*`: what is trained: the next token, preferences, a reward, or a policy by its rewards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TaskName(Enum):
 
     @property
     def has_reference(self) -> bool:
-        """Whether it compares with the model that it begins with."""
+        """Whether its rows are compared with the model that it begins with."""
         return self in (TaskName.dpo, TaskName.kto)
 
     @property
@@ -83,8 +83,15 @@ class PreferenceLoss(Enum):
 
 
 LOSSES = {
-    TaskName.dpo: tuple(PreferenceLoss)[:6],
-    TaskName.kto: tuple(PreferenceLoss)[6:],
+    TaskName.dpo: (
+        PreferenceLoss.sigmoid,
+        PreferenceLoss.robust,
+        PreferenceLoss.hinge,
+        PreferenceLoss.ipo,
+        PreferenceLoss.apo_zero,
+        PreferenceLoss.apo_down,
+    ),
+    TaskName.kto: (PreferenceLoss.kto, PreferenceLoss.apo_zero_unpaired),
     TaskName.reward: (PreferenceLoss.sigmoid,),
 }
 """Those of each task."""

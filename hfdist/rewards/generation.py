@@ -15,4 +15,4 @@ class Generation:
     reference: str
     """What stands there in the data. In an evaluation it is, like `text`, at most `evaluate.max_new_tokens` long."""
     token_ids: tuple[int, ...] = ()
-    """Of the prompt and what the model wrote, with special tokens; empty in an evaluation."""
+    """Of the prompt and what the model wrote, with special tokens; empty for metrics."""

@@ -97,6 +97,19 @@ def test_an_adapter_is_compared_with_how_it_began(tmp_path, model, sums):
     assert sharded == pytest.approx(single, rel=1e-3, abs=1e-6)
 
 
+def test_lanes_that_end_give_no_prompts(tmp_path, model, sums, cache_dir):
+    """In the last step of an epoch some rows hold nothing but filling."""
+    ends = ("train.max_steps=null", "train.epochs=1", "train.global_batch_size=8")
+    runs = [
+        run_task(tmp_path / s, model, sums, "grpo", n, *ends, f"strategy={s}") for s, n in (("single", 1), ("ddp", 2))
+    ]
+    for ours, theirs in zip(*(lines(run) for run in runs), strict=True):
+        assert ours["reward"] == pytest.approx(theirs["reward"])
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert len(lines(runs[0])) > 4
+    assert trl_runs.difference(weights(runs[1]), weights(runs[0])) < 1e-5
+
+
 def test_a_run_goes_on_in_another_layout(single, tmp_path, model, sums):
     """It answers the same prompts with the same noise."""
     saves = ("checkpoint.every=2", "checkpoint.keep=9", *BETA)

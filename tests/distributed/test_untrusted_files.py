@@ -56,7 +56,8 @@ def test_secrets_of_the_environment_are_in_no_file(run):
 def test_checkpoints_and_models_hold_nothing_that_can_run(run):
     checkpoints = files_below(run / "run" / "checkpoints")
     assert len(checkpoints) > 10
-    assert json.loads((run / "run" / "model" / "config.json").read_text())["use_cache"], "as users want it"
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((run / "run" / "model" / name).read_text())["use_cache"], "as users want it"
     for path in [*checkpoints, *files_below(run / "run" / "model")]:
         content = path.read_bytes()
         is_pickle = content[:1] == pickle.PROTO and content[1] <= pickle.HIGHEST_PROTOCOL

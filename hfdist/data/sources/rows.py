@@ -97,6 +97,10 @@ def _from_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
 def _from_preference(row: Mapping[str, Any]) -> dict[str, Any]:
     """A chosen and a rejected answer, with their prompt or with what both begin with as their prompt."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    first = next(iter(chosen), None) if isinstance(chosen, list) else None
+    if isinstance(prompt, str) and isinstance(first, dict) and first.get("role") in ("system", "user"):
+        # Conversations that hold the prompt themselves.
+        prompt = None
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
         if prompt is None:
             # The space belongs to the answers: tokenizers put it in front of a word.

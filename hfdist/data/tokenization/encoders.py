@@ -290,6 +290,8 @@ class _Chat(NamedTuple):
     """Texts of special tokens that stand in messages."""
     is_answered: bool
     """Whether it ends with what the assistant says, and that is learned."""
+    asks: bool = False
+    """Whether it ends where the assistant is to answer: a prompt alone, whose answer is the end."""
 
 
 class _ChatEncoder:
@@ -325,7 +327,7 @@ class _ChatEncoder:
         is_target = _overlaps(offsets, chat.targets)
         if chat.quoted:
             tokens, is_target = self._quote(chat, tokens, offsets, is_target)
-        if chat.is_answered and not self._is_closed(tokens, is_target):
+        if chat.asks or (chat.is_answered and not self._is_closed(tokens, is_target)):
             tokens, is_target = np.append(tokens, np.int32(self._end)), np.append(is_target, True)
         return np.where(is_target, tokens, ~tokens)
 
@@ -341,6 +343,9 @@ class _ChatEncoder:
         wrapped = [self._wrap(messages), self._wrap(tools)]
         has_quoted = wrapped != [messages, tools]
         messages, tools = wrapped
+        if learned_from >= len(messages):
+            text, _, quoted_here = _unwrap(self._template.render(messages, tools, asks=True), [])
+            return _Chat(text, [], quoted_here, is_answered=False, asks=True)
         said = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [k for k in said if k >= learned_from and messages[k].get("weight", 1) != 0]
         if self._config.train_on is TrainOn.last:

@@ -129,6 +129,9 @@ class ChunkedLoss:
                     logits = torch.mm(hidden, weight.T, out=out)
                 else:
                     logits = torch.addmm(bias, hidden, weight.T, out=out)
+                if of_rows is None and not sums and shared_vocabulary.vocabulary_shard_of(module) is None:
+                    losses[part] = _losses(logits, rows, rows.targets[part])
+                    continue
                 losses[part], gradient = self._of_logits(logits, rows, rows.targets[part])
                 if weights is not None:
                     gradient.mul_(weights[part, None])

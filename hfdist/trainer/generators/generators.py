@@ -91,9 +91,9 @@ class Generators(TrainerCallback):
     def _start(self, limits: Limits) -> str:
         sockets = Path(tempfile.mkdtemp(prefix="hfdist-generators-"))
         atexit.register(shutil.rmtree, sockets, ignore_errors=True)
-        # What an earlier start has left.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        # What an earlier start has left, but for what its generators have printed.
+        shutil.rmtree(self._files.folder, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         settings = Settings(
             config=self._config,
             vocabulary=self._trainer.model.config.get_text_config().vocab_size,
@@ -111,6 +111,10 @@ class Generators(TrainerCallback):
         if self._broker is not None:
             self._broker.stop()
             self._broker = None
+        elif self._topology.is_main:
+            # A training that is over at its start.
+            self._processes.end()
+        if self._topology.is_main:
             shutil.rmtree(self._files.folder, ignore_errors=True)
 
     # ---- a step ----

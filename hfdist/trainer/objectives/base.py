@@ -172,7 +172,7 @@ def reduce_tokens(
 ) -> torch.Tensor:
     """Run the model, and give what `reduce` makes of the losses of all tokens but the first of each row.
 
-    No whole logits are made where the Trainer's head defers them (models/loss), in evaluations neither.
+    No whole logits are made where the Trainer's head defers them (models/loss), in evaluations neither, but of FSDP2.
     """
     head = trainer.options.loss_head
     with nullcontext() if head is None else head.deferring(model, evaluates=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hfdist.config.schema import plain
 from hfdist.config.task import REWARD_MODEL, TaskName
 from hfdist.data.documents.held_out import take_examples
 from hfdist.errors import ConfigError
-from hfdist.models.probing import class_keeps_documents_apart
+from hfdist.models.probing import class_keeps_documents_apart, scores_sequences
 from hfdist.rewards import Reward, load_rewards
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.objectives.base import Objective
@@ -55,6 +56,11 @@ def make_objective(
     return None
 
 
+def check_rewards(names: Mapping[str, float]) -> None:
+    """Raise a ConfigError on a reward that no installed package offers."""
+    load_rewards(names, where="task.rewards", made={REWARD_MODEL: lambda generations: [0.0] * len(generations)})
+
+
 def _rewards(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, strategy: Strategy, arguments: TrainingArguments
 ) -> list[Reward]:
@@ -78,11 +84,11 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
         what = "answers are packed, and this model sees through from one to the next"
         hint = "a model that masks by positions, with model.attention=auto"
         raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
-    if model.config.pad_token_id is None:
-        # A model that scores sequences asks for it, though none is padded.
-        model.config.pad_token_id = tokenizer.eos_token_id
+    if scores_sequences(model) and model.config.pad_token_id == tokenizer.eos_token_id:
+        # transformers would read the score in front of the end, and it is trained at the end.
+        model.config.pad_token_id = None
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # no tensor, as mypy would have it
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)

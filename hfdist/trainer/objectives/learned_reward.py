@@ -49,7 +49,7 @@ def check_reward_model(path: str) -> None:
     with reading_from_hub(_KEY, path):
         num_labels = AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels
         if weights.name == _INDEX:
-            names = set(json.loads(weights.read_text())["weight_map"])
+            names = set(json.loads(weights.read_text()).get("weight_map", {}))
         else:
             with safe_open(weights, framework="pt") as file:
                 names = set(file.keys())

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hfdist.atomic_write import write_atomically
-from hfdist.collectives import gather_json, on_all_ranks
+from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
 from hfdist.errors import CheckpointError
 from hfdist.strategies.base import Batch, Forward
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 REFERENCE = "reference"
 """In a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]. And the
 folder of a run in which they are kept."""
+_KNOWN = "known.json"
 _LOG_EVERY_SECONDS = 30.0
 
 
@@ -49,8 +50,8 @@ class ReferenceTable:
         self._folder, self._model = folder / REFERENCE, json.dumps(model, sort_keys=True)
         self._known: dict[int, float | None] = {}
         """None: another rank has found it."""
-        self._num_steps: dict[str, int] = {}
-        """By the identity of a stream: for how many of its steps all documents are known."""
+        self._num_sequences: dict[str, int] = {}
+        """By the identity of a stream: of how many of its sequences all documents are known."""
 
     def fill(self, trainer: Any, parts: Callable[[Batch], list[Batch]]) -> None:
         """Compute what is not known yet of all steps, and of the held-out set. A collective.
@@ -58,8 +59,9 @@ class ReferenceTable:
         The weights are those of the reference. `parts` gives all batches whose documents are needed for one batch.
         """
         stream, num_steps = trainer.token_stream.at_beginning(), trainer.args.max_steps
+        num_sequences = num_steps * trainer.strategy.batch.global_batch_size
         self._read()
-        if self._num_steps.get(stream.identity, 0) >= num_steps:
+        if self._num_sequences.get(stream.identity, 0) >= num_sequences:
             return
         was_training, began, logged = trainer.model.training, time.monotonic(), time.monotonic()
         batches = iter(stream.loader(batch_size=trainer.args.per_device_train_batch_size))
@@ -72,8 +74,10 @@ class ReferenceTable:
                     logged = time.monotonic()
                     logger.info("reference: %d batches of %d, and of the held-out set", number + 1, num_batches)
         trainer.model.train(was_training)
-        steps = self._num_steps | {stream.identity: num_steps}
-        on_all_ranks(lambda: self._write(trainer.strategy.topology.rank, steps))
+        on_all_ranks(lambda: self._write(trainer.strategy.topology.rank))
+        # Only now are all numbers there.
+        known = {"model": self._model, "num_sequences": self._num_sequences | {stream.identity: num_sequences}}
+        on_rank_zero(lambda: write_atomically(self._folder / _KNOWN, json.dumps(known).encode()))
         self._read()
         seconds = time.monotonic() - began
         logger.info("reference: log-probabilities of %s documents, in %.1f s", f"{len(self._known):,}", seconds)
@@ -103,24 +107,25 @@ class ReferenceTable:
         for row, start, key in keys:
             self._known[key] = None if found is None else float(found[row, start])
 
-    def _write(self, rank: int, num_steps: dict[str, int]) -> None:
+    def _write(self, rank: int) -> None:
         self._folder.mkdir(exist_ok=True)
         known = {key: value for key, value in self._known.items() if value is not None}
         columns: dict[str, Any] = {
             "keys": np.array(list(known), dtype=np.uint64),
             "values": np.array(list(known.values()), dtype=np.float64),
-            "about": np.array(json.dumps({"model": self._model, "num_steps": num_steps})),
+            "model": np.array(self._model),
         }
         write_atomically(self._folder / f"rank-{rank:05d}.npz", lambda file: np.savez(file, **columns))
 
     def _read(self) -> None:
         """Read what all ranks have written; nothing counts that is of another model."""
-        self._known, self._num_steps = {}, {}
+        self._known, self._num_sequences = {}, {}
+        path = self._folder / _KNOWN
+        if path.is_file() and (known := json.loads(path.read_text()))["model"] == self._model:
+            self._num_sequences = known["num_sequences"]
         for path in sorted(self._folder.glob("rank-*.npz")):
             with np.load(path, allow_pickle=False) as file:
-                about = json.loads(str(file["about"]))
-                if about["model"] == self._model:
-                    self._num_steps |= about["num_steps"]
+                if str(file["model"]) == self._model:
                     self._known |= dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
 from hfdist.data.documents.held_out import Example
@@ -105,13 +105,20 @@ class Rollouts:
             old = [values for number in numbers for values in given[number]["log_probabilities"]]
         else:
             with forwarding() as forward:
-                answers = self._sample(prompts, forward)
-        generations = self._describe([example for example in examples for _ in range(count)], answers)
+                # All ranks sample equally many rows.
+                sampled = self._sample([prompt or [self._fill_id] for prompt in prompts], forward)
+                answers = [answer if prompt else [] for prompt, answer in zip(prompts, sampled, strict=True)]
+        repeated = [example for example in examples for _ in range(count)]
+        # A lane that has ended gives nothing to answer.
+        live = [place for place, example in enumerate(repeated) if example.prompt]
+        generations = self._describe([repeated[place] for place in live], [answers[place] for place in live])
         scores = self._score(generations)
-        rewards = torch.tensor(scores["reward"], dtype=torch.float32).view(-1, count)
-        figures = self._figures(scores, answers)
+        rewards = torch.zeros(len(repeated))
+        rewards[live] = torch.tensor(scores["reward"], dtype=torch.float32)
+        rewards = rewards.view(-1, count)
+        figures = self._figures(scores, [answers[place] for place in live])
         if self._topology.is_first_of_replica:
-            figures["reward_std"] = rewards.std(1).repeat_interleave(count).tolist()
+            figures["reward_std"] = rewards.std(1).repeat_interleave(count)[live].tolist()
         self.lines.write_some(generations, scores, self._trainer.state)
         built, first = [], 0
         for of_prompts in batches:
@@ -133,7 +140,7 @@ class Rollouts:
             self._limits,
             Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p),
             topology=self._topology,
-            rows_at_once=max(len(prompts), 1),
+            rows_at_once=self._trainer.strategy.batch.micro_batch_size * self._task.num_generations,
             uses_cache=self._uses_cache,
         )
 
@@ -151,9 +158,13 @@ class Rollouts:
             rows_at_once=self._trainer.args.per_device_eval_batch_size,
             uses_cache=self._uses_cache,
         )
-        generations = self._describe(self._examples, answers)
-        own = self._score_here(generations) if self._topology.rank == 0 else None
-        scores: dict[str, list[float]] = gather_json(own)[0]
+        # Without what has ended them; a reward model reads that, too.
+        whole = [
+            [*answer, self._tokenizer.eos_token_id] if len(answer) < self._limits.max_new_tokens else answer
+            for answer in answers
+        ]
+        generations = self._describe(self._examples, whole)
+        scores: dict[str, list[float]] = on_rank_zero(lambda: self._score_here(generations))
         return scores | {"completion_tokens": [float(len(answer)) for answer in answers]}
 
     @property
@@ -198,9 +209,11 @@ class Rollouts:
 
     def _score(self, generations: Sequence[Generation]) -> dict[str, list[float]]:
         """Score on one rank of each model replica, and give all its ranks the same."""
-        own = self._score_here(generations) if self._topology.is_first_of_replica else None
-        found = gather_json([self._topology.data_rank, own])
-        return next(scores for rank, scores in found if scores is not None and rank == self._topology.data_rank)
+        topology = self._topology
+        found = on_all_ranks(
+            lambda: [topology.data_rank, self._score_here(generations) if topology.is_first_of_replica else None]
+        )
+        return next(scores for rank, scores in found if scores is not None and rank == topology.data_rank)
 
     def _figures(self, scores: dict[str, list[float]], answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
         if not self._topology.is_first_of_replica:
@@ -229,20 +242,25 @@ class RolloutLines(StepLines):
 
 
 def _examples(batch: Batch, room: int | None) -> list[Example]:
-    """Split each row, of one document, at its first target; of a longer prompt the last `room` tokens stay."""
+    """Split each row, of one document, at its first run of targets; of a longer prompt the last `room` tokens stay.
+
+    Nothing is the prompt of a row without targets.
+    """
     found = []
     masks = batch["attention_mask"].tolist()
     for ids, labels, mask in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), masks, strict=True):
         stop = sum(mask)
-        first = next((place for place in range(stop) if labels[place] != IGNORED), stop)
-        found.append(Example(prompt=ids[:first] if room is None else ids[:first][-room:], reference=ids[first:stop]))
+        first = next((place for place in range(stop) if labels[place] != IGNORED), 0)
+        end = next((place for place in range(first, stop) if labels[place] == IGNORED), stop)
+        prompt = ids[:first] if room is None else ids[:first][-room:]
+        found.append(Example(prompt=prompt, reference=ids[first:end] if first else []))
     return found
 
 
 def _rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
     """Put prompts and answers below each other."""
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    width = max(lengths)
+    width = max(2, *lengths)
     batch = {
         "input_ids": torch.full((len(lengths), width), fill_id),
         "labels": torch.full((len(lengths), width), IGNORED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -77,8 +78,9 @@ from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.islands import ServerOptimizer
 from hfdist.trainer.objectives.base import Objective
-from hfdist.trainer.objectives.choose import fit_model, make_objective
+from hfdist.trainer.objectives.choose import check_rewards, fit_model, make_objective
 from hfdist.trainer.objectives.learned_reward import check_reward_model
+from hfdist.trainer.objectives.reference import REFERENCE
 from hfdist.trainer.objectives.rollout import ROLLOUTS
 from hfdist.trainer.optimizer_changes import OptimizerChanges
 from hfdist.trainer.reporting.alerts import Alerts
@@ -143,6 +145,7 @@ class Run:
         check_optimizer(config)
         check_adapter(config.adapter, config.model)
         check_named(config, self.topology)
+        check_rewards(config.task.rewards)
         set_up_logging(self.topology)
         self._train = config.train
         if config.islands.method is IslandMethod.parameter_server:
@@ -339,6 +342,9 @@ class Run:
             replicas = trainer.options.replicas
             start = find_start(config, replicas)
             trainer.add_callback(RecordWriter(self._recorder, start))
+            if not start.goes_on:
+                # Of another run in this folder.
+                on_rank_zero(lambda: shutil.rmtree(Path(config.run.dir) / REFERENCE, ignore_errors=True))
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, goes_on=start.goes_on))
             trainer.args.eval_on_start = config.evaluate.at_start and start.checkpoint is None

@@ -92,6 +92,8 @@ def test_what_both_answers_begin_with_is_their_prompt(tokenizer, row):
         {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
         {"chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
         {"prompt": "red cat", "chosen": [ASSISTANT], "rejected": [OTHER]},
+        # As of many sets on the Hub.
+        {"prompt": "red cat", "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
     ],
 )
 def test_conversations(tokenizer, row):
@@ -101,6 +103,16 @@ def test_conversations(tokenizer, row):
     documents = Documents.of(batch)
     assert documents.num_chosen_targets[0] == 3
     assert documents.num_rejected_targets[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [("red cat", ["red", "cat", "<end>"]), ([USER], ["<user>", "red", "cat", "<assistant>", "<end>"])],
+)
+def test_a_prompt_alone_asks_and_its_answer_is_the_end(tokenizer, prompt, said):
+    tokens = encode(tokenizer, {"prompt": prompt}, RowFormat.prompt)
+    assert words(tokenizer, marks.ids_of(tokens)) == said
+    assert marks.are_targets(tokens).tolist() == [False] * (len(said) - 1) + [True]
 
 
 def test_an_answer_that_was_not_liked_is_rejected(tokenizer):
