@@ -53,10 +53,17 @@ def test_the_commands_run_in_order(page, tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr(launch, "START_METHOD", "fork")
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "number {n} {"word " * 40}"}}\n' for n in range(200)))
     lines = [line for line in shown_commands(page) if line.startswith("hfdist ")]
+    for name, program in shown_programs(page).items():
+        # Those that write what the commands read.
+        if f"python {name}" in shown_commands(page):
+            (tmp_path / name).write_text(program)
+            subprocess.run([sys.executable, name], cwd=tmp_path, check=True)
     for words in [shlex.split(line, comments=True)[1:] for line in lines]:
         words = [word.replace("/texts/*.parquet", str(tmp_path / "texts.jsonl")) for word in words]
         is_run = words[0] in ("pretrain", "finetune", "prove", "pretokenize")
         small = SMALL if is_run and not any(word.startswith("--") for word in words) else ()
+        # Whole prompts and answers must fit into its sequences.
+        small = ("train.max_steps=3", "report=quiet") if words[0] == "tune" else small
         done = run_forked(*words, *small, cwd=tmp_path, script=command.__file__)
         assert done.returncode == 0, (words, done.stderr)
 

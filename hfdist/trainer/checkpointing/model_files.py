@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import CheckpointError
 from hfdist.models.adapter import NAME
+from hfdist.models.probing import scores_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,9 @@ def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
         config.architectures = [type(model).__name__]
         config.dtype = next(model.parameters()).dtype
         config.use_cache = True
+        if scores_sequences(model) and tokenizer is not None and config.pad_token_id == tokenizer.eos_token_id:
+            # transformers would read the score in front of the end, and it is trained at the end.
+            config.pad_token_id = None
         config.save_pretrained(folder)
     if isinstance(model, PreTrainedModel) and model.can_generate():
         generation = copy.deepcopy(model.generation_config)

@@ -14,7 +14,7 @@ from hfdist.config.schema import plain
 from hfdist.config.task import REWARD_MODEL, TaskName
 from hfdist.data.documents.held_out import take_examples
 from hfdist.errors import ConfigError
-from hfdist.models.probing import class_keeps_documents_apart, scores_sequences
+from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.rewards import Reward, load_rewards
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.objectives.base import Objective
@@ -84,9 +84,9 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
         what = "answers are packed, and this model sees through from one to the next"
         hint = "a model that masks by positions, with model.attention=auto"
         raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
-    if scores_sequences(model) and model.config.pad_token_id == tokenizer.eos_token_id:
-        # transformers would read the score in front of the end, and it is trained at the end.
-        model.config.pad_token_id = None
+    if model.config.pad_token_id is None:
+        # A model that scores sequences asks for it, though none is padded.
+        model.config.pad_token_id = tokenizer.eos_token_id
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -52,12 +52,9 @@ def token_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
     handle = None
     if isinstance(scorer, nn.Module):
         handle = scorer.register_forward_hook(lambda module, args, output: found.append(output))
-    pad, base.config.pad_token_id = base.config.pad_token_id, 0
     try:
-        # Without a pad token it takes one row only.
         model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     finally:
-        base.config.pad_token_id = pad
         if handle is not None:
             handle.remove()
     if not found:
