@@ -97,6 +97,9 @@ LOSSES = {
 """Those of each task."""
 
 
+SCORE = "score"
+"""The layer of a model for sequence classification, as transformers calls it."""
+
 REWARD_MODEL = "reward_model"
 """The name among rewards of a model's score."""
 

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from hfdist.config.model import Dtype, Init, ModelConfig
+from hfdist.config.task import SCORE
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
@@ -25,9 +26,6 @@ from hfdist.models.quantize import quantize_frozen
 from hfdist.models.trainable import TrainableParameters
 
 _WHOLE = Partitioning()
-
-SCORE = "score"
-"""The layer of a model for sequence classification, as transformers calls it."""
 
 
 def build_model(

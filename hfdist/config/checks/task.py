@@ -7,7 +7,7 @@ from functools import reduce
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
-from hfdist.config.task import LOSSES, REWARD_MODEL, PreferenceLoss, TaskName
+from hfdist.config.task import LOSSES, REWARD_MODEL, SCORE, PreferenceLoss, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
@@ -82,8 +82,10 @@ def _check_preference(config: RunConfig) -> None:
             raise _misfit(config, key, "[]", "a reward model writes no text")
     if config.report.sample_prompt is not None:
         raise _misfit(config, "report.sample_prompt", "null", "a reward model writes no text")
-    if adapter.is_used and "score" not in adapter.modules_to_save:
-        raise _misfit(config, "adapter.modules_to_save", "[score]", "the layer that scores is new: it must be trained")
+    if adapter.is_used and SCORE not in adapter.modules_to_save:
+        raise _misfit(
+            config, "adapter.modules_to_save", f"[{SCORE}]", "the layer that scores is new: it must be trained"
+        )
     if adapter.is_used and adapter.merge:
         raise _misfit(config, "adapter.merge", "false", "a reward model is not merged in this version")
 

@@ -64,7 +64,7 @@ def make_evaluators(
             limits=find_limits(model, tokenizer, evaluate.max_new_tokens),
             topology=topology,
             rows_at_once=arguments.per_device_eval_batch_size,
-            uses_cache=topology.pipeline == topology.context == 1 and can_generate(model),
+            uses_cache=can_generate(model, topology),
         )
     if evaluate.prompts:
         samples = PromptSamples(Path(config.run.dir), tokenizer, generate, evaluate, config.data.chat)

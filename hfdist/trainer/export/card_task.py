@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hfdist.config.task import PreferenceLoss, TaskConfig, TaskName
+from hfdist.trainer.evaluation.loop import perplexity
 
-_LONGEST_EXPONENT = 700.0
 _METHODS = {
     TaskName.dpo: "by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
     TaskName.kto: "by Kahneman-Tversky optimization (KTO, arXiv 2402.01306) on answers that were liked or not",
@@ -57,7 +56,7 @@ def describe_progress(lines: Sequence[Mapping[str, Any]], task: TaskName) -> str
         return "None was logged."
     if task is TaskName.causal_lm:
         titles = ["nats per token", "perplexity"]
-        cells = [[f"{f['loss']:.4f}", f"{math.exp(min(f['loss'], _LONGEST_EXPONENT)):.1f}"] for _, f in found]
+        cells = [[f"{f['loss']:.4f}", f"{perplexity(f['loss']):.1f}"] for _, f in found]
     else:
         columns = [column for column in _FIGURES if any(key in f for _, f in found for key in column[1])]
         titles = [name for name, _, _ in columns]

@@ -57,7 +57,7 @@ def continue_rows(
         score: chooses the next token.
         extras: what `score` needs of each row, tensors of shape [rows, ...].
         topology: the place of this rank.
-        uses_cache: whether `generate` continues them; see `can_generate`. Not in a pipeline or with context ranks.
+        uses_cache: whether `generate` continues them; see `can_generate`.
 
     Returns:
         The new tokens of each row, the one that ended it included, on all ranks of the model replica.
@@ -96,9 +96,13 @@ def exchange(values: list[torch.Tensor], num_rows: int, num_tokens: int, topolog
     return tokens.cpu()
 
 
-def can_generate(model: PreTrainedModel) -> bool:
-    """Whether `generate` continues rows of different lengths: recurrent models may read what pads them."""
-    return bool(model.can_generate() and model._supports_sdpa and not model._is_stateful)
+def can_generate(model: PreTrainedModel, topology: Topology) -> bool:
+    """Whether `generate` continues rows of different lengths: a rank has all blocks, which read whole sequences.
+
+    Recurrent models may read what pads rows.
+    """
+    has_all = topology.pipeline == topology.context == 1
+    return bool(has_all and model.can_generate() and model._supports_sdpa and not model._is_stateful)
 
 
 def _generate_rows(

@@ -116,7 +116,7 @@ class Generator:
             score=noted.noting(score),
             extras=extras,
             topology=Topology(),
-            uses_cache=can_generate(self._model),
+            uses_cache=can_generate(self._model, Topology()),
         )
         log_probabilities = noted.of(completions)
         answers, first = [], 0

@@ -19,9 +19,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from hfdist.config.task import SCORE
 from hfdist.data.tokenization.encoders import Encoder
 from hfdist.errors import ConfigError
-from hfdist.models.build import SCORE
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.rewards import Generation

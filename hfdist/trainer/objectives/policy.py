@@ -34,7 +34,7 @@ from hfdist.trainer.objectives.base import Objective, reduce_tokens
 from hfdist.trainer.objectives.reference_weights import ReferenceWeights
 from hfdist.trainer.objectives.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
 
-REFERENCE = "reference_log_probabilities"
+REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
 """In a batch of GRPO: of each token of an answer by the reference; 0 elsewhere; shape [rows, tokens]."""
 DIVERGENCE = "divergence"
 """In a batch of RLOO: of each token of an answer log(p / r); 0 elsewhere; shape [rows, tokens]."""
@@ -95,11 +95,13 @@ class PolicyGradient(Objective):
     def _compare(self, batches: Sequence[Batch], forward: Forward, reference: ReferenceWeights) -> list[Batch]:
         """Add to batches of answers what the loss, or the reward, needs of the reference. A collective."""
         with reference.in_place():
-            compared = [batch | {REFERENCE: self._log_probabilities(batch, forward)} for batch in batches]
+            compared = [
+                batch | {REFERENCE_LOG_PROBABILITIES: self._log_probabilities(batch, forward)} for batch in batches
+            ]
         if self._is_of_tokens:
             return compared
         return [
-            batch | {DIVERGENCE: self._log_probabilities(batch, forward) - other[REFERENCE]}
+            batch | {DIVERGENCE: self._log_probabilities(batch, forward) - other[REFERENCE_LOG_PROBABILITIES]}
             for batch, other in zip(batches, compared, strict=True)
         ]
 
@@ -154,18 +156,16 @@ class PolicyGradient(Objective):
             if OLD_LOG_PROBABILITIES in batch:
                 old = batch[OLD_LOG_PROBABILITIES][:, 1:]
             is_target = batch["labels"][:, 1:] != IGNORED
+            self._note(is_target, {"entropy": -log_probabilities})
             if not self._is_of_tokens:
-                self._note(is_target, {"entropy": -log_probabilities})
                 log_probabilities = log_probabilities.sum(1, keepdim=True)
                 old = old.sum(1, keepdim=True)
                 is_target = is_target.any(1, keepdim=True)
-            else:
-                self._note(is_target, {"entropy": -log_probabilities})
             ratio = ratio_of(log_probabilities, old)
             losses, is_clipped = clipped_losses(ratio, advantages, clip)
             self._note(is_target, {"clipped_ratios": is_clipped.float()})
-            if REFERENCE in batch:
-                difference = batch[REFERENCE][:, 1:] - log_probabilities
+            if REFERENCE_LOG_PROBABILITIES in batch:
+                difference = batch[REFERENCE_LOG_PROBABILITIES][:, 1:] - log_probabilities
                 divergence = difference.exp() - difference - 1
                 self._note(is_target, {"kl": divergence})
                 # Its gradient counts: without it that of the divergence would be biased.

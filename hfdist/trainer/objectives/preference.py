@@ -73,7 +73,7 @@ def _apo_down(pairs: Pairs, task: TaskConfig) -> torch.Tensor:
     return torch.sigmoid(task.beta * pairs.chosen) + 1 - torch.sigmoid(margin)
 
 
-LOSSES: Mapping[PreferenceLoss, _Loss] = MappingProxyType(
+_LOSSES: Mapping[PreferenceLoss, _Loss] = MappingProxyType(
     {
         PreferenceLoss.sigmoid: _sigmoid,
         PreferenceLoss.robust: _robust,
@@ -93,7 +93,7 @@ class DirectPreference(Objective):
     def __init__(self, task: TaskConfig, table: ReferenceTable) -> None:
         super().__init__()
         self._task, self._table = task, table
-        self._loss = LOSSES[task.loss]
+        self._loss = _LOSSES[task.loss]
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the pairs."""

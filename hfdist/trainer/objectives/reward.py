@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
+from hfdist.config.task import SCORE
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Batch
 from hfdist.trainer.objectives.base import Documents, Objective
@@ -47,7 +48,7 @@ def token_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
     base: Any = model
     while not isinstance(base, PreTrainedModel):
         base = base.module
-    scorer = getattr(base, "score", None)
+    scorer = getattr(base, SCORE, None)
     found: list[torch.Tensor] = []
     handle = None
     if isinstance(scorer, nn.Module):

@@ -76,7 +76,7 @@ class Rollouts:
         self._trainer, self._topology = trainer, trainer.strategy.topology
         where, own = "task.max_new_tokens", self._task.max_new_tokens
         self._limits: Limits = find_limits(trainer.model, self._tokenizer, own, where=where)
-        self._uses_cache = self._topology.pipeline == self._topology.context == 1 and can_generate(trainer.model)
+        self._uses_cache = can_generate(trainer.model, self._topology)
         if self.generators is not None:
             self.generators.begin(trainer, self._limits)
 
