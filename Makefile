@@ -80,7 +80,7 @@ jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCl
 	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
 	$(BIN)/python -m tests.job_peers $(CURDIR)/build/jobs/bin/python
 
-gpu: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it with a CPU, and write docs/gpu.md (15 minutes).
+gpu: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it with a CPU, and write docs/gpu.md (20 minutes).
 	$(BIN)/python -m benchmarks.gpu --write
 	$(BIN)/python -m tests.gpu docs/gpu.md
 

@@ -32,6 +32,7 @@ LINES = {
     "replicas": "benchmarks.replicas",
     "loss head": "benchmarks.head",
     "one GPU": "benchmarks.gpu",
+    "rollouts": "benchmarks.rollouts",
     "start": "benchmarks.start",
     "growth": "benchmarks.growth",
     "fine-tuning": "benchmarks.finetune",

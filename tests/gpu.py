@@ -1,6 +1,6 @@
 """What one GPU shows: layouts beside a CPU and one another, and plans beside what runs of a 1B model measure.
 
-python -m tests.gpu docs/gpu.md [equal | sizes] [minutes]
+python -m tests.gpu docs/gpu.md [equal | tasks | sizes] [minutes]
 
 Each layout has one rank: its own code runs on the GPU, with NCCL where it has a process group. That several ranks train
 as one does is tested over gloo.
@@ -51,6 +51,11 @@ class Case(NamedTuple):
     on_cpu: bool = False
     goes_on_from: str | None = None
     """Begins at the middle checkpoint of this run."""
+    recipe: str = "pretrain"
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
 def _one_rank(strategy: str, *overrides: str) -> tuple[str, ...]:
@@ -89,7 +94,61 @@ REFERENCES = {
     CPU_BF16: Case(CPU_BF16, ("train.precision=bf16",), on_cpu=True),
     "a CPU, fp8": Case("a CPU, fp8", ("train.precision=fp8",), on_cpu=True),
 }
-PACKAGES = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy", "fp8": "torchao"}
+PACKAGES = {
+    "liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy", "fp8": "torchao", "qlora": "bitsandbytes",
+}  # fmt: skip
+
+OF_TUNING = (
+    "checkpoint=default", "data.sequence_length=64", "data.lanes=4", "train.epochs=null", "train.global_batch_size=4",
+    "train.micro_batch_size=2", "data.eval_fraction=0.1",
+)  # fmt: skip
+ROWS = {
+    "pairs": {"prompt": "{n} is ", "chosen": "a number", "rejected": "a word"},
+    "marked": {"prompt": "{n} is ", "completion": "a number", "label": True},
+    "prompts": {"prompt": "{n} + 1 = "},
+}
+SCORER = "reward, a CPU"
+REWARDED = (
+    "data.format=prompt", "task.rewards={reward_model: 1.0}", f"task.reward_model=runs/{_slug(SCORER)}/model",
+    "task.num_generations=2", "task.max_new_tokens=8", "task.beta=0.1",
+)  # fmt: skip
+
+
+def _tuned(task: str, rows: str, beside: str, *overrides: str, on_cpu: bool = False) -> Case:
+    overrides = (f"task={task}", f"data={rows}.jsonl", *OF_TUNING, *overrides)
+    return Case(beside, overrides, on_cpu=on_cpu, recipe="tune")
+
+
+def _rewarded(*overrides: str, on_cpu: bool = False) -> Case:
+    # Advantages sum to 0, and so does almost the loss: a difference beside it is large.
+    bounds = BOUNDS[Precision.fp32]._replace(loss=1e-3)
+    return _tuned("grpo", "prompts", "grpo, a CPU", *REWARDED, *overrides, on_cpu=on_cpu)._replace(bounds=bounds)
+
+
+def _adapted(beside: str, on_cpu: bool = False) -> Case:
+    of_texts = ("data=prompts.jsonl", "data.format=text", "data.sources.files.text=prompt")
+    overrides = ("adapter=qlora", "adapter.merge=false", *of_texts, *OF_TUNING)
+    return Case(beside, overrides, on_cpu=on_cpu, recipe="finetune")
+
+
+OF_CPU = {
+    SCORER: _tuned("reward", "pairs", SCORER, on_cpu=True),
+    "dpo, a CPU": _tuned("dpo", "pairs", "dpo, a CPU", on_cpu=True),
+    "kto, a CPU": _tuned("kto", "marked", "kto, a CPU", on_cpu=True),
+    "qlora, a CPU": _adapted("qlora, a CPU", on_cpu=True),
+}
+TASKS = {
+    "dpo": _tuned("dpo", "pairs", "dpo, a CPU"),
+    "dpo, zero3": _tuned("dpo", "pairs", "dpo, a CPU", *_one_rank("zero3")),
+    "kto, zero2": _tuned("kto", "marked", "kto, a CPU", *_one_rank("zero2")),
+    "reward, fsdp2": _tuned("reward", "pairs", SCORER, *_one_rank("fsdp2")),
+    "qlora": _adapted("qlora, a CPU"),
+    "grpo, a CPU": _rewarded(on_cpu=True),
+    "grpo": _rewarded(),
+    "grpo, fsdp2": _rewarded(*_one_rank("fsdp2")),
+    "grpo, zero3": _rewarded(*_one_rank("zero3")),
+    "grpo, a generator": _rewarded("task.generators=1", "task.max_staleness=0"),
+}
 
 LARGE = (
     "model=small", "model.config.hidden_size=2048", "model.config.intermediate_size=8192",
@@ -101,6 +160,7 @@ LARGE = (
 )  # fmt: skip
 SIZES = {
     "single": (),
+    "single, flex_attention": ("model.attention=flex_attention",),
     "single, a save": ("checkpoint=default", "checkpoint.every=8", "checkpoint.keep=1", "train.max_steps=12"),
     "single, activation checkpointing": (CHECKPOINTED,),
     "fsdp2": _one_rank("fsdp2"),
@@ -119,7 +179,7 @@ def main(page: Path, which: str = "", minutes: str = "10") -> bool:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ.setdefault("HFDIST_CACHE", str(folder / "cache"))
-        for part, write in (("equal", write_equal), ("sizes", write_sizes)):
+        for part, write in (("equal", write_equal), ("tasks", write_tasks), ("sizes", write_sizes)):
             if which in ("", part):
                 text, missed = write(folder, end)
                 write_section(page, part, text)
@@ -134,8 +194,22 @@ def write_equal(folder: Path, end: float) -> tuple[str, list[str]]:
     first = {name: case for name, case in EQUAL.items() if case.goes_on_from is None}
     said |= run_all(folder, first, end)
     said |= run_all(folder, {name: case for name, case in EQUAL.items() if name not in first}, end)
+    return _compare_all(folder, EQUAL, said)
+
+
+def write_tasks(folder: Path, end: float) -> tuple[str, list[str]]:
+    """All of TASKS beside what they must equal; give also those that do not."""
+    for name, row in ROWS.items():
+        rows = ({key: v.format(n=n) if isinstance(v, str) else v for key, v in row.items()} for n in range(200))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = run_all(folder, OF_CPU, end)
+    said |= run_all(folder, TASKS, end)
+    return _compare_all(folder, {name: case for name, case in TASKS.items() if name != case.beside}, said)
+
+
+def _compare_all(folder: Path, cases: dict[str, Case], said: dict[str, str | None]) -> tuple[str, list[str]]:
     lines, failed = [], []
-    for name, case in EQUAL.items():
+    for name, case in cases.items():
         why = said[name] or said[case.beside]
         rows: tuple[Row, ...] = () if why else compare_runs(_run(folder, name), _run(folder, case.beside), case.bounds)
         found = {row.what: row for row in rows}
@@ -144,7 +218,7 @@ def write_equal(folder: Path, end: float) -> tuple[str, list[str]]:
         failed += [] if rows and all(row.passed for row in rows) else [name]
     text = (
         f"{describe_run('tests.gpu', 'torch', 'transformers', 'deepspeed')}, {torch.cuda.get_device_name()}. "
-        f"{len(EQUAL) - len(failed)} of {len(EQUAL)} are within the bounds of `hfdist prove`.\n\n"
+        f"{len(cases) - len(failed)} of {len(cases)} are within the bounds of `hfdist prove`.\n\n"
         + markdown(["run", "beside", *COLUMNS, "what was said"], lines)
     )
     return text, failed
@@ -172,7 +246,7 @@ def _run_case(folder: Path, name: str, case: Case, end: float) -> str | None:
     if case.goes_on_from is not None:
         with suppress(FileNotFoundError):
             _copy_first_half(_run(folder, case.goes_on_from), _run(folder, name))
-    return run(folder, name, (*SMALL, *case.overrides), end, **(NO_GPU if case.on_cpu else {}))
+    return run(folder, name, (*SMALL, *case.overrides), end, case.recipe, **(NO_GPU if case.on_cpu else {}))
 
 
 def _copy_first_half(source: Path, target: Path) -> None:
@@ -187,16 +261,14 @@ def _run(folder: Path, name: str) -> Path:
     return folder / "runs" / _slug(name)
 
 
-def _slug(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
-
-
-def run(folder: Path, name: str, overrides: tuple[str, ...], end: float, **environment: str) -> str | None:
-    """Run `hfdist pretrain` to its end; None: it went well, else what it said last."""
+def run(
+    folder: Path, name: str, overrides: tuple[str, ...], end: float, recipe: str = "pretrain", **environment: str
+) -> str | None:
+    """Run a recipe to its end; None: it went well, else what it said last."""
     seconds = min(SECONDS_OF_ONE, end - time.monotonic())
     if seconds < 1:
         return "no time was left"
-    command = [sys.executable, "-m", "hfdist", "pretrain", *overrides, f"run.name={_slug(name)}"]
+    command = [sys.executable, "-m", "hfdist", recipe, *overrides, f"run.name={_slug(name)}"]
     log = folder / f"{_slug(name)}.log"
     paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     with log.open("w") as out:

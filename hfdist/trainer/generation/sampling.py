@@ -99,9 +99,9 @@ def make_score(seeds: Sequence[int], sampling: Sampling) -> tuple[Score, Batch]:
 
 
 def perturb(logits: torch.Tensor, batch: Batch, num_before: int, *, warpers: LogitsProcessorList) -> torch.Tensor:
-    """Add each row's noise to its warped logits, which are log-probabilities but for a constant; float64."""
+    """Add each row's noise to its warped logits, which are log-probabilities but for a constant; float32."""
     ids: Any = batch["input_ids"]
-    return warpers(ids, logits) + gumbel_noise(batch[_KEYS], num_before, logits.shape[-1])
+    return gumbel_noise(batch[_KEYS], num_before, logits.shape[-1]).add_(warpers(ids, logits))
 
 
 class TokenLogProbabilities:
