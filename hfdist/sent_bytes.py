@@ -65,7 +65,8 @@ class Channel(NamedTuple):
 class SentBytes:
     """While it is entered: what this rank sends, by channel. One at a time in a process.
 
-    A collective costs 0.1 ms more meanwhile, and nothing otherwise.
+    No other thread may send while it is entered or left: torch frees a kernel that another thread is about to run. A
+    collective costs 0.1 ms more meanwhile, and nothing otherwise.
     """
 
     def __init__(self) -> None:

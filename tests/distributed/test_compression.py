@@ -54,7 +54,8 @@ def train():
         trainer.args.logging_steps, trainer.state.logging_steps = 1, 1
         recorder = RunRecorder(folder, {}, NUM_RANKS) if dist.get_rank() == 0 else None
         warm_up_steps = trainer.strategy.config.num_uncompressed_steps
-        trainer.add_callback(Traffic(trainer.strategy.topology, recorder, warm_up_steps=warm_up_steps))
+        wait = trainer.checkpointer.wait
+        trainer.add_callback(Traffic(trainer.strategy.topology, recorder, wait=wait, warm_up_steps=warm_up_steps))
         trainer.train()
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         sums = gather_json([float(p.detach().double().sum()) for p in trainer.model.parameters()])

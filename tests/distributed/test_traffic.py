@@ -2,12 +2,14 @@
 
 import json
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from benchmarks.mesh.theory import Layout, Model, sent_bytes
 from benchmarks.small_llama import make_trainer
@@ -64,6 +66,26 @@ EXPECTED = {
 }
 
 
+class Save(TrainerCallback):
+    """A thread that sends, as a save's does, and begins right before the step that is counted."""
+
+    def __init__(self):
+        self._group = dist.new_group(backend="gloo")
+        self._thread = threading.Thread(target=self._send)
+
+    def _send(self):
+        tensor = torch.ones(WEIGHT_BYTES // 4)
+        for _ in range(20):
+            dist.all_reduce(tensor, group=self._group)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == NUM_STEPS - 1:
+            self._thread.start()
+
+    def wait(self):
+        self._thread.join()
+
+
 def train(names):
     found = {}
     for name in names:
@@ -75,7 +97,9 @@ def train(names):
             max_steps=NUM_STEPS, callbacks=[], options=RunOptions(loss_head=LossHead(Loss.chunked)),
         )  # fmt: skip
         recorder = RunRecorder(folder, {}, dist.get_world_size()) if rank() == 0 else None
-        trainer.add_callback(Traffic(trainer.strategy.topology, recorder))
+        save = Save()
+        trainer.add_callback(save)
+        trainer.add_callback(Traffic(trainer.strategy.topology, recorder, wait=save.wait))
         trainer.train()
         if rank() == 0:
             found[name] = json.loads((folder / "run.json").read_text())["traffic"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -22,10 +23,19 @@ class Traffic(TrainerCallback):
     Args:
         topology: of this rank.
         recorder: on rank 0.
+        wait: waits until no other thread sends, as a save does.
         warm_up_steps: of each start, which send more than the others; the fourth behind them is counted.
     """
 
-    def __init__(self, topology: Topology, recorder: RunRecorder | None, *, warm_up_steps: int = 0) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        recorder: RunRecorder | None,
+        *,
+        wait: Callable[[], None],
+        warm_up_steps: int = 0,
+    ) -> None:
+        self._wait = wait
         self._counted_step = _COUNTED_STEP + warm_up_steps
         self._topology, self._recorder = topology, recorder
         self._step: int | None = None
@@ -39,9 +49,10 @@ class Traffic(TrainerCallback):
         control_group()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Begin to count, if it is this one."""
+        """Begin to count, if it is this one; a save that goes on ends first."""
         self._stop()
         if state.global_step == self._step:
+            self._wait()
             self._counting = SentBytes().__enter__()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -383,8 +383,9 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
         trainer.add_callback(alerts)
     else:
         trainer.add_callback(RankTimes(run_dir, trainer.throughput))
-    warm_up_steps = config.strategy.num_uncompressed_steps
-    trainer.add_callback(Traffic(trainer.strategy.topology, recorder, warm_up_steps=warm_up_steps))
+    topology, warm_up_steps = trainer.strategy.topology, config.strategy.num_uncompressed_steps
+    wait = trainer.checkpointer.wait
+    trainer.add_callback(Traffic(topology, recorder, wait=wait, warm_up_steps=warm_up_steps))
     # The progress bar and metrics.jsonl say the same, and are easier to read.
     trainer.remove_callback(PrinterCallback)
 
