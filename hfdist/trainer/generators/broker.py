@@ -44,6 +44,8 @@ class Broker:
         self._dispatcher = Dispatcher(max_staleness=max_staleness, answer_seconds=answer_seconds)
         self._line = 0
         self._idle: list[str] = []
+        self._ended: set[str] = set()
+        """Names of generators that are no more: what they have sent may come late. A new start has a new name."""
         self._needed: dict[int, tuple[bytes, int]] = {}
         """By a prompt's number: the rank that waits for its answers, and the step."""
         self._error: PeerError | None = None
@@ -88,8 +90,10 @@ class Broker:
         now, kind = time.monotonic(), message["kind"]
         if kind in ("ready", "answers"):
             self._heard_seconds = now
-            self._idle.append(sender.decode())
-            self._take_answers(sender.decode(), message)
+            generator = sender.decode()
+            if generator not in self._ended:
+                self._idle.append(generator)
+            self._take_answers(generator, message)
             return
         if message["line"] > self._line:
             self._line, self._needed = message["line"], {}
@@ -121,6 +125,7 @@ class Broker:
         now = time.monotonic()
         for name in self._processes.restart_dead():
             logger.warning("%s has ended: its prompts go to others", name)
+            self._ended.add(name)
             self._dispatcher.lose(name)
             self._idle = [one for one in self._idle if one != name]
         if self._needed and now - self._heard_seconds > 2 * self._answer_seconds:

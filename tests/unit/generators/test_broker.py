@@ -95,6 +95,22 @@ def test_silence_of_all_ends_the_wait(begin, tmp_path):
     assert (error["where"], error["hint"]) == ("task.answer_seconds", "a longer time, as task.answer_seconds=0.4")
 
 
+def test_a_generator_that_has_ended_gets_no_more_prompts(begin, tmp_path):
+    """What it has sent before may come late."""
+    begin("import sys, time; print(sys.argv[2], flush=True); sys.argv[2] == 'generator-0-0' or time.sleep(60)")
+    dead, other = Peer(tmp_path, "generator-0-0"), Peer(tmp_path, "generator-1-0")
+    deadline = time.monotonic() + SECONDS
+    while "generator-0-1" not in (tmp_path / "logs" / "0.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    dead.send("ready")
+    rank = ask(tmp_path, 0)
+    assert not dead.socket.poll(300)
+    other.send("ready")
+    other.answer(other.receive(), "of one that lives")
+    assert rank.receive()["text"] == "of one that lives"
+
+
 def test_dead_generators_start_again_and_not_for_ever(begin, tmp_path):
     begin("import sys; print('why'); sys.exit(3)")
     error = PeerError(**ask(tmp_path, 0).receive()["error"])
