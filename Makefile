@@ -52,16 +52,17 @@ layouts: $(READY)  ## Change the layout at a checkpoint in all 330 ways, and wri
 finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole and by LoRA, and write docs/finetuned.md.
 	$(BIN)/python -m tests.distributed.finetuning docs/finetuned.md
 
-reinforcement: $(READY)  ## Let GRPO teach a small model to add, by three seeds, and write docs/reinforcement-proof.md.
+reinforcement: $(READY)  ## Let GRPO teach a small model to add, by three seeds, and write docs/reinforcement-proof.md (10 minutes).
 	$(BIN)/python -m tests.distributed.reinforcement docs/reinforcement-proof.md
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many
 	$(BIN)/python -m tests.distributed.kills 20
 
-faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/kills.md (40 minutes).
+faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/kills.md (45 minutes).
 	$(BIN)/python -m pytest -n 2 -m faults
 	$(BIN)/python -m tests.distributed.fault_report docs/kills.md
+	$(BIN)/python -m tests.distributed.generator_kills docs/generators.md
 
 MINUTES ?= 30
 soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold on to, and write docs/soak.md.

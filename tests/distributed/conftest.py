@@ -12,3 +12,20 @@ def imported():
 
 @pytest.fixture(scope="module", autouse=True)
 def reads_little(short_library): ...
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """A model that answers `sums`, some of them rightly."""
+    # Here: TRL takes seconds.
+    from tests.distributed import policy_runs
+
+    return policy_runs.write_model(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory):
+    """Rows for it."""
+    from tests.distributed import policy_runs
+
+    return policy_runs.write_sums(tmp_path_factory.mktemp("rows") / "sums.jsonl")

@@ -13,10 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hfdist.models.build import initialize_by_name
+from hfdist.records import read_lines
 from hfdist.rewards import Generation, load_rewards
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import Limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.generators.generators import LEDGER
 from tests.distributed.preference_runs import EPSILON, GLOBAL_BATCH, RATE, STEPS
 
 MARKS = ["<pad>", "<end>", "<unknown>"]
@@ -56,6 +58,16 @@ def write_sums(path: Path) -> Path:
             row = {"prompt": f"{first} + {second} = ", "completion": str((first + second) % 10)}
             file.write(json.dumps(row) + "\n")
     return path
+
+
+def trained_prompts(run_dir: Path) -> list[tuple[int, int]]:
+    """Step and number of each prompt that generators have answered and a step has trained, in order."""
+    return [(line["step"], line["number"]) for line in read_lines(run_dir / LEDGER)]
+
+
+def each_once(num_steps: int) -> list[tuple[int, int]]:
+    """What `trained_prompts` gives where nothing was lost or repeated."""
+    return [(number // GLOBAL_BATCH + 1, number) for number in range(num_steps * GLOBAL_BATCH)]
 
 
 class _OurAnswers:

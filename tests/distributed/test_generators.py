@@ -9,49 +9,30 @@ from hfdist.records import METRICS, read_lines
 from hfdist.records.lines import earlier
 from recipes.tune import main
 from tests.distributed import policy_runs, trl_runs
+from tests.distributed.policy_runs import each_once, trained_prompts
 from tests.distributed.preference_runs import GLOBAL_BATCH, STEPS, make_config, tune
 from tests.distributed.processes import Life, assert_gone
 from tests.distributed.runs import losses, weights
 
 pytestmark = pytest.mark.distributed
 
-LEDGER = "rollouts-ledger.jsonl"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return policy_runs.write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory):
-    return policy_runs.write_sums(tmp_path_factory.mktemp("rows") / "sums.jsonl")
-
-
-def used(run):
-    return [(line["step"], line["number"]) for line in read_lines(run / LEDGER)]
-
-
-def each_once(steps):
-    return [(number // GLOBAL_BATCH + 1, number) for number in range(steps * GLOBAL_BATCH)]
-
 
 @pytest.mark.parametrize(("task", "strategy"), [("grpo", "pipeline"), ("rloo", "fsdp2")])
-def test_without_staleness_it_is_the_training_within_the_step(tmp_path, model, sums, cache_dir, task, strategy):
+def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, sums, cache_dir, task, strategy):
     own = (f"task={task}", *policy_runs.COMMON, "task.temperature=1.3", "task.top_k=9")
-    plain = tune(tmp_path / "plain", model, sums, 1, *own)
+    plain = tune(tmp_path / "plain", policy, sums, 1, *own)
     asynchronous = ("task.generators=1", "task.max_staleness=0", f"strategy={strategy}")
-    run = tune(tmp_path / "run", model, sums, 2, *own, *asynchronous)
+    run = tune(tmp_path / "run", policy, sums, 2, *own, *asynchronous)
     lines, reference = ([line for line in read_lines(folder / METRICS) if "loss" in line] for folder in (run, plain))
     assert [line["reward"] for line in lines] == [line["reward"] for line in reference]
     assert max(line["reward_std"] for line in lines) > 0
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5, abs=1e-5)
     assert trl_runs.difference(weights(run), weights(plain)) < 1e-5
     assert {line["staleness_max"] for line in lines} == {0}
-    assert used(run) == each_once(STEPS)
+    assert trained_prompts(run) == each_once(STEPS)
 
 
-def test_each_prompt_is_trained_once_whoever_is_killed(tmp_path, model, sums, cache_dir):
+def test_each_prompt_is_trained_once_whoever_is_killed(tmp_path, policy, sums, cache_dir):
     steps, folder = 16, tmp_path / "run"
     own = (
         "task.generators=2",
@@ -60,24 +41,24 @@ def test_each_prompt_is_trained_once_whoever_is_killed(tmp_path, model, sums, ca
         "checkpoint.keep=1",
         "train.eval_every=null",
     )
-    config = make_config(folder, model, sums, "task=grpo", *policy_runs.COMMON, *own)
+    config = make_config(folder, policy, sums, "task=grpo", *policy_runs.COMMON, *own)
     life = Life(config, 1, tmp_path / "log", run=main.__wrapped__)
-    assert life.wait(lambda: len(used(folder)) >= 2 * GLOBAL_BATCH)
+    assert life.wait(lambda: len(trained_prompts(folder)) >= 2 * GLOBAL_BATCH)
     life.loaders()[0].send_signal(signal.SIGKILL)
-    before = len(used(folder))
-    assert life.wait(lambda: len(used(folder)) >= before + 6 * GLOBAL_BATCH), life.log.read_text()
+    before = len(trained_prompts(folder))
+    assert life.wait(lambda: len(trained_prompts(folder)) >= before + 6 * GLOBAL_BATCH), life.log.read_text()
     [rank] = life.ranks()
     rank.kill()
     life.end()
     # Generators see by themselves that their run has ended.
     assert_gone([life.group])
-    assert 0 < len(used(folder)) < steps * GLOBAL_BATCH
+    assert 0 < len(trained_prompts(folder)) < steps * GLOBAL_BATCH
     assert "its prompts go to others" in life.log.read_text()
 
     fewer = ("task.generators=1", "checkpoint.allow_changes=true")
-    tune(folder, model, sums, 1, "task=grpo", *policy_runs.COMMON, *own, *fewer)
-    assert used(folder) == each_once(steps)
-    assert read_lines(earlier(folder / LEDGER))
+    tune(folder, policy, sums, 1, "task=grpo", *policy_runs.COMMON, *own, *fewer)
+    assert trained_prompts(folder) == each_once(steps)
+    assert read_lines(earlier(folder / policy_runs.LEDGER))
     lines = [line for line in read_lines(folder / METRICS) if "loss" in line]
     assert all(math.isfinite(line["loss"]) and line["staleness_max"] <= 1 for line in lines)
     assert max(line["staleness_max"] for line in lines) == 1

@@ -16,24 +16,14 @@ TASKS = ("grpo", "rloo")
 BETA = ("task.beta=0.5",)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return policy_runs.write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory):
-    return policy_runs.write_sums(tmp_path_factory.mktemp("rows") / "sums.jsonl")
-
-
 def run_task(folder, model, sums, task, num_ranks, *overrides):
     return tune(folder, model, sums, num_ranks, f"task={task}", *policy_runs.COMMON, *overrides)
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory, model, sums, cache_dir):
+def single(tmp_path_factory, policy, sums, cache_dir):
     folder = tmp_path_factory.mktemp("single")
-    return {task: run_task(folder / task, model, sums, task, 1, *BETA) for task in TASKS}
+    return {task: run_task(folder / task, policy, sums, task, 1, *BETA) for task in TASKS}
 
 
 def lines(run):
@@ -44,8 +34,8 @@ def lines(run):
     ("task", "strategy", "num_ranks"),
     [("grpo", "ddp", 2), ("grpo", "zero3", 2), ("grpo", "pipeline", 2), ("rloo", "fsdp2", 2), ("rloo", "3d", 8)],
 )
-def test_a_layout_changes_nothing(single, tmp_path, model, sums, task, strategy, num_ranks):
-    run, reference = run_task(tmp_path, model, sums, task, num_ranks, *BETA, f"strategy={strategy}"), single[task]
+def test_a_layout_changes_nothing(single, tmp_path, policy, sums, task, strategy, num_ranks):
+    run, reference = run_task(tmp_path, policy, sums, task, num_ranks, *BETA, f"strategy={strategy}"), single[task]
     for ours, theirs in zip(lines(run), lines(reference), strict=True):
         for name in ("reward", "reward_std", "rewards/arithmetic", "completion_tokens", "cut_off"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
@@ -71,11 +61,11 @@ def test_a_layout_changes_nothing(single, tmp_path, model, sums, task, strategy,
         ("rloo", BETA, {"beta": 0.5}),
     ],
 )
-def test_losses_and_weights_are_those_of_trl(tmp_path, model, sums, cache_dir, task, own, arguments):
-    run = run_task(tmp_path / "ours", model, sums, task, 1, *own)
-    config = make_config(tmp_path / "read", model, sums, f"task={task}", *policy_runs.COMMON)
+def test_losses_and_weights_are_those_of_trl(tmp_path, policy, sums, cache_dir, task, own, arguments):
+    run = run_task(tmp_path / "ours", policy, sums, task, 1, *own)
+    config = make_config(tmp_path / "read", policy, sums, f"task={task}", *policy_runs.COMMON)
     [steps] = run_ranks(read_answers, 1, config, group=False)
-    [plain] = run_ranks(policy_runs.train_plainly, 1, tmp_path / "trl", model, task, steps, arguments, group=False)
+    [plain] = run_ranks(policy_runs.train_plainly, 1, tmp_path / "trl", policy, task, steps, arguments, group=False)
     assert [line["reward"] for line in lines(run)] == pytest.approx([line["reward"] for line in plain])
     assert losses(run) == pytest.approx([line["loss"] for line in plain], rel=1e-5, abs=1e-6)
     assert [line["grad_norm"] for line in lines(run)] == pytest.approx([p["grad_norm"] for p in plain], rel=1e-4)
@@ -85,11 +75,11 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, model, sums, cache_dir, t
     assert len({line["grad_norm"] for line in lines(run)}) == STEPS
 
 
-def test_an_adapter_is_compared_with_how_it_began(tmp_path, model, sums):
+def test_an_adapter_is_compared_with_how_it_began(tmp_path, policy, sums):
     """PiSSA takes what it begins with off the model's weights: without the adapter these are another model."""
     pissa = ("adapter=lora", "adapter.rank=4", "adapter.arguments.init_lora_weights=pissa", "adapter.merge=false")
     runs = [
-        run_task(tmp_path / strategy, model, sums, "rloo", num_ranks, *BETA, *pissa, f"strategy={strategy}")
+        run_task(tmp_path / strategy, policy, sums, "rloo", num_ranks, *BETA, *pissa, f"strategy={strategy}")
         for strategy, num_ranks in (("single", 1), ("zero2", 2))
     ]
     single, sharded = ([line["kl"] for line in lines(run)] for run in runs)
@@ -97,11 +87,11 @@ def test_an_adapter_is_compared_with_how_it_began(tmp_path, model, sums):
     assert sharded == pytest.approx(single, rel=1e-3, abs=1e-6)
 
 
-def test_lanes_that_end_give_no_prompts(tmp_path, model, sums, cache_dir):
+def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir):
     """In the last step of an epoch some rows hold nothing but filling."""
     ends = ("train.max_steps=null", "train.epochs=1", "train.global_batch_size=8")
     runs = [
-        run_task(tmp_path / s, model, sums, "grpo", n, *ends, f"strategy={s}") for s, n in (("single", 1), ("ddp", 2))
+        run_task(tmp_path / s, policy, sums, "grpo", n, *ends, f"strategy={s}") for s, n in (("single", 1), ("ddp", 2))
     ]
     for ours, theirs in zip(*(lines(run) for run in runs), strict=True):
         assert ours["reward"] == pytest.approx(theirs["reward"])
@@ -110,13 +100,13 @@ def test_lanes_that_end_give_no_prompts(tmp_path, model, sums, cache_dir):
     assert trl_runs.difference(weights(runs[1]), weights(runs[0])) < 1e-5
 
 
-def test_a_run_goes_on_in_another_layout(single, tmp_path, model, sums):
+def test_a_run_goes_on_in_another_layout(single, tmp_path, policy, sums):
     """It answers the same prompts with the same noise."""
     saves = ("checkpoint.every=2", "checkpoint.keep=9", *BETA)
-    run = run_task(tmp_path, model, sums, "grpo", 2, *saves, "strategy=pipeline")
+    run = run_task(tmp_path, policy, sums, "grpo", 2, *saves, "strategy=pipeline")
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
     shutil.rmtree(run / "model")
-    run_task(tmp_path, model, sums, "grpo", 2, *saves, "strategy=ddp")
+    run_task(tmp_path, policy, sums, "grpo", 2, *saves, "strategy=ddp")
     assert [line["reward"] for line in lines(run)] == [line["reward"] for line in lines(single["grpo"])]
     # The reference is the model of the first start.
     kl = [line["kl"] for line in lines(single["grpo"])]

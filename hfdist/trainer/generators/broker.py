@@ -42,8 +42,11 @@ class Broker:
         self._socket, self._processes, self._files = socket, processes, files
         self._answer_seconds, self._most_prompts = answer_seconds, most_prompts
         self._dispatcher = Dispatcher(max_staleness=max_staleness, answer_seconds=answer_seconds)
-        self._line = 0
+        self._rollback = 0
+        """The newest; see `PolicyFiles`."""
         self._idle: list[str] = []
+        self._ended: set[str] = set()
+        """Names of generators that are no more: what they have sent may come late. A new start has a new name."""
         self._needed: dict[int, tuple[bytes, int]] = {}
         """By a prompt's number: the rank that waits for its answers, and the step."""
         self._error: PeerError | None = None
@@ -88,17 +91,19 @@ class Broker:
         now, kind = time.monotonic(), message["kind"]
         if kind in ("ready", "answers"):
             self._heard_seconds = now
-            self._idle.append(sender.decode())
-            self._take_answers(sender.decode(), message)
+            generator = sender.decode()
+            if generator not in self._ended:
+                self._idle.append(generator)
+            self._take_answers(generator, message)
             return
-        if message["line"] > self._line:
-            self._line, self._needed = message["line"], {}
+        if message["rollback"] > self._rollback:
+            self._rollback, self._needed = message["rollback"], {}
             self._dispatcher.forget()
-        if message["line"] < self._line:
+        if message["rollback"] < self._rollback:
             return
         if kind == "publish":
             self._dispatcher.publish(message["version"])
-            self._files.remove_others(self._line, self._dispatcher.versions_in_use())
+            self._files.remove_others(self._rollback, self._dispatcher.versions_in_use())
         elif kind == "want":
             for prompt in message["prompts"]:
                 self._dispatcher.add(prompt["number"], prompt["step"], prompt)
@@ -112,7 +117,7 @@ class Broker:
     def _take_answers(self, generator: str, message: dict[str, Any]) -> None:
         for answers in message.get("answers", ()):
             self.num_tokens += sum(map(len, answers["completions"]))
-            if message["line"] == self._line:
+            if message["rollback"] == self._rollback:
                 self._dispatcher.answer(generator, answers["number"], message["version"], answers)
         # Of a generator that could not read its policy, or that was started anew.
         self._dispatcher.lose(generator)
@@ -121,6 +126,7 @@ class Broker:
         now = time.monotonic()
         for name in self._processes.restart_dead():
             logger.warning("%s has ended: its prompts go to others", name)
+            self._ended.add(name)
             self._dispatcher.lose(name)
             self._idle = [one for one in self._idle if one != name]
         if self._needed and now - self._heard_seconds > 2 * self._answer_seconds:
@@ -133,7 +139,7 @@ class Broker:
                 break
             self._idle.remove(generator)
             version, prompts = self._dispatcher.version, [prompt for _, prompt in given]
-            self._send(generator.encode(), {"line": self._line, "version": version, "prompts": prompts})
+            self._send(generator.encode(), {"rollback": self._rollback, "version": version, "prompts": prompts})
 
     def _answer_ranks(self) -> None:
         if self._error is not None:
@@ -146,7 +152,7 @@ class Broker:
             answers = self._dispatcher.take(number, step)
             if answers is not None:
                 del self._needed[number]
-                self._send(rank, {"line": self._line, "version": answers.version} | answers.content)
+                self._send(rank, {"rollback": self._rollback, "version": answers.version} | answers.content)
 
     def _send(self, receiver: bytes, message: dict[str, Any]) -> None:
         self._socket.send_multipart([receiver, pack(message)])

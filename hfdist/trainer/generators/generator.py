@@ -89,11 +89,11 @@ class Generator:
         task = self._config.task
         self._sampling = Sampling(temperature=task.temperature, top_k=task.top_k, top_p=task.top_p)
 
-    def answer(self, line: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def answer(self, rollback: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Answer prompts by a version of the policy.
 
         Args:
-            line: see `PolicyFiles`.
+            rollback: see `PolicyFiles`.
             version: of the policy.
             prompts: each with its number, its tokens, and a seed for each completion.
 
@@ -103,9 +103,9 @@ class Generator:
         Raises:
             FileNotFoundError: the version is not there any more.
         """
-        if self._read != (line, version):
-            self._files.read(line, version, self._model)
-            self._read = line, version
+        if self._read != (rollback, version):
+            self._files.read(rollback, version, self._model)
+            self._read = rollback, version
         rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
         noted = TokenLogProbabilities(self._config.task.temperature)
         score, extras = make_score([seed for prompt in prompts for seed in prompt["seeds"]], self._sampling)
@@ -152,7 +152,7 @@ def serve(settings: Settings, folder: Path, index: int, name: str) -> None:
     broker.send(pack({"kind": "ready"}))
     while True:
         asked = unpack(broker.recv())
-        where = {"line": asked["line"], "version": asked["version"]}
+        where = {"rollback": asked["rollback"], "version": asked["version"]}
         try:
             answers = generator.answer(**where, prompts=asked["prompts"])
         except FileNotFoundError:

@@ -80,7 +80,7 @@ class Generators(TrainerCallback):
         if read_launcher().has_other_machines:
             what = "generators run on one machine, with all ranks, in this version"
             raise ConfigError(what, where="task.generators", found=self._task.generators, hint="task.generators=0")
-        self._line, self._step, self._published = 0, -1, -1
+        self._rollback, self._step, self._published = 0, -1, -1
         self._asked: set[int] = set()
         self._ahead = Lookahead(
             trainer.token_stream, data_rank=self._topology.data_rank, data_size=self._topology.data_size
@@ -132,7 +132,7 @@ class Generators(TrainerCallback):
         step = self._trainer.state.global_step
         if step < self._step:
             # The run has gone back: what was answered since was by weights that are no more.
-            self._line, self._published, self._asked = self._line + 1, -1, set()
+            self._rollback, self._published, self._asked = self._rollback + 1, -1, set()
             self._ahead.restart()
         self._step = step
         self._publish(step)
@@ -154,7 +154,7 @@ class Generators(TrainerCallback):
         if step == self._published or (self._published >= 0 and step % self._task.sync_every != 0):
             return
         with self._trainer.throughput.paused():
-            self._files.write(self._line, step, self._trainer)
+            self._files.write(self._rollback, step, self._trainer)
         self._published = step
         if self._topology.is_main:
             # Not before: the loader's workers are forks of a process that must have no thread yet.
@@ -190,7 +190,7 @@ class Generators(TrainerCallback):
             message = unpack(self._socket.recv())
             if "error" in message:
                 raise PeerError(**message["error"])
-            if message["line"] == self._line and message["number"] in own:
+            if message["rollback"] == self._rollback and message["number"] in own:
                 answers[message["number"]] = message
         used = [[number, one["version"]] for number, one in answers.items()]
         # Of a lane that has ended.
@@ -212,7 +212,7 @@ class Generators(TrainerCallback):
         return {"number": number, "step": step, "tokens": tokens, "seeds": self._seeds_of(number)}
 
     def _send(self, **message: Any) -> None:
-        self._socket.send(pack({"line": self._line, **message}))
+        self._socket.send(pack({"rollback": self._rollback, **message}))
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

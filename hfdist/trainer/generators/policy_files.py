@@ -16,17 +16,17 @@ from hfdist.collectives import on_rank_zero
 
 
 class PolicyFiles:
-    """The folder of all versions; `line` counts how often the run has gone back to an earlier step."""
+    """The folder of all versions; `rollback` counts how often the run has gone back to an earlier step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def _path(self, line: int, version: int) -> Path:
-        return self.folder / f"{line}-{version}"
+    def _path(self, rollback: int, version: int) -> Path:
+        return self.folder / f"{rollback}-{version}"
 
-    def write(self, line: int, version: int, trainer: Any) -> None:
+    def write(self, rollback: int, version: int, trainer: Any) -> None:
         """Write the weights that `trainer` trains, each rank what it holds. A collective; see `export_model`."""
-        folder = self._path(line, version)
+        folder = self._path(rollback, version)
         on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         parameters = trainer.model.named_parameters(remove_duplicate=False)
         trained = {name for name, parameter in parameters if parameter.requires_grad}
@@ -34,24 +34,24 @@ class PolicyFiles:
         export_model(folder, pieces, lambda unfinished: None)
 
     @torch.no_grad()
-    def read(self, line: int, version: int, model: nn.Module) -> None:
+    def read(self, rollback: int, version: int, model: nn.Module) -> None:
         """Put the weights of a version into a whole model.
 
         Raises:
             FileNotFoundError: a newer version has taken its place.
         """
-        files = sorted(self._path(line, version).glob("*.safetensors"))
+        files = sorted(self._path(rollback, version).glob("*.safetensors"))
         if not files:
-            raise FileNotFoundError(self._path(line, version))
+            raise FileNotFoundError(self._path(rollback, version))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for path in files:
             with safe_open(path, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  # it is no mapping
                     parameters[name].copy_(tensors.get_tensor(name))
 
-    def remove_others(self, line: int, versions: Iterable[int]) -> None:
+    def remove_others(self, rollback: int, versions: Iterable[int]) -> None:
         """Remove all but these."""
-        kept = {self._path(line, version) for version in versions}
+        kept = {self._path(rollback, version) for version in versions}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)

@@ -20,8 +20,8 @@ class Peer:
     def __init__(self, folder, name):
         self.socket = connect(folder, name)
 
-    def send(self, kind, line=0, **message):
-        self.socket.send(pack({"kind": kind, "line": line, **message}))
+    def send(self, kind, rollback=0, **message):
+        self.socket.send(pack({"kind": kind, "rollback": rollback, **message}))
 
     def receive(self):
         assert self.socket.poll(1000 * SECONDS)
@@ -29,7 +29,7 @@ class Peer:
 
     def answer(self, asked, text):
         answers = [{"number": one["number"], "completions": [[1, 2]], "text": text} for one in asked["prompts"]]
-        self.send("answers", line=asked["line"], version=asked["version"], answers=answers)
+        self.send("answers", rollback=asked["rollback"], version=asked["version"], answers=answers)
 
 
 @pytest.fixture
@@ -49,11 +49,11 @@ def begin(tmp_path):
         broker.stop()
 
 
-def ask(folder, *numbers, line=0):
-    rank = Peer(folder, f"rank-0-{line}")
-    rank.send("publish", line, version=0)
-    rank.send("want", line, prompts=[{"number": number, "step": 0} for number in numbers])
-    rank.send("need", line, step=0, numbers=list(numbers), first=0)
+def ask(folder, *numbers, rollback=0):
+    rank = Peer(folder, f"rank-0-{rollback}")
+    rank.send("publish", rollback, version=0)
+    rank.send("want", rollback, prompts=[{"number": number, "step": 0} for number in numbers])
+    rank.send("need", rollback, step=0, numbers=list(numbers), first=0)
     return rank
 
 
@@ -81,7 +81,7 @@ def test_a_run_that_goes_back_gets_no_answer_of_weights_that_are_no_more(begin, 
     generator.send("ready")
     before = ask(tmp_path, 0)
     asked = generator.receive()
-    after = ask(tmp_path, 0, line=1)
+    after = ask(tmp_path, 0, rollback=1)
     time.sleep(0.2)  # Nothing tells that the broker has heard it.
     generator.answer(asked, "before")
     generator.answer(generator.receive(), "after")
@@ -93,6 +93,22 @@ def test_silence_of_all_ends_the_wait(begin, tmp_path):
     begin("import time; time.sleep(60)", answer_seconds=0.2)
     error = ask(tmp_path, 0).receive()["error"]
     assert (error["where"], error["hint"]) == ("task.answer_seconds", "a longer time, as task.answer_seconds=0.4")
+
+
+def test_a_generator_that_has_ended_gets_no_more_prompts(begin, tmp_path):
+    """What it has sent before may come late."""
+    begin("import sys, time; print(sys.argv[2], flush=True); sys.argv[2] == 'generator-0-0' or time.sleep(60)")
+    dead, other = Peer(tmp_path, "generator-0-0"), Peer(tmp_path, "generator-1-0")
+    deadline = time.monotonic() + SECONDS
+    while "generator-0-1" not in (tmp_path / "logs" / "0.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    dead.send("ready")
+    rank = ask(tmp_path, 0)
+    assert not dead.socket.poll(300)
+    other.send("ready")
+    other.answer(other.receive(), "of one that lives")
+    assert rank.receive()["text"] == "of one that lives"
 
 
 def test_dead_generators_start_again_and_not_for_ever(begin, tmp_path):
