@@ -89,7 +89,7 @@ def speeds(model_folder: Path) -> dict[str, float]:
             found = sample_completions(
                 prompts,
                 range(len(prompts)),
-                lambda batch, function: [function(model, batch)],
+                lambda batch, function, as_whole: [function(model, batch)],
                 limits,
                 Sampling(),
                 topology=Topology(),
