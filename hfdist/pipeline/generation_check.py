@@ -33,7 +33,7 @@ def find_generation_problem(model: PreTrainedModel) -> str | None:
         model: any, of which the class and the config are read.
     """
     try:
-        with torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
             difference = _compare(model)
     except Exception as error:  # whatever a model raises that cannot be made small, or split, or has no such cache

@@ -175,6 +175,7 @@ def test_every_layout_samples_the_same(tmp_path, reference, sharding, layout):
         ("mistral", 2, Sharding.none, {"schedule": Schedule.zbv}),
         ("mistral", 2, Sharding.none, {"schedule": Schedule.interleaved_1f1b}),
         ("mixtral", 4, Sharding.zero1, {}),
+        ("mixtral", 4, Sharding.none, {"expert": 2}),
         ("llama", 4, Sharding.none, {"tensor": 2}),
     ],
     ids=str,
