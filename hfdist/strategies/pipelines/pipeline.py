@@ -166,7 +166,7 @@ class PipelineEngine(Engine):
             self._pipeline.forward_backward(self._split_batch(batch), function, hooks.router_loss)
 
     def forward(self, batch: Batch, function: Function, hooks: TrainerHooks, *, as_whole: bool = False) -> list[Any]:
-        """Run forwards through the stages. Only the rank of the last stage has values."""
+        """Run forwards through the stages. Only the rank of the last stage has values; with `as_whole` all have."""
         if as_whole and not self._writes_whole:
             return []
         if self._pipeline is None:

@@ -97,9 +97,9 @@ def exchange(values: list[torch.Tensor], num_rows: int, num_tokens: int, topolog
 
 
 def can_generate(model: PreTrainedModel, topology: Topology) -> bool:
-    """Whether `generate` continues rows of different lengths: ranks read whole sequences; a pipeline looks further.
+    """Whether `generate` continues rows of different lengths: ranks read whole sequences.
 
-    Recurrent models may read what pads rows.
+    Recurrent models may read what pads rows. Whether the stages of a pipeline can, it tries at the first generation.
     """
     return bool(topology.context == 1 and model.can_generate() and model._supports_sdpa and not model._is_stateful)
 
