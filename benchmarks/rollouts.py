@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
-from hfdist.strategies.base import Batch
+from hfdist.strategies.base import Batch, Function
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import Limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
@@ -73,7 +73,7 @@ def _contenders(size: Size) -> dict[str, Callable[[], float]]:
     prompts = torch.randint(size.vocabulary, (size.rows, size.prompt_tokens))
 
     @torch.no_grad()
-    def forward(batch: Batch, function: Callable[..., Any]) -> list[Any]:
+    def forward(batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
         return [function(model, {name: tensor.to(device) for name, tensor in batch.items()})]
 
     def sample(uses_cache: bool) -> list[list[int]]:
@@ -150,7 +150,7 @@ def _section(options: argparse.Namespace, size: Size, seconds: dict[str, float])
     return (
         f"## Rollouts\n\n{size.describe()}{device}. Medians of {options.rounds} interleaved rounds. hfdist draws by "
         "noise of its own, which follows from a prompt's number; generate by torch's generator; both from all logits. "
-        "No cache: all tokens again for each token, as pipelines and context ranks do.\n\n"
+        "No cache: all tokens again for each token, as context ranks do.\n\n"
         f"{describe_run('benchmarks.rollouts', 'torch', 'transformers')}\n\n"
         + markdown(["", _unit(), "x the time of hfdist"], rows)
     )

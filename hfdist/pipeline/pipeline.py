@@ -25,6 +25,7 @@ from hfdist.pipeline.split_backward import backward_inputs
 from hfdist.pipeline.stage_io import Header, P2PChannel, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.pipeline.timeline import Action, Recorder
+from hfdist.pipeline.whole_model import make_whole
 
 Tensors = tuple[torch.Tensor, ...]
 Batch = dict[str, torch.Tensor]
@@ -320,9 +321,18 @@ class Pipeline:
         """Run forwards only, for any number of micro batches; values on the rank of the last stage."""
         # One micro batch goes through all of a rank's stages before the next does: on NCCL, where a send may wait for
         # its receive, ranks with several stages would otherwise wait for each other.
-        values = [value for microbatch in microbatches for value in self._run_stages(call, microbatch)[0]]
+        calls = (partial(_call, call, microbatch) for microbatch in microbatches)
+        values = [value for run in calls for value in self._run_stages(run)[0]]
         self._channel.flush()
         return values
+
+    def call_whole(self, batch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> Any:
+        """Call a function on a model that acts as the whole one, on all ranks of the pipeline: see `make_whole`."""
+        stages = list(self.modules.values())
+        whole = make_whole(stages, lambda call: self._run_stages(call)[0], self._channel.tell)
+        value = _call(call, batch, whole)
+        self._channel.flush()
+        return value
 
     def _headers_for(self, microbatch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> dict[int, Header]:
         """Give what this rank's stages receive for a micro batch of this shape, by stage.
@@ -334,7 +344,7 @@ class Pipeline:
         if self._is_new(signature):
             # A header says through what gradients flow.
             with preserve_state(next(iter(self.modules.values())).model), torch.enable_grad():
-                _, self._headers[signature] = self._run_stages(call, microbatch, runs_last_stage=False)
+                _, self._headers[signature] = self._run_stages(partial(_call, call, microbatch), runs_last_stage=False)
             self._channel.flush()
         return self._headers[signature]
 
@@ -348,15 +358,14 @@ class Pipeline:
         return bool(any_new)
 
     def _run_stages(
-        self, call: Callable[[PreTrainedModel, Batch], Any], microbatch: Microbatch, *, runs_last_stage: bool = True
+        self, run: Callable[[PreTrainedModel], Any], *, runs_last_stage: bool = True
     ) -> tuple[list[Any], dict[int, Header]]:
-        """Run the forward of one micro batch. Give its value, on the rank of the last stage, and what stages received.
+        """Run one forward. Give its value, on the rank of the last stage, and what stages received.
 
         All ranks of a pipeline call this. A rank without the value gives an empty list.
         """
         values: list[Any] = []
         headers: dict[int, Header] = {}
-        run = partial(_call, call, microbatch)
         for index, module in self.modules.items():
             incoming = None if module.is_first else self._channel.receive(index)
             if incoming is not None:

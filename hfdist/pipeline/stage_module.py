@@ -127,7 +127,7 @@ def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callab
                 memo[id(shared)] = shared
     for index, block in enumerate(blocks):
         for part, module in enumerate(block):
-            memo[id(module)] = _stand_in(module, partial(call, Place(index, part), module))
+            memo[id(module)] = stand_in(module, partial(call, Place(index, part), module))
     copied = copy.deepcopy(model, memo)
     for number, hook in list(copied._forward_pre_hooks.items()):
         if hook is refuse_call:
@@ -144,18 +144,18 @@ def refuse_call(model: nn.Module, inputs: Any) -> None:
     )
 
 
-def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """Copy a block's class and attributes; its hooks, checkpointing and compilation stay with the block itself."""
+def stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """Copy a module's class and attributes; its hooks, checkpointing and compilation stay with the module itself."""
     # Not `copy.copy`, which an FSDPModule does not allow.
-    stand_in = object.__new__(type(block))
-    vars(stand_in).update(vars(block))
+    copied = object.__new__(type(block))
+    vars(copied).update(vars(block))
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        setattr(stand_in, name, OrderedDict())
-    stand_in._compiled_call_impl = None
-    if hasattr(stand_in, "gradient_checkpointing"):
-        stand_in.gradient_checkpointing = False  # type: ignore[assignment]  # a plain flag of transformers' layers
-    stand_in.forward = forward
-    return stand_in
+        setattr(copied, name, OrderedDict())
+    copied._compiled_call_impl = None
+    if hasattr(copied, "gradient_checkpointing"):
+        copied.gradient_checkpointing = False  # type: ignore[assignment]  # a plain flag of transformers' layers
+    copied.forward = forward
+    return copied
 
 
 def set_parameter(model: nn.Module, name: str, value: nn.Parameter | None) -> None:

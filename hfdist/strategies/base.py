@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,15 @@ if TYPE_CHECKING:
     from hfdist.strategies.parallel_plans import Plans
 
 Batch = dict[str, torch.Tensor]
-Forward = Callable[[Batch, Callable[[nn.Module, Batch], Any]], list[Any]]
-"""(batch, function) -> what function(model, part of the batch) gave; empty on ranks without logits."""
+Function = Callable[[nn.Module, Batch], Any]
+"""(model, part of a batch) -> any value made from the model's outputs."""
+
+
+class Forward(Protocol):
+    """Runs forwards without gradients; see `Engine.forward`."""
+
+    def __call__(self, batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
+        """Give what the function gave for each part of the batch; empty on ranks without logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,13 +244,15 @@ class Engine:
         """Hold for each micro batch of a step but the last, where the engine itself reduces gradients."""
         return nullcontext()
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
+    def forward(self, batch: Batch, function: Function, hooks: TrainerHooks, *, as_whole: bool = False) -> list[Any]:
         """Run forwards without gradients. Call it on all ranks of a model replica, under ZeRO-3 on all ranks.
 
         Args:
             batch: tensors of shape [sequences, ...].
-            function: (model, part of the batch) -> any value made from the model's outputs.
+            function: what is made of the model's outputs.
             hooks: how the Trainer does it.
+            as_whole: whether the function is called once on each rank, with a model that has all blocks, so that it may
+                call `generate`. Where a pipeline has no such model, no rank calls the function.
 
         Returns:
             On the one rank of each model replica that has logits: what `function` gave for each part, in order. A part

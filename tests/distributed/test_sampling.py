@@ -1,20 +1,24 @@
 """Completions of a model that trains are the same in every layout, and sharded weights are gathered once for them."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from hfdist.config.strategy import Sharding
+from hfdist.config.strategy import Schedule, Sharding
 from hfdist.models.build import initialize_by_name
 from hfdist.models.partitioning import Partitioning
 from hfdist.sent_bytes import ALL_GATHER, SentBytes
 from hfdist.testing import run_ranks
 from hfdist.trainer.evaluation.loop import Evaluator
+from hfdist.trainer.generation import continuation
+from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import Limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from tests.distributed.trainers import TINY, history, make_strategy, make_trainer
+from tests.zoo.models import tiny_config
 
 pytestmark = pytest.mark.distributed
 
@@ -22,11 +26,19 @@ PROMPTS = [[5, 6, 7], [9], list(range(20, 31)), [4, 4]]
 NUM_TOKENS = 12
 # Weights so large that what is drawn depends on them.
 LIVELY = TINY | {"initializer_range": 0.3}
-EXPERTS = LIVELY | {"num_local_experts": 4, "num_experts_per_tok": 2}
+LIMITS = Limits(max_new_tokens=NUM_TOKENS, end_ids=frozenset(range(60, 64)), most_tokens=None)
+FIELDS = {
+    "llama": LIVELY,
+    "gpt2": LIVELY | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    # A window that ends within the prompts, and blocks for two stages on each of two ranks.
+    "mistral": LIVELY | {"sliding_window": 6, "num_hidden_layers": 4},
+    "mixtral": LIVELY | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 
 
 def make_model(kind):
-    config = AutoConfig.for_model(kind, **EXPERTS if kind == "mixtral" else LIVELY)
+    # lfm2 has convolutions, whose states a stage does not keep.
+    config = tiny_config(kind, 4) if kind == "lfm2" else AutoConfig.for_model(kind, **FIELDS[kind])
     model = AutoModelForCausalLM.from_config(config)
     initialize_by_name(model, 0, make_strategy(Sharding.zero3) if is_deepspeed_zero3_enabled() else Partitioning())
     return model
@@ -36,7 +48,7 @@ class Samples(TrainerCallback):
     """Samples before the first step, and behind each."""
 
     def __init__(self):
-        self.completions, self.gathered_bytes = [], []
+        self.completions, self.likeliest, self.gathered_bytes = [], [], []
 
     def on_train_begin(self, args, state, control, **named):
         self._sample()
@@ -51,22 +63,38 @@ class Samples(TrainerCallback):
         share = len(PROMPTS) // topology.data_size
         own = slice(topology.data_rank * share, (topology.data_rank + 1) * share)
         evaluator, engine = Evaluator(self.trainer), self.trainer.engine
+        how = {
+            "topology": topology,
+            "rows_at_once": 3,
+            "uses_cache": continuation.can_generate(self.trainer.model, topology),
+        }
         with evaluator.forwards() as forward, SentBytes() as sent, engine.gathered():
             completions = sample_completions(
                 PROMPTS[own],
                 seeds[own],
                 forward,
-                Limits(max_new_tokens=NUM_TOKENS, end_ids=frozenset(range(60, 64)), most_tokens=None),
+                LIMITS,
                 Sampling(temperature=2.0, top_k=30, top_p=0.98),
-                topology=topology,
-                rows_at_once=3,
-                uses_cache=topology.pipeline == topology.context == 1,
+                **how,
             )
+            self.likeliest.append(continue_prompts(PROMPTS, forward, LIMITS, **how))
         self.completions.append(completions)
         gathered = Counter()
         for channel, count in sent.num_bytes.items():
             gathered[channel.kind] += count
         self.gathered_bytes.append(gathered[ALL_GATHER])
+
+
+@dataclass
+class Outcome:
+    """Of one rank: of each time, and of each step."""
+
+    completions: list
+    likeliest: list
+    gathered_bytes: list
+    losses: list
+    data_rank: int
+    has_recomputed: bool
 
 
 def train(folder, kind, sharding, layout, has_room=True):
@@ -76,38 +104,50 @@ def train(folder, kind, sharding, layout, has_room=True):
 
         for module in (hfdist.strategies.deepspeed.zero, hfdist.strategies.fsdp):
             module.have_room = lambda *_: False
-    samples = Samples()
+    samples, recompute, recomputed = Samples(), continuation._recompute_rows, []
+    continuation._recompute_rows = lambda *arguments: recomputed.append(arguments) or recompute(*arguments)
     strategy = make_strategy(sharding, **layout)
     arguments = {"max_steps": 2, "learning_rate": 1e-3}
     trainer = make_trainer(folder, strategy, model=lambda: make_model(kind), arguments=arguments, callbacks=[])
     samples.trainer = trainer
     trainer.add_callback(samples)
     trainer.train()
-    return samples.completions, samples.gathered_bytes, history(trainer), strategy.topology.data_rank
+    return Outcome(
+        samples.completions,
+        samples.likeliest,
+        samples.gathered_bytes,
+        history(trainer),
+        data_rank=strategy.topology.data_rank,
+        has_recomputed=bool(recomputed),
+    )
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     return {
         kind: run_ranks(train, 1, tmp_path_factory.mktemp(kind), kind, Sharding.none, {}, group=False)[0]
-        for kind in ("llama", "mixtral")
+        for kind in (*FIELDS, "lfm2")
     }
 
 
-def check(reference, ranks):
-    wanted, _, losses, _ = reference
-    for completions, _, found, data_rank in ranks:
-        assert found == [pytest.approx(entry, rel=1e-4) for entry in losses]
-        for of_step, whole in zip(completions, wanted, strict=True):
+def check(reference, ranks, *, recomputes=False):
+    for rank in ranks:
+        assert rank.losses == [pytest.approx(entry, rel=1e-4) for entry in reference.losses]
+        assert rank.likeliest == reference.likeliest
+        for of_step, whole in zip(rank.completions, reference.completions, strict=True):
             share = len(of_step)
-            assert of_step == whole[data_rank * share : (data_rank + 1) * share]
+            assert of_step == whole[rank.data_rank * share : (rank.data_rank + 1) * share]
+        assert rank.has_recomputed is recomputes
 
 
 def test_completions_end_at_different_lengths_and_change(reference):
-    completions = reference["llama"][0]
-    assert len(completions) == 3
-    assert len({len(row) for row in completions[0]}) > 2
-    assert all(row[-1] >= 60 or len(row) == NUM_TOKENS for step in completions for row in step)
+    for kind in FIELDS:
+        completions = reference[kind].completions
+        assert len(completions) == 3
+        assert len({len(row) for step in completions for row in step}) > 2
+        assert all(row[-1] >= 60 or len(row) == NUM_TOKENS for step in completions for row in step)
+        assert len({tuple(row) for row in reference[kind].likeliest[0]}) == len(PROMPTS)
+        assert not reference[kind].has_recomputed
 
 
 @pytest.mark.parametrize(
@@ -124,7 +164,28 @@ def test_completions_end_at_different_lengths_and_change(reference):
     ids=str,
 )
 def test_every_layout_samples_the_same(tmp_path, reference, sharding, layout):
-    check(reference["llama"], run_ranks(train, 2, tmp_path, "llama", sharding, layout))
+    ranks = run_ranks(train, 2, tmp_path, "llama", sharding, layout)
+    check(reference["llama"], ranks, recomputes="context" in layout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "sharding", "layout"),
+    [
+        ("gpt2", 2, Sharding.none, {"schedule": Schedule.gpipe}),
+        ("mistral", 2, Sharding.none, {"schedule": Schedule.zbv}),
+        ("mistral", 2, Sharding.none, {"schedule": Schedule.interleaved_1f1b}),
+        ("mixtral", 4, Sharding.zero1, {}),
+        ("mixtral", 4, Sharding.none, {"expert": 2}),
+        ("llama", 4, Sharding.none, {"tensor": 2}),
+    ],
+    ids=str,
+)
+def test_stages_of_a_pipeline_have_caches_of_their_own(tmp_path, reference, kind, num_ranks, sharding, layout):
+    check(reference[kind], run_ranks(train, num_ranks, tmp_path, kind, sharding, {"pipeline": 2} | layout))
+
+
+def test_a_pipeline_without_such_caches_recomputes(tmp_path, reference):
+    check(reference["lfm2"], run_ranks(train, 2, tmp_path, "lfm2", Sharding.none, {"pipeline": 2}), recomputes=True)
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -136,8 +197,8 @@ def test_sharded_weights_are_gathered_once_where_there_is_room(tmp_path, referen
     ranks = run_ranks(train, 2, tmp_path, "llama", sharding, layout, has_room)
     check(reference["llama"], ranks)
     sent_once = sum(parameter.nbytes for parameter in make_model("llama").parameters()) / 2
-    for _, gathered_bytes, _, _ in ranks:
-        for num_bytes in gathered_bytes:
+    for rank in ranks:
+        for num_bytes in rank.gathered_bytes:
             # Small ones that ZeRO-3 keeps whole need not travel.
             times = num_bytes / sent_once
             assert 0.9 < times < 1.1 if has_room else times > 3

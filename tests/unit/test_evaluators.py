@@ -95,7 +95,7 @@ def make_model(kind):
 
 
 def continued(model, prompts, rows_at_once=2, uses_cache=True, **limits):
-    def forward(batch, function):
+    def forward(batch, function, *, as_whole=False):
         with torch.no_grad():
             return [function(model, batch)]
 

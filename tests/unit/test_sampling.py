@@ -87,7 +87,7 @@ def test_tokens_have_the_probabilities_of_transformers_warpers(sampling, warpers
 
 
 def sampled(model, prompts=PROMPTS, seeds=SEEDS, rows_at_once=4, uses_cache=True, sampling=None, **limits):
-    def forward(batch, function):
+    def forward(batch, function, *, as_whole=False):
         with torch.no_grad():
             return [function(model, batch)]
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.split import SplitModel
-from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks, check_no_scalars
+from hfdist.strategies.base import Batch, Function, ShardFractions, TrainerHooks, check_no_scalars
 from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
@@ -72,13 +72,13 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         with self._gathered():
             super().run_forwards(batch, function, hooks)
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
+    def forward(self, batch: Batch, function: Function, hooks: TrainerHooks, *, as_whole: bool = False) -> list[Any]:
         """Run forwards through the stages."""
         if self._pipeline is None:
             with torch.no_grad():
                 self._pipeline = self._make_pipeline()
         with self._gathered():
-            return super().forward(batch, function, hooks)
+            return super().forward(batch, function, hooks, as_whole=as_whole)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from hfdist.collectives import gather_json
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
@@ -20,16 +22,17 @@ from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
+from hfdist.pipeline.generation_check import find_generation_problem
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
 from hfdist.pipeline.partition import choose_stages, kind_of_block
 from hfdist.pipeline.pipeline import Pipeline, split_batch
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
-from hfdist.pipeline.stage_io import P2PChannel
+from hfdist.pipeline.stage_io import CARRIES, P2PChannel
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
+from hfdist.strategies.base import Batch, Engine, Function, Strategy, TrainerHooks
 from hfdist.strategies.gradients.reduction import average_gradients, sum_gradients
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
@@ -162,15 +165,31 @@ class PipelineEngine(Engine):
         with torch.no_grad():
             self._pipeline.forward_backward(self._split_batch(batch), function, hooks.router_loss)
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
-        """Run forwards through the stages. Only the rank of the last stage has values."""
+    def forward(self, batch: Batch, function: Function, hooks: TrainerHooks, *, as_whole: bool = False) -> list[Any]:
+        """Run forwards through the stages. Only the rank of the last stage has values; with `as_whole` all have."""
+        if as_whole and not self._writes_whole:
+            return []
         if self._pipeline is None:
             # Before training.
             self._pipeline = self._make_pipeline()
         self._train_mode(False)
         with torch.no_grad():
-            values = self._pipeline.forward(self._split_batch(batch), function)
+            if as_whole:
+                values = [self._pipeline.call_whole(self._sharded(batch), function)]
+            else:
+                values = self._pipeline.forward(self._split_batch(batch), function)
         return values if self._has_values else []
+
+    @cached_property
+    def _writes_whole(self) -> bool:
+        """Whether `generate` can run through the stages. A collective over all ranks the first time."""
+        problem = None if self._io.carry == CARRIES[0] else f"{self._io.carry.describe()} travel between its stages"
+        # Ranks of different machines must not disagree.
+        problems = gather_json(problem or find_generation_problem(self._split.model))
+        problem = next((found for found in problems if found is not None), None)
+        if problem is not None:
+            logger.info("each new token is computed from all tokens before it, without a cache: %s", problem)
+        return problem is None
 
     def _split_batch(self, batch: Batch) -> list[AbstractContextManager[Batch]]:
         """Give this rank's part of the sequences of each micro batch."""

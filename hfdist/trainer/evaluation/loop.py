@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Protocol, cast
@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.data import HeldOutSources
 from hfdist.errors import ConfigError
-from hfdist.strategies.base import Batch, Forward
+from hfdist.strategies.base import Batch, Forward, Function
 from hfdist.topology import Topology
 from hfdist.trainer.step.sharded_dataloader import CountedRows, CountingCollator, ShardedBatches
 
@@ -111,7 +111,7 @@ class Evaluator:
             # DDP's wrapper only matters for backward, and would make ranks wait for each other.
             model = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
 
-        def forward(batch: Batch, function: Callable[[nn.Module, Batch], Any]) -> list[Any]:
+        def forward(batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
             def call(module: nn.Module, part: Batch) -> Any:
                 # What training computes in; before DeepSpeed rounds the weights, the same as in layouts without it.
                 dtype = torch.float16 if args.fp16 else torch.bfloat16
@@ -119,7 +119,7 @@ class Evaluator:
                 with early if is_before_deepspeed else trainer.accelerator.autocast():
                     return function(module, trainer._prepare_inputs(part))
 
-            values: list[Any] = trainer.engine.forward(batch, call, trainer.hooks(model))
+            values: list[Any] = trainer.engine.forward(batch, call, trainer.hooks(model), as_whole=as_whole)
             return values
 
         # As in the original it stays so until the next step: what logs the metrics may read it off the model.

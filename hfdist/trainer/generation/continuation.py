@@ -1,7 +1,7 @@
 """Continues rows of tokens in any layout; a function of the logits chooses each token.
 
-Where a rank has all blocks, transformers' own `generate` continues its rows, with a cache of keys and values. Pipeline
-and context ranks are only there for forwards as in training, so they compute all tokens again for each new one.
+transformers' own `generate` continues rows, with a cache of keys and values; in a pipeline each stage has one, of its
+own blocks. Context ranks, and models without such a cache, compute all tokens again for each new one.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def continue_rows(
         score: chooses the next token.
         extras: what `score` needs of each row, tensors of shape [rows, ...].
         topology: the place of this rank.
-        uses_cache: whether `generate` continues them; see `can_generate`.
+        uses_cache: whether `generate` continues them where the layout lets it; see `can_generate`.
 
     Returns:
         The new tokens of each row, the one that ended it included, on all ranks of the model replica.
     """
     room = limits.room()
     rows = [list(prompt if room is None else prompt[-room:]) for prompt in prompts]
-    write = _generate_rows if uses_cache else _recompute_rows
-    written = write(rows, extras or {}, forward, limits, score, topology)
+    arguments = (rows, extras or {}, forward, limits, score, topology)
+    written = (_generate_rows(*arguments) if uses_cache else []) or _recompute_rows(*arguments)
     return [_up_to_end(tokens, limits) for tokens in written]
 
 
@@ -97,17 +97,17 @@ def exchange(values: list[torch.Tensor], num_rows: int, num_tokens: int, topolog
 
 
 def can_generate(model: PreTrainedModel, topology: Topology) -> bool:
-    """Whether `generate` continues rows of different lengths: a rank has all blocks, which read whole sequences.
+    """Whether `generate` continues rows of different lengths: ranks read whole sequences.
 
-    Recurrent models may read what pads rows.
+    Recurrent models may read what pads rows. Whether the stages of a pipeline can, it tries at the first generation.
     """
-    has_all = topology.pipeline == topology.context == 1
-    return bool(has_all and model.can_generate() and model._supports_sdpa and not model._is_stateful)
+    return bool(topology.context == 1 and model.can_generate() and model._supports_sdpa and not model._is_stateful)
 
 
 def _generate_rows(
     rows: list[list[int]], extras: Batch, forward: Forward, limits: Limits, score: Score, topology: Topology
 ) -> list[list[int]]:
+    """Let `generate` continue them; nothing comes of it in a pipeline that cannot."""
     longest = max(map(len, rows))
     batch = {
         "input_ids": torch.tensor([[0] * (longest - len(ids)) + ids for ids in rows]),
@@ -120,9 +120,8 @@ def _generate_rows(
         # Tensor ranks have the same logits, so each knows the tokens without being told.
         written.append(generate(model, part, limits=limits, score=score, exchanges_tokens=topology.expert > 1))
 
-    forward(batch, write)
-    tokens: list[list[int]] = torch.cat(written).tolist()
-    return tokens
+    forward(batch, write, as_whole=True)
+    return [tokens for part in written for tokens in part.tolist()]
 
 
 class _Scores(LogitsProcessor):

@@ -22,7 +22,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
-from hfdist.strategies.base import Batch
+from hfdist.strategies.base import Batch, Function
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
 from hfdist.trainer.generation.limits import Limits
@@ -128,7 +128,7 @@ class Generator:
         return answers
 
     @torch.no_grad()
-    def _forward(self, batch: Batch, function: Any) -> list[Any]:
+    def _forward(self, batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
         precision = self._config.train.precision
         dtype = torch.float16 if precision is Precision.fp16 else torch.bfloat16
         own = {name: tensor.to(self._device) for name, tensor in batch.items()}

@@ -1,0 +1,108 @@
+"""The model of a pipeline as transformers' `generate` calls it: whole, on each rank.
+
+Its forward goes through all stages, and each stage keeps keys and values of its own blocks. A model asks its cache how
+many tokens it has, by the first layer or by the first one with a window, and makes masks and positions of the answer.
+So in the cache of a stage the layers of other blocks have keys, too: a single NaN a token.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hfdist.pipeline.stage_module import StageModule, stand_in
+
+RunStages = Callable[[Callable[[PreTrainedModel], Any]], list[Any]]
+"""What calls the model -> its value on the rank of the last stage, else an empty list. All ranks call it."""
+Tell = Callable[[torch.Tensor], torch.Tensor]
+"""Gives all ranks the tensor that the rank of the last stage has; it has the same shape on the others."""
+
+
+def make_whole(modules: Sequence[StageModule], run_stages: RunStages, tell: Tell) -> PreTrainedModel:
+    """Give a model that shares all tensors with the stages, and whose `generate` all ranks of a pipeline call alike.
+
+    It chooses the token of the highest score, as with `do_sample=False`; logits processors run on the last stage only.
+
+    Args:
+        modules: of this rank's stages, in order.
+        run_stages: runs the stages of all ranks.
+        tell: tells all ranks the tokens.
+    """
+    first, has_logits = modules[0].model, modules[-1].is_last
+    forward = _Forward([module.model for module in modules], run_stages)
+    # `generate` reads its signature.
+    whole: Any = stand_in(first, functools.wraps(first.forward)(forward))
+
+    def generate(*, logits_processor: LogitsProcessorList, **named: Any) -> Any:
+        chosen: LogitsProcessor = _Chosen(logits_processor, tell, has_logits=has_logits)
+        try:
+            return type(whole).generate(whole, logits_processor=LogitsProcessorList([chosen]), **named)
+        finally:
+            forward.free()
+
+    whole.generate = generate
+    return whole
+
+
+class _Forward:
+    """The forward of the whole model on a rank with these stages."""
+
+    def __init__(self, stages: Sequence[PreTrainedModel], run_stages: RunStages) -> None:
+        self._stages, self._run_stages = stages, run_stages
+        self._given: DynamicCache | None = None
+        """By `generate`: that of the first stage here."""
+        self._caches: dict[PreTrainedModel, DynamicCache] = {}
+
+    def __call__(self, **inputs: Any) -> CausalLMOutputWithPast:
+        given = inputs.get("past_key_values")
+        if given is None:
+            # As models themselves make it.
+            given = DynamicCache(config=self._stages[0].config)
+        if given is not self._given:
+            others = (copy.deepcopy(given) for _ in self._stages[1:])
+            self._given, self._caches = given, dict(zip(self._stages, (given, *others), strict=True))
+        values = self._run_stages(partial(self._call, inputs))
+        logits = values[0].logits if values else torch.zeros(len(inputs["input_ids"]), 1, 1)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=given)
+
+    def free(self) -> None:
+        """Free all keys and values."""
+        self._given, self._caches = None, {}
+
+    def _call(self, inputs: dict[str, Any], stage: PreTrainedModel) -> Any:
+        cache = self._caches[stage]
+        num_before = cache.get_seq_length()
+        try:
+            return stage(**inputs | {"past_key_values": cache})
+        finally:
+            # Also where the forward ends behind the blocks of the stage.
+            _count(cache, num_before, inputs["input_ids"])
+
+
+def _count(cache: DynamicCache, num_before: int, tokens: torch.Tensor) -> None:
+    """Let the layers of other blocks count the tokens of a forward."""
+    poison = torch.full((1, 1, tokens.shape[1], 1), torch.nan, device=tokens.device)
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.get_seq_length() == num_before:
+            layer.update(poison, poison)
+
+
+class _Chosen(LogitsProcessor):
+    """Chooses the tokens where logits are, and gives all ranks scores by which they choose the same."""
+
+    def __init__(self, processors: LogitsProcessorList, tell: Tell, *, has_logits: bool) -> None:
+        self._processors, self._tell, self._has_logits = processors, tell, has_logits
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        tokens: torch.Tensor = input_ids[:, -1]
+        if self._has_logits:
+            tokens = self._processors(input_ids, scores).argmax(-1)
+        return torch.nn.functional.one_hot(self._tell(tokens))
