@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hfdist.config.model import Quantization
@@ -41,13 +44,13 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
             quantized = nn_4bit.Linear4bit(*sizes, quant_type=kind, device="meta")
             # The scales of blocks are quantized, too, as in the paper.
             packed = nn_4bit.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=True)
-            quantized.weight = packed.to(weight.device)
+            quantized.weight = packed = packed.to(weight.device)
             quantized.bias = layer.bias
             # Else an evaluation on such a CPU repacks the weights for good, and later steps get no gradients.
             quantized.support_avx512bf16_for_cpu = False
             setattr(module, name, quantized.train(layer.training))
             before += weight.numel() * weight.element_size()
-            after += sum(one.numel() * one.element_size() for one in _stored(quantized))
+            after += sum(one.numel() * one.element_size() for one in (packed, *_scales(packed.quant_state)))
     if not before:
         what = "the model has no frozen linear layer of torch.nn.Linear that could be quantized"
         found = f"{quantization.value}, with {type(model).__name__}"
@@ -55,12 +58,46 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
     logger.info("adapter.quantization: frozen layers take %.1f MB in place of %.1f", after / 1e6, before / 1e6)
 
 
-def _stored(layer: Any) -> list[torch.Tensor]:
-    state = layer.weight.quant_state
-    return [layer.weight, state.absmax, state.code, state.state2.absmax, state.state2.code]
+def hold_as_floats(module: nn.Module, device: str) -> list[torch.Tensor]:
+    """Turn packed weights into float32 parameters of the same bits, and give their scales to the layers; in place.
+
+    FSDP2 puts parameters of its own in their place, which have no scales; and torch 2.11 takes none but floats.
+
+    Args:
+        module: layers whose weights FSDP2 has sharded already stay as they are.
+        device: the type of the one that the scales go to.
+
+    Returns:
+        The scales of these layers, there: every rank holds all of them.
+    """
+    scales = []
+    for layer, packed, state in _packed_layers(module):
+        if isinstance(packed, DTensor):
+            continue
+        # bitsandbytes reads no further than the matrix.
+        whole = functional.pad(packed.data.view(torch.uint8).flatten(), (0, -packed.nbytes % torch.float32.itemsize))
+        layer.weight = nn.Parameter(whole.view(torch.float32)[:, None], requires_grad=False)
+        layer.quant_state, layer.quant_storage = state, torch.float32
+        state.to(device)
+        scales += _scales(state)
+    return scales
 
 
-def packed_shape(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """Give the shape of the matrix that a quantized parameter stands for; None: it is not quantized."""
-    state = getattr(parameter, "quant_state", None)
-    return None if state is None else tuple(state.shape)
+def packed_shapes(model: nn.Module) -> dict[torch.Tensor, tuple[int, ...]]:
+    """Give the shapes of the matrices that quantized parameters stand for, also of sharded ones."""
+    return {packed: tuple(state.shape) for _, packed, state in _packed_layers(model)}
+
+
+def _packed_layers(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor, Any]]:
+    """List layers of bitsandbytes with their weights and what these mean. It is kept with either of the two."""
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
+        if weight is not None and state is not None:
+            yield layer, weight, state
+
+
+def _scales(state: Any) -> list[torch.Tensor]:
+    """Give what blocks of weights are multiplied with, and the numbers that codes stand for."""
+    states = (state, state.state2) if state.nested else (state,)
+    return [value for one in states for value in vars(one).values() if isinstance(value, torch.Tensor)]

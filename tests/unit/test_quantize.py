@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hfdist.errors import ConfigError
 from hfdist.models.flops import measure_size
-from hfdist.models.quantize import packed_shape
+from hfdist.models.quantize import hold_as_floats, packed_shapes
 from tests.unit.test_adapter import TOKENS, base, build, compose, save_adapter, trained_names  # noqa: F401
 
 
@@ -64,17 +64,33 @@ def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
     plain, packed = build(base, "adapter=lora"), build(base, "adapter=qlora")
     assert [name for name, _ in packed.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert trained_names(packed) == trained_names(plain)
-    shapes = {name: packed_shape(p) for name, p in packed.named_parameters()}
+    of_parameters = packed_shapes(packed)
+    shapes = {name: of_parameters.get(p) for name, p in packed.named_parameters()}
     names = {name for name, shape in shapes.items() if shape is not None}
     assert names == {name for name in shapes if name.endswith("base_layer.weight")}
     assert all(shapes[name] == tuple(plain.get_parameter(name).shape) for name in names)
     assert packed.lm_head.weight.dtype == torch.float32
 
     def numel(parameter):
-        shape = packed_shape(parameter)
-        return parameter.numel() if shape is None else torch.Size(shape).numel()
+        return torch.Size(of_parameters.get(parameter, parameter.shape)).numel()
 
     assert measure_size(packed, numel) == measure_size(plain)
+
+
+@pytest.mark.parametrize("sides", [(64, 32), (3, 3)])
+def test_weights_held_as_floats_are_the_same(sides):
+    """FSDP2 shards these; those of three rows and columns take 5 bytes, which are not a number of floats."""
+    torch.manual_seed(0)
+    layer = Linear4bit(*sides, quant_type="nf4").to("cpu")
+    inputs = torch.randn(2, sides[0])
+    with torch.no_grad():
+        before = layer(inputs)
+        scales = hold_as_floats(layer, "cpu")
+        assert type(layer.weight) is torch.nn.Parameter
+        assert layer.weight.dtype == torch.float32
+        assert {tensor.data_ptr() for tensor in scales} >= {layer.quant_state.absmax.data_ptr()}
+        assert packed_shapes(layer) == {layer.weight: sides[::-1]}
+        assert torch.equal(layer(inputs), before)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +99,7 @@ def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
         (["adapter.quantization=nf4"], "adapter.quantization", "without an adapter"),
         (["adapter=dora", "adapter.quantization=nf4"], "adapter.quantization", "in 4 bits"),
         (["adapter.type=ia3", "adapter.quantization=nf4"], "adapter.quantization", "in 4 bits"),
-        (["adapter=qlora", "strategy=fsdp2"], "adapter.quantization", "strategy=ddp"),
+        (["adapter=qlora", "strategy=zero3"], "adapter.quantization", "strategy=fsdp2"),
         (["adapter=qlora", "strategy=tensor"], "adapter.quantization", "strategy.tensor=1"),
         (["adapter=qlora", "adapter.quantization=nf5"], "adapter.quantization", "nf4"),
     ],
