@@ -7,7 +7,7 @@ those of LoRA.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -24,14 +24,54 @@ from hfdist.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
+def check_installed(quantization: Quantization) -> None:
+    """Raise a ConfigError where there is no bitsandbytes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        what, hint = "weights of 4 bits need a package that is not installed", "pip install 'hfdist[qlora]'"
+        raise ConfigError(what, where="adapter.quantization", found=quantization.value, hint=hint)
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer whose weight is in 4 bits; it computes in the type of its inputs, or in autocast's.
+
+    Not the layer of bitsandbytes, which changes its weight in evaluations on some CPUs, and puts another parameter in
+    the place of one that FSDP2 has gathered. The arithmetic is its.
+    """
+
+    def __init__(self, layer: nn.Linear, quantization: Quantization) -> None:
+        super().__init__()
+        # Optional, and slow to import. It says nothing of its types.
+        library: Any = importlib.import_module("bitsandbytes")
+        self._multiply = library.matmul_4bit
+        # The scales of blocks are quantized, too, as in the paper.
+        packed, self.quant_state = library.functional.quantize_4bit(
+            layer.weight.data.contiguous(), compress_statistics=True, quant_type=quantization.value
+        )
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = layer.bias
+        self.train(layer.training)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Multiply [..., in] by the weight, as `nn.Linear` does."""
+        device_type = inputs.device.type
+        if torch.is_autocast_enabled(device_type):
+            inputs = inputs.to(torch.get_autocast_dtype(device_type))
+        product: torch.Tensor = self._multiply(inputs, self.weight, quant_state=self.quant_state)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def _apply(self, function: Any, recurse: bool = True) -> PackedLinear:
+        # Scales move with the weight, and keep their types.
+        super()._apply(function, recurse)
+        self.quant_state.to(self.weight.device)
+        return self
+
+
 def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Put layers of bitsandbytes in the place of frozen linear layers, but for the head; in place.
+    """Put layers with weights of 4 bits in the place of frozen linear layers, but for the head; in place.
 
     Raises:
         ConfigError: the model has none.
     """
-    # Optional, and slow to import. It says nothing of its types.
-    nn_4bit: Any = importlib.import_module("bitsandbytes.nn")
     head = model.get_output_embeddings()
     before = after = 0
     for module in list(model.modules()):
@@ -39,18 +79,10 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
             # A class of its own has a forward of its own; and what is on another stage has no weight.
             if type(layer) is not nn.Linear or layer is head or layer.weight is None or layer.weight.requires_grad:
                 continue
-            weight, kind = layer.weight.data, quantization.value
-            sizes = layer.in_features, layer.out_features, layer.bias is not None
-            quantized = nn_4bit.Linear4bit(*sizes, quant_type=kind, device="meta")
-            # The scales of blocks are quantized, too, as in the paper.
-            packed = nn_4bit.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=True)
-            quantized.weight = packed = packed.to(weight.device)
-            quantized.bias = layer.bias
-            # Else an evaluation on such a CPU repacks the weights for good, and later steps get no gradients.
-            quantized.support_avx512bf16_for_cpu = False
-            setattr(module, name, quantized.train(layer.training))
-            before += weight.numel() * weight.element_size()
-            after += sum(one.numel() * one.element_size() for one in (packed, *_scales(packed.quant_state)))
+            packed = PackedLinear(layer, quantization)
+            setattr(module, name, packed)
+            before += layer.weight.nbytes
+            after += sum(tensor.nbytes for tensor in (packed.weight, *_scales(packed.quant_state)))
     if not before:
         what = "the model has no frozen linear layer of torch.nn.Linear that could be quantized"
         found = f"{quantization.value}, with {type(model).__name__}"
@@ -59,9 +91,7 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
 
 
 def hold_as_floats(module: nn.Module, device: str) -> list[torch.Tensor]:
-    """Turn packed weights into float32 parameters of the same bits, and give their scales to the layers; in place.
-
-    FSDP2 puts parameters of its own in their place, which have no scales; and torch 2.11 takes none but floats.
+    """Turn packed weights into float32 parameters of the same bits, in place: torch 2.11's FSDP2 takes none but floats.
 
     Args:
         module: layers whose weights FSDP2 has sharded already stay as they are.
@@ -77,7 +107,7 @@ def hold_as_floats(module: nn.Module, device: str) -> list[torch.Tensor]:
         # bitsandbytes reads no further than the matrix.
         whole = functional.pad(packed.data.view(torch.uint8).flatten(), (0, -packed.nbytes % torch.float32.itemsize))
         layer.weight = nn.Parameter(whole.view(torch.float32)[:, None], requires_grad=False)
-        layer.quant_state, layer.quant_storage = state, torch.float32
+        layer.quant_state = state
         state.to(device)
         scales += _scales(state)
     return scales

@@ -10,6 +10,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.quantize import packed_shapes
+from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.base import Engine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import make_strategy
@@ -144,24 +145,33 @@ def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path, strategy, cho
     assert PeftConfig.from_pretrained(checkpoint).base_model_name_or_path == str(base / "model")
 
 
+def _compose(folder, *overrides):
+    config = compose_config(["model=hub", f"model.name={folder}", *SHORT, *QLORA, *overrides])
+    return config, find_architecture(config.model, sequence_length=32)
+
+
 def _held(folder):
-    """Packed bytes, numbers of parameters, and what the layers give, before and after FSDP2 has sharded the model."""
-    config = compose_config(["model=hub", f"model.name={folder}", *QLORA])
-    architecture = find_architecture(config.model, sequence_length=32)
+    """Packed bytes, those of all weights, numbers of parameters, and logits: whole, and once FSDP2 has sharded them."""
+    config, architecture = _compose(folder)
     model = build_model(config.model, architecture, seed=0, trained=TrainableParameters.of(config))
     packed_names = {name for name, parameter in model.named_parameters() if parameter in packed_shapes(model)}
 
     def held(engine):
         parameters = dict(engine.model.named_parameters())
         num_bytes = [local_tensor(parameters[name]).untyped_storage().nbytes() for name in packed_names]
+        all_bytes = engine.held_bytes(torch.device("cpu"))["weights"]
         with torch.no_grad():
-            return sum(num_bytes), engine.size, engine.model(torch.arange(32)[None]).logits.tolist()
+            return sum(num_bytes), all_bytes, engine.size, engine.model(torch.arange(32)[None]).logits.tolist()
 
     return held(Engine(model)), held(make_strategy(sharding="fsdp2", global_batch_size=2).build(model))
 
 
-def test_fsdp_ranks_share_the_packed_weights(base):
-    for (whole, size, logits), (share, size_of_shares, logits_of_shares) in run_ranks(_held, 2, base / "model"):
-        assert 2 * share == whole > 0
-        assert size_of_shares == size
-        assert logits_of_shares == logits
+def test_fsdp_ranks_share_the_packed_weights_as_planned(base):
+    for whole, sharded in run_ranks(_held, 2, base / "model"):
+        assert 2 * sharded[0] == whole[0] > 0
+        assert sharded[2:] == whole[2:]
+    planned = [
+        trace_rank(*_compose(base / "model", f"strategy={strategy}"), world_size=num_processes, rank=0).state.weights
+        for strategy, num_processes in [("single", 1), ("fsdp2", 2)]
+    ]
+    assert planned == [whole[1], sharded[1]]
