@@ -20,8 +20,11 @@ from transformers import PreTrainedModel
 
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
+from hfdist.models.partitioning import Partitioning
 
 logger = logging.getLogger(__name__)
+
+_WHOLE = Partitioning()
 
 
 def check_installed(quantization: Quantization) -> None:
@@ -66,8 +69,15 @@ class PackedLinear(nn.Module):
         return self
 
 
-def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
+def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: Partitioning = _WHOLE) -> None:
     """Put layers with weights of 4 bits in the place of frozen linear layers, but for the head; in place.
+
+    ZeRO-3 partitions these weights when DeepSpeed gets the model; until then they are whole on each rank.
+
+    Args:
+        model: as `layout` has left it.
+        quantization: the type.
+        layout: how the model is partitioned. All ranks call this where that is in the constructor.
 
     Raises:
         ConfigError: the model has none.
@@ -79,9 +89,10 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
             # A class of its own has a forward of its own; and what is on another stage has no weight.
             if type(layer) is not nn.Linear or layer is head or layer.weight is None or layer.weight.requires_grad:
                 continue
-            packed = PackedLinear(layer, quantization)
+            with layout.gathered(layer.parameters(), writes=False):
+                packed = PackedLinear(layer, quantization)
+                before += layer.weight.nbytes
             setattr(module, name, packed)
-            before += layer.weight.nbytes
             after += sum(tensor.nbytes for tensor in (packed.weight, *_scales(packed.quant_state)))
     if not before:
         what = "the model has no frozen linear layer of torch.nn.Linear that could be quantized"

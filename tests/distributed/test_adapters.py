@@ -87,6 +87,7 @@ def single(run, tmp_path_factory):
         ("ddp", 2, QLORA),
         ("fsdp2", 2, QLORA),
         ("zero2", 2, QLORA),
+        ("zero3", 2, QLORA),
         ("zero3", 2, LOKR),
         ("zbv", 2, HEAD),
         ("tensor", 2, HEAD),

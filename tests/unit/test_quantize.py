@@ -95,7 +95,6 @@ def test_a_change_of_type_leaves_bytes_and_scales():
         (["adapter.quantization=nf4"], "adapter.quantization", "without an adapter"),
         (["adapter=dora", "adapter.quantization=nf4"], "adapter.quantization", "in 4 bits"),
         (["adapter.type=ia3", "adapter.quantization=nf4"], "adapter.quantization", "in 4 bits"),
-        (["adapter=qlora", "strategy=zero3"], "adapter.quantization", "strategy=fsdp2"),
         (["adapter=qlora", "strategy=tensor"], "adapter.quantization", "strategy.tensor=1"),
         (["adapter=qlora", "adapter.quantization=nf5"], "adapter.quantization", "nf4"),
     ],
