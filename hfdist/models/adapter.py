@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import re
 import warnings
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from hfdist.config.model import ALL_LINEAR, AdapterConfig, Init, ModelConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.quantize import check_installed
 
 # PEFT is imported only if the config asks for an adapter: the import takes a second.
 
@@ -74,9 +74,8 @@ def check_adapter(config: AdapterConfig, model: ModelConfig) -> None:
         what = "an adapter is merged into the weights of a pretrained model, and these are random"
         hint = "model=hub model.name=ID, or adapter.merge=false"
         raise ConfigError(what, where="adapter.merge", found="true, with model.init=random", hint=hint)
-    if config.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
-        what, hint = "weights of 4 bits need a package that is not installed", "pip install 'hfdist[qlora]'"
-        raise ConfigError(what, where="adapter.quantization", found=config.quantization.value, hint=hint)
+    if config.quantization is not None:
+        check_installed(config.quantization)
     asked = make_peft_config(config)
     if config.quantization is not None and (asked.peft_type.value != "LORA" or asked.use_dora):
         what, found = "the saved adapter looks at the weights that it stands beside", str(asked.peft_type.value)

@@ -60,7 +60,7 @@ def build_model(
     else:
         model = _read(config, architecture, trained, seed, layout, scores=scores)
     if trained.adapter.quantization is not None:
-        quantize_frozen(model, trained.adapter.quantization)
+        quantize_frozen(model, trained.adapter.quantization, layout)
     return model
 
 

@@ -7,28 +7,81 @@ those of LoRA.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
+from hfdist.models.partitioning import Partitioning
 
 logger = logging.getLogger(__name__)
 
+_WHOLE = Partitioning()
 
-def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Put layers of bitsandbytes in the place of frozen linear layers, but for the head; in place.
+
+def check_installed(quantization: Quantization) -> None:
+    """Raise a ConfigError where there is no bitsandbytes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        what, hint = "weights of 4 bits need a package that is not installed", "pip install 'hfdist[qlora]'"
+        raise ConfigError(what, where="adapter.quantization", found=quantization.value, hint=hint)
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer whose weight is in 4 bits; it computes in the type of its inputs, or in autocast's.
+
+    Not the layer of bitsandbytes, which changes its weight in evaluations on some CPUs, and puts another parameter in
+    the place of one that FSDP2 has gathered. The arithmetic is its.
+    """
+
+    def __init__(self, layer: nn.Linear, quantization: Quantization) -> None:
+        super().__init__()
+        # Optional, and slow to import. It says nothing of its types.
+        library: Any = importlib.import_module("bitsandbytes")
+        self._multiply = library.matmul_4bit
+        # The scales of blocks are quantized, too, as in the paper.
+        packed, self.quant_state = library.functional.quantize_4bit(
+            layer.weight.data.contiguous(), compress_statistics=True, quant_type=quantization.value
+        )
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = layer.bias
+        self.train(layer.training)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Multiply [..., in] by the weight, as `nn.Linear` does."""
+        device_type = inputs.device.type
+        if torch.is_autocast_enabled(device_type):
+            inputs = inputs.to(torch.get_autocast_dtype(device_type))
+        product: torch.Tensor = self._multiply(inputs, self.weight, quant_state=self.quant_state)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def _apply(self, function: Any, recurse: bool = True) -> PackedLinear:
+        # Scales move with the weight, and keep their types.
+        super()._apply(function, recurse)
+        self.quant_state.to(self.weight.device)
+        return self
+
+
+def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: Partitioning = _WHOLE) -> None:
+    """Put layers with weights of 4 bits in the place of frozen linear layers, but for the head; in place.
+
+    ZeRO-3 partitions these weights when DeepSpeed gets the model; until then they are whole on each rank.
+
+    Args:
+        model: as `layout` has left it.
+        quantization: the type.
+        layout: how the model is partitioned. All ranks call this where that is in the constructor.
 
     Raises:
         ConfigError: the model has none.
     """
-    # Optional, and slow to import. It says nothing of its types.
-    nn_4bit: Any = importlib.import_module("bitsandbytes.nn")
     head = model.get_output_embeddings()
     before = after = 0
     for module in list(model.modules()):
@@ -36,18 +89,11 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
             # A class of its own has a forward of its own; and what is on another stage has no weight.
             if type(layer) is not nn.Linear or layer is head or layer.weight is None or layer.weight.requires_grad:
                 continue
-            weight, kind = layer.weight.data, quantization.value
-            sizes = layer.in_features, layer.out_features, layer.bias is not None
-            quantized = nn_4bit.Linear4bit(*sizes, quant_type=kind, device="meta")
-            # The scales of blocks are quantized, too, as in the paper.
-            packed = nn_4bit.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=True)
-            quantized.weight = packed.to(weight.device)
-            quantized.bias = layer.bias
-            # Else an evaluation on such a CPU repacks the weights for good, and later steps get no gradients.
-            quantized.support_avx512bf16_for_cpu = False
-            setattr(module, name, quantized.train(layer.training))
-            before += weight.numel() * weight.element_size()
-            after += sum(one.numel() * one.element_size() for one in _stored(quantized))
+            with layout.gathered(layer.parameters(), writes=False):
+                packed = PackedLinear(layer, quantization)
+                before += layer.weight.nbytes
+            setattr(module, name, packed)
+            after += sum(tensor.nbytes for tensor in (packed.weight, *_scales(packed.quant_state)))
     if not before:
         what = "the model has no frozen linear layer of torch.nn.Linear that could be quantized"
         found = f"{quantization.value}, with {type(model).__name__}"
@@ -55,12 +101,44 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization) -> None:
     logger.info("adapter.quantization: frozen layers take %.1f MB in place of %.1f", after / 1e6, before / 1e6)
 
 
-def _stored(layer: Any) -> list[torch.Tensor]:
-    state = layer.weight.quant_state
-    return [layer.weight, state.absmax, state.code, state.state2.absmax, state.state2.code]
+def hold_as_floats(module: nn.Module, device: str) -> list[torch.Tensor]:
+    """Turn packed weights into float32 parameters of the same bits, in place: torch 2.11's FSDP2 takes none but floats.
+
+    Args:
+        module: layers whose weights FSDP2 has sharded already stay as they are.
+        device: the type of the one that the scales go to.
+
+    Returns:
+        The scales of these layers, there: every rank holds all of them.
+    """
+    scales = []
+    for layer, packed, state in _packed_layers(module):
+        if isinstance(packed, DTensor):
+            continue
+        # bitsandbytes reads no further than the matrix.
+        whole = functional.pad(packed.data.view(torch.uint8).flatten(), (0, -packed.nbytes % torch.float32.itemsize))
+        layer.weight = nn.Parameter(whole.view(torch.float32)[:, None], requires_grad=False)
+        layer.quant_state = state
+        state.to(device)
+        scales += _scales(state)
+    return scales
 
 
-def packed_shape(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """Give the shape of the matrix that a quantized parameter stands for; None: it is not quantized."""
-    state = getattr(parameter, "quant_state", None)
-    return None if state is None else tuple(state.shape)
+def packed_shapes(model: nn.Module) -> dict[torch.Tensor, tuple[int, ...]]:
+    """Give the shapes of the matrices that quantized parameters stand for, also of sharded ones."""
+    return {packed: tuple(state.shape) for _, packed, state in _packed_layers(model)}
+
+
+def _packed_layers(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor, Any]]:
+    """List layers of bitsandbytes with their weights and what these mean. It is kept with either of the two."""
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
+        if weight is not None and state is not None:
+            yield layer, weight, state
+
+
+def _scales(state: Any) -> list[torch.Tensor]:
+    """Give what blocks of weights are multiplied with, and the numbers that codes stand for."""
+    states = (state, state.state2) if state.nested else (state,)
+    return [value for one in states for value in vars(one).values() if isinstance(value, torch.Tensor)]

@@ -28,7 +28,7 @@ from hfdist.config.strategy import Compression, StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
-from hfdist.models.quantize import packed_shape
+from hfdist.models.quantize import packed_shapes
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients.reduction import local_tensor, total_norm
@@ -144,7 +144,12 @@ class Engine:
     @property
     def size(self) -> ModelSize:
         """Size of the whole model, counted anew: adapters may have been added."""
-        return measure_size(cast(PreTrainedModel, self.model), self.whole_numel)
+        packed = packed_shapes(self.model)
+
+        def whole_numel(parameter: torch.Tensor) -> int:
+            return math.prod(packed.get(parameter) or self.whole_shape(parameter))
+
+        return measure_size(cast(PreTrainedModel, self.model), whole_numel)
 
     def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Take the model (DDP, a DeepSpeed engine), the optimizer and the loss scaler as accelerate prepared them.
@@ -316,10 +321,6 @@ class Engine:
         """Give the shape that a parameter of `model` has in the whole model."""
         shape = tuple(parameter.shape)
         return shape if self._parts is None else self._parts.whole_shape(self.model, parameter, shape)
-
-    def whole_numel(self, parameter: torch.Tensor) -> int:
-        """Give the number of elements that a parameter of `model` has in the whole model."""
-        return math.prod(packed_shape(parameter) or self.whole_shape(parameter))
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too.

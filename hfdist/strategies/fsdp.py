@@ -27,6 +27,7 @@ from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
+from hfdist.models.quantize import hold_as_floats
 from hfdist.optim.probe import Reach, describe, state_after_step
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.held import have_room
@@ -184,6 +185,7 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
 
     Called for one unit at a time, so that no more is whole on the device.
     """
+    scales = hold_as_floats(unit, mesh.device_type)
     own = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
     trained = {p.dtype: name for name, p in own if p.requires_grad}
     if len(trained) > 1:
@@ -191,7 +193,7 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
         found = ", ".join(f"{name}: {dtype}" for dtype, name in trained.items())
         hint = "model.dtype=float32, with train.precision=bf16 for its arithmetic"
         raise ConfigError(what, where="strategy.sharding, model.dtype", found=found, hint=hint)
-    for tensor in (*(p for _, p in own), *unit.buffers()):
+    for tensor in (*(p for _, p in own), *unit.buffers(), *scales):
         tensor.data = tensor.data.to(mesh.device_type).contiguous()
         for group in mesh.get_all_groups():
             broadcast(tensor.data, group)

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.train import Precision
+from hfdist.models import TrainableParameters, build_model, find_architecture
+from hfdist.models.quantize import packed_shapes
+from hfdist.planning.tracing.memory import trace_rank
+from hfdist.strategies.base import Engine
+from hfdist.strategies.gradients.reduction import local_tensor
+from hfdist.strategies.select import make_strategy
+from hfdist.testing import run_ranks
 from hfdist.verify.parity import BOUNDS, compare_runs
 from tests.distributed.runs import eval_losses, losses, pretrain
 
@@ -74,8 +83,11 @@ def single(run, tmp_path_factory):
         ("pipeline", 2, (*LORA, "train.gradient_checkpointing=true")),
         ("pipeline_fsdp2", 4, LORA),
         ("pipeline", 2, DORA),
-        ("pipeline", 2, QLORA),
+        ("pipeline_fsdp2", 4, QLORA),
         ("ddp", 2, QLORA),
+        ("fsdp2", 2, QLORA),
+        ("zero2", 2, QLORA),
+        ("zero3", 2, QLORA),
         ("zero3", 2, LOKR),
         ("zbv", 2, HEAD),
         ("tensor", 2, HEAD),
@@ -91,13 +103,14 @@ def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_process
     assert losses(reference)[-1] != losses(reference)[0]
 
 
-@pytest.mark.parametrize(("first", "choice"), [("zero3", LORA), ("ddp", QLORA)])
-def test_goes_on_in_any_other_layout(run, single, tmp_path, first, choice):
+@pytest.mark.parametrize(("layouts", "choice"), [(("zero3", "pipeline"), LORA), (("ddp", "fsdp2"), QLORA)])
+def test_goes_on_in_any_other_layout(run, single, tmp_path, layouts, choice):
     """Three lives, each in another layout, make the steps of one.
 
     Frozen weights without adapters pass through the same layouts in test_layout_changes.py."""
     reference = single(choice)
-    for steps, (strategy, num_processes) in enumerate([(first, 2), ("pipeline", 2), ("single", 1)], start=1):
+    for steps, strategy in enumerate([*layouts, "single"], start=1):
+        num_processes = 1 if strategy == "single" else 2
         run(tmp_path, num_processes, f"strategy={strategy}", *choice, f"train.max_steps={steps}")
     rows = compare_runs(tmp_path, reference, BOUNDS[Precision.fp32])
     assert all(row.passed for row in rows), rows
@@ -112,15 +125,15 @@ def test_noise_on_the_embedding_is_added_in_training_alone(run, single, tmp_path
     assert eval_losses(noisy) == pytest.approx(eval_losses(quiet), rel=1e-6)
 
 
-def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path):
-    ours = run(tmp_path, 2, "strategy=zero3", *HEAD, "adapter.merge=true", "report.sample_prompt=def")
+@pytest.mark.parametrize(("strategy", "choice"), [("zero3", HEAD), ("fsdp2", QLORA)])
+def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path, strategy, choice):
+    ours = run(tmp_path, 2, f"strategy={strategy}", *choice, "adapter.merge=true", "report.sample_prompt=def")
+    checkpoint = ours / "checkpoints" / f"step-{NUM_STEPS:08d}"
     model = AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(32)[None]
     with torch.no_grad():
         by_peft = PeftModel.from_pretrained(model(base / "model"), ours / "adapter")(tokens).logits
-        by_checkpoint = PeftModel.from_pretrained(
-            model(base / "model"), ours / "checkpoints" / f"step-{NUM_STEPS:08d}"
-        )(tokens).logits
+        by_checkpoint = PeftModel.from_pretrained(model(base / "model"), checkpoint)(tokens).logits
         merged_model = model(ours / "model", dtype="auto")
         merged = merged_model(tokens).logits
         before = model(base / "model")(tokens).logits
@@ -128,3 +141,38 @@ def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path):
     assert torch.equal(by_peft, by_checkpoint)
     assert torch.allclose(by_peft, merged, atol=1e-5)
     assert not torch.allclose(before, merged, atol=1e-3)
+    # Nothing of the base is in a checkpoint but its name.
+    assert not any("base_layer" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
+    assert PeftConfig.from_pretrained(checkpoint).base_model_name_or_path == str(base / "model")
+
+
+def _compose(folder, *overrides):
+    config = compose_config(["model=hub", f"model.name={folder}", *SHORT, *QLORA, *overrides])
+    return config, find_architecture(config.model, sequence_length=32)
+
+
+def _held(folder):
+    """Packed bytes, those of all weights, numbers of parameters, and logits: whole, and once FSDP2 has sharded them."""
+    config, architecture = _compose(folder)
+    model = build_model(config.model, architecture, seed=0, trained=TrainableParameters.of(config))
+    packed_names = {name for name, parameter in model.named_parameters() if parameter in packed_shapes(model)}
+
+    def held(engine):
+        parameters = dict(engine.model.named_parameters())
+        num_bytes = [local_tensor(parameters[name]).untyped_storage().nbytes() for name in packed_names]
+        all_bytes = engine.held_bytes(torch.device("cpu"))["weights"]
+        with torch.no_grad():
+            return sum(num_bytes), all_bytes, engine.size, engine.model(torch.arange(32)[None]).logits.tolist()
+
+    return held(Engine(model)), held(make_strategy(sharding="fsdp2", global_batch_size=2).build(model))
+
+
+def test_fsdp_ranks_share_the_packed_weights_as_planned(base):
+    for whole, sharded in run_ranks(_held, 2, base / "model"):
+        assert 2 * sharded[0] == whole[0] > 0
+        assert sharded[2:] == whole[2:]
+    planned = [
+        trace_rank(*_compose(base / "model", f"strategy={strategy}"), world_size=num_processes, rank=0).state.weights
+        for strategy, num_processes in [("single", 1), ("fsdp2", 2)]
+    ]
+    assert planned == [whole[1], sharded[1]]

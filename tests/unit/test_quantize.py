@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
 from peft import PeftModel, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
 from hfdist.models.flops import measure_size
-from hfdist.models.quantize import packed_shape
+from hfdist.models.quantize import PackedLinear, hold_as_floats, packed_shapes
 from tests.unit.test_adapter import TOKENS, base, build, compose, save_adapter, trained_names  # noqa: F401
 
 
@@ -47,34 +47,46 @@ def test_losses_and_gradients_are_those_of_peft(base, tmp_path, kind):  # noqa: 
     assert loss != pytest.approx(gradients(whole)[0], rel=1e-4), "or nothing was rounded"
 
 
-def test_an_evaluation_changes_nothing(base):  # noqa: F811
-    """On CPUs with bfloat16, bitsandbytes would pack the weights for inference, and not back."""
-    model = build(base, "adapter=qlora")
-    before = gradients(model)
-    with torch.no_grad():
-        model.eval()(TOKENS)
-    after = gradients(model)
-    assert before[0] == after[0]
-    assert all(torch.equal(before[1][name], gradient) for name, gradient in after[1].items())
-    # By this attribute it is switched off.
-    assert hasattr(Linear4bit(64, 64), "support_avx512bf16_for_cpu")
-
-
 def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
     plain, packed = build(base, "adapter=lora"), build(base, "adapter=qlora")
     assert [name for name, _ in packed.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert trained_names(packed) == trained_names(plain)
-    shapes = {name: packed_shape(p) for name, p in packed.named_parameters()}
+    of_parameters = packed_shapes(packed)
+    shapes = {name: of_parameters.get(p) for name, p in packed.named_parameters()}
     names = {name for name, shape in shapes.items() if shape is not None}
     assert names == {name for name in shapes if name.endswith("base_layer.weight")}
     assert all(shapes[name] == tuple(plain.get_parameter(name).shape) for name in names)
     assert packed.lm_head.weight.dtype == torch.float32
 
     def numel(parameter):
-        shape = packed_shape(parameter)
-        return parameter.numel() if shape is None else torch.Size(shape).numel()
+        return torch.Size(of_parameters.get(parameter, parameter.shape)).numel()
 
     assert measure_size(packed, numel) == measure_size(plain)
+
+
+@pytest.mark.parametrize("sides", [(64, 32), (3, 3)])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_weights_held_as_floats_are_the_same(sides, precision):
+    """FSDP2 shards these; those of three rows and columns take 5 bytes, which are not a number of floats."""
+    torch.manual_seed(0)
+    layer = PackedLinear(torch.nn.Linear(*sides), Quantization.nf4)
+    inputs = torch.randn(2, sides[0])
+    with torch.no_grad(), torch.autocast("cpu", precision, enabled=precision != torch.float32):
+        before = layer(inputs)
+        assert before.dtype == precision
+        scales = hold_as_floats(layer, "cpu")
+        assert layer.weight.dtype == torch.float32
+        assert layer.quant_state.absmax.data_ptr() in {tensor.data_ptr() for tensor in scales}
+        assert packed_shapes(layer) == {layer.weight: sides[::-1]}
+        assert torch.equal(layer(inputs), before)
+
+
+def test_a_change_of_type_leaves_bytes_and_scales():
+    """As DeepSpeed changes a model's in half precision."""
+    layer = PackedLinear(torch.nn.Linear(64, 32, bias=False), Quantization.nf4)
+    inputs = torch.randn(2, 64)
+    before = layer(inputs)
+    assert torch.equal(layer.bfloat16()(inputs), before)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +95,6 @@ def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
         (["adapter.quantization=nf4"], "adapter.quantization", "without an adapter"),
         (["adapter=dora", "adapter.quantization=nf4"], "adapter.quantization", "in 4 bits"),
         (["adapter.type=ia3", "adapter.quantization=nf4"], "adapter.quantization", "in 4 bits"),
-        (["adapter=qlora", "strategy=fsdp2"], "adapter.quantization", "strategy=ddp"),
         (["adapter=qlora", "strategy=tensor"], "adapter.quantization", "strategy.tensor=1"),
         (["adapter=qlora", "adapter.quantization=nf5"], "adapter.quantization", "nf4"),
     ],

@@ -153,10 +153,6 @@ def _check_quantization(config: RunConfig) -> None:
         what = "this adapter looks at the weights that it stands beside, and they are in 4 bits"
         keys, hint = "adapter.quantization adapter.type adapter.dora", "adapter=qlora"
         raise _conflict(config, keys, what, allowed="null, or LoRA without DoRA", hint=hint)
-    if strategy.sharding is not Sharding.none:
-        what, hint = "shards of packed weights would not know their scales", "strategy=ddp, or strategy=pipeline"
-        keys = "adapter.quantization strategy.sharding"
-        raise _conflict(config, keys, what, allowed="null", hint=hint)
     for axis in ("tensor", "expert"):
         if getattr(strategy, axis) > 1:
             what, hint = f"{axis} ranks have parts of weights, and packed ones are whole", f"strategy.{axis}=1"

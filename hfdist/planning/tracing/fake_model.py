@@ -20,6 +20,7 @@ from hfdist.config.train import Precision
 from hfdist.models.blocks import checkpoint_blocks
 from hfdist.models.build import make_without_values
 from hfdist.models.loss import LossHead
+from hfdist.models.quantize import PackedLinear, check_installed, quantize_frozen
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.models.trainable import TrainableParameters
 from hfdist.strategies.base import Batch, Strategy
@@ -53,6 +54,22 @@ def make_fake_model(
     before_split(model)
     strategy.partition(model)
     return model
+
+
+def quantize_fake(model: PreTrainedModel, config: RunConfig) -> None:
+    """Put weights of 4 bits into the model where a run has them; in place, and in the FakeTensorMode it was made in.
+
+    Raises:
+        ConfigError: as the run itself would.
+    """
+    quantization = config.adapter.quantization
+    if quantization is None:
+        return
+    check_installed(quantization)
+    with unset_fake_temporarily():
+        # bitsandbytes keeps a table from its first call on, which must be no fake.
+        PackedLinear(nn.Linear(64, 1), quantization)
+    quantize_frozen(model, quantization)
 
 
 def _move_to_cpu(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ from hfdist.models.loss.chunked import CHUNK_LOGITS
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.registry import find_optimizer
 from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, StageCosts
-from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer
+from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer, quantize_fake
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
 from hfdist.strategies.gradients.reduction import local_tensor
@@ -154,6 +154,7 @@ def _trace_zero(
 
     trace = Trace(copies_gathered=device_type == "cpu")
     whole = make_fake_model(config, architecture, strategy)
+    quantize_fake(whole, config)
     loss_head = find_loss_head(config, whole, strategy, device_type)
     engine = strategy.build(whole)
     state = trace_deepspeed(
@@ -192,6 +193,7 @@ def _trace_engine(
     recorder: PipelineTrace | None = None,
 ) -> tuple[Trace, MemoryUse]:
     whole = make_fake_model(config, architecture, strategy, before_split)
+    quantize_fake(whole, config)
     loss_head = find_loss_head(config, whole, strategy, device_type)
     # What comes from whole numbers alone is known in a trace.
     with nullcontext() if recorder is None else Trace():

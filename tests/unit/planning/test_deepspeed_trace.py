@@ -62,6 +62,14 @@ def test_an_adapter_leaves_little_to_step(whole):
     assert 0 < state.optimizer < 0.2 * whole.optimizer
 
 
+def test_packed_weights_are_partitioned_as_others_are():
+    all_of_them = "strategy.deepspeed={zero_optimization: {stage3_param_persistence_threshold: 0}}"
+    qlora = ("adapter=qlora", "adapter.merge=false", "model.config.vocab_size=256")
+    whole, shared = trace("strategy=zero2", *qlora).state, trace("strategy=zero3", all_of_them, *qlora).state
+    assert shared.weights == pytest.approx(whole.weights / 2, rel=1e-3)
+    assert whole.weights < 0.5 * trace("strategy=zero2", "adapter=lora", *qlora[1:]).state.weights
+
+
 def test_a_pipeline_shares_the_state_of_a_stage(whole):
     state = trace("strategy=pipeline_zero1", "model.config.num_hidden_layers=2", world_size=4).state
     # Half of the model, of which each of two data ranks has half of the float32 masters and of two moments.
