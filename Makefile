@@ -59,7 +59,7 @@ interruptions: $(READY)  ## Stop and resume streams and runs in thousands of way
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many
 	$(BIN)/python -m tests.distributed.kills 20
 
-faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/kills.md (45 minutes).
+faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/kills.md (an hour).
 	$(BIN)/python -m pytest -n 2 -m faults
 	$(BIN)/python -m tests.distributed.fault_report docs/kills.md
 	$(BIN)/python -m tests.distributed.generator_kills docs/generators.md

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.table import RESULTS, Measure, describe_run, last_said, read_measures, remember, table, write_section
+from benchmarks.table import MEASURED, RESULTS, Measure, describe_run, last_said, read_measures, remember, table, write_section
 
 LINES = {
     "Trainer loop": "benchmarks.loop",
@@ -56,8 +56,8 @@ def main() -> None:
             except RuntimeError as error:
                 lines[name] = str(error)
                 failed.append(name)
-        if options.write:
-            lines[name] = remember(short, lines.get(name, "not in this run, nor in one before"))
+        if options.write and (name in lines or (MEASURED / f"{short}.json").is_file()):
+            lines[name] = remember(short, lines.get(name, "not in this run"))
     days = "Each row is of the day that it names; the versions of its peers stand in its own section."
     section = f"## All lines\n\n{days}\n\n{describe_run('benchmarks', 'torch')}\n\n{table(lines)}"
     sys.stdout.write(f"\n{section}\n")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from hfdist.errors import first_line
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.probing import small_model
 from hfdist.pipeline.split import split_at_blocks
@@ -34,10 +35,11 @@ def find_generation_problem(model: PreTrainedModel) -> str | None:
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            torch.manual_seed(0)
+            # torch.manual_seed would seed GPUs, too, which are not set back.
+            torch.default_generator.manual_seed(0)
             difference = _compare(model)
     except Exception as error:  # whatever a model raises that cannot be made small, or split, or has no such cache
-        return f"it cannot be tried: {type(error).__name__}"
+        return f"a small model of it cannot be tried: {first_line(error)}"
     # Not the other way around: a difference of NaN is no agreement.
     return None if difference <= BOUND else f"logits differ by {difference:.0e}"
 
@@ -62,7 +64,7 @@ def _compare(model: PreTrainedModel) -> float:
             value = stage.run(call, value)
         return [value]
 
-    found = _write(make_whole(stages, run, tell=lambda told: told), tokens)
+    found = _write(make_whole(stages, run, broadcast=lambda tokens: tokens), tokens)
     return float((found - reference).abs().max() / reference.abs().max())
 
 

@@ -329,7 +329,7 @@ class Pipeline:
     def call_whole(self, batch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> Any:
         """Call a function on a model that acts as the whole one, on all ranks of the pipeline: see `make_whole`."""
         stages = list(self.modules.values())
-        whole = make_whole(stages, lambda call: self._run_stages(call)[0], self._channel.tell)
+        whole = make_whole(stages, lambda call: self._run_stages(call)[0], self._channel.broadcast_from_last_stage)
         value = _call(call, batch, whole)
         self._channel.flush()
         return value

@@ -171,11 +171,11 @@ class P2PChannel:
         tensors = (self._receive_tensor(peer, m.shape, m.dtype).requires_grad_(m.requires_grad) for m in header.metas)
         return header.pack(tuple(tensors))
 
-    def tell(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give all ranks what the rank of the last stage has; others give one of its shape and type. A collective."""
-        told = tensor.to(self._network_device, copy=True)
-        dist.broadcast(told, group=self.group, group_src=self.rank_of_stage[-1])
-        return told.to(tensor.device)
+        buffer = tensor.to(self._network_device, copy=True)
+        dist.broadcast(buffer, group=self.group, group_src=self.rank_of_stage[-1])
+        return buffer.to(tensor.device)
 
     def flush(self) -> None:
         """Wait until everything is sent."""

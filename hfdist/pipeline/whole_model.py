@@ -21,11 +21,11 @@ from hfdist.pipeline.stage_module import StageModule, stand_in
 
 RunStages = Callable[[Callable[[PreTrainedModel], Any]], list[Any]]
 """What calls the model -> its value on the rank of the last stage, else an empty list. All ranks call it."""
-Tell = Callable[[torch.Tensor], torch.Tensor]
+Broadcast = Callable[[torch.Tensor], torch.Tensor]
 """Gives all ranks the tensor that the rank of the last stage has; it has the same shape on the others."""
 
 
-def make_whole(modules: Sequence[StageModule], run_stages: RunStages, tell: Tell) -> PreTrainedModel:
+def make_whole(modules: Sequence[StageModule], run_stages: RunStages, broadcast: Broadcast) -> PreTrainedModel:
     """Give a model that shares all tensors with the stages, and whose `generate` all ranks of a pipeline call alike.
 
     It chooses the token of the highest score, as with `do_sample=False`; logits processors run on the last stage only.
@@ -33,7 +33,7 @@ def make_whole(modules: Sequence[StageModule], run_stages: RunStages, tell: Tell
     Args:
         modules: of this rank's stages, in order.
         run_stages: runs the stages of all ranks.
-        tell: tells all ranks the tokens.
+        broadcast: gives all ranks the tokens.
     """
     first, has_logits = modules[0].model, modules[-1].is_last
     forward = _Forward([module.model for module in modules], run_stages)
@@ -41,7 +41,7 @@ def make_whole(modules: Sequence[StageModule], run_stages: RunStages, tell: Tell
     whole: Any = stand_in(first, functools.wraps(first.forward)(forward))
 
     def generate(*, logits_processor: LogitsProcessorList, **named: Any) -> Any:
-        chosen: LogitsProcessor = _Chosen(logits_processor, tell, has_logits=has_logits)
+        chosen: LogitsProcessor = _Chosen(logits_processor, broadcast, has_logits=has_logits)
         try:
             return type(whole).generate(whole, logits_processor=LogitsProcessorList([chosen]), **named)
         finally:
@@ -61,15 +61,12 @@ class _Forward:
         self._caches: dict[PreTrainedModel, DynamicCache] = {}
 
     def __call__(self, **inputs: Any) -> CausalLMOutputWithPast:
-        given = inputs.get("past_key_values")
-        if given is None:
-            # As models themselves make it.
-            given = DynamicCache(config=self._stages[0].config)
+        given = inputs["past_key_values"]
         if given is not self._given:
             others = (copy.deepcopy(given) for _ in self._stages[1:])
             self._given, self._caches = given, dict(zip(self._stages, (given, *others), strict=True))
         values = self._run_stages(partial(self._call, inputs))
-        logits = values[0].logits if values else torch.zeros(len(inputs["input_ids"]), 1, 1)
+        logits = values[0].logits if values else inputs["input_ids"].new_zeros(len(inputs["input_ids"]), 1, 1)
         return CausalLMOutputWithPast(logits=logits, past_key_values=given)
 
     def free(self) -> None:
@@ -88,7 +85,8 @@ class _Forward:
 
 def _count(cache: DynamicCache, num_before: int, tokens: torch.Tensor) -> None:
     """Let the layers of other blocks count the tokens of a forward."""
-    poison = torch.full((1, 1, tokens.shape[1], 1), torch.nan, device=tokens.device)
+    # On the CPU: only its length is read, and what is not done on a GPU takes no time there.
+    poison = torch.full((1, 1, tokens.shape[1], 1), torch.nan)
     layers: list[Any] = cache.layers
     for layer in layers:
         if layer.get_seq_length() == num_before:
@@ -98,11 +96,11 @@ def _count(cache: DynamicCache, num_before: int, tokens: torch.Tensor) -> None:
 class _Chosen(LogitsProcessor):
     """Chooses the tokens where logits are, and gives all ranks scores by which they choose the same."""
 
-    def __init__(self, processors: LogitsProcessorList, tell: Tell, *, has_logits: bool) -> None:
-        self._processors, self._tell, self._has_logits = processors, tell, has_logits
+    def __init__(self, processors: LogitsProcessorList, broadcast: Broadcast, *, has_logits: bool) -> None:
+        self._processors, self._broadcast, self._has_logits = processors, broadcast, has_logits
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         tokens: torch.Tensor = input_ids[:, -1]
         if self._has_logits:
             tokens = self._processors(input_ids, scores).argmax(-1)
-        return torch.nn.functional.one_hot(self._tell(tokens))
+        return torch.nn.functional.one_hot(self._broadcast(tokens))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from hfdist.islands.data_share import DataShare
 from hfdist.islands.outer import OuterOptimizer
 from hfdist.islands.parameter_client import GradientRecorder, ParameterClient
 from hfdist.islands.proximal import ProximalTerm
-from hfdist.watch.callback import watches_among
 from hfdist.watch.diagnosis import MEETING
 
 if TYPE_CHECKING:
@@ -70,19 +68,6 @@ class Island(TrainerCallback):
         state.global_step = int(found["step"])
         control.should_training_stop |= state.global_step >= state.max_steps
         trainer.restart_figures()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Meanwhile no rank shows progress, and nothing is trained."""
-        trainer = self._trainer
-        watches = watches_among(trainer.callback_handler.callbacks)
-        before = [watch.progress.exempt for watch in watches]
-        for watch in watches:
-            watch.progress.exempt = MEETING
-        with trainer.throughput.paused():
-            yield
-        for watch, exempt in zip(watches, before, strict=True):
-            watch.progress.exempt = exempt
 
     def _targets_of_step(self) -> float:
         """Count the targets of the step that has ended; 1 if they are not counted."""
@@ -196,7 +181,7 @@ class RoundIsland(Island):
     def _begin(self, step: int, fragment: int | None = None, *, rests: bool = False) -> None:
         assert self._rounds is not None
         weight = self._num_targets if self._config.method is IslandMethod.federated else 1.0
-        with self._waiting():
+        with self._trainer.waiting(MEETING):
             self._rounds.begin(step, fragment, weight=weight, rests=rests)
         self._num_targets = 0.0
 
@@ -205,7 +190,7 @@ class RoundIsland(Island):
         assert self._outer is not None
         trainer = self._trainer
         while True:
-            with self._waiting():
+            with self._trainer.waiting(MEETING):
                 found = self._rounds.end(lambda: self._state(state))
                 trainer.engine.after_load()
             if found is not None:
@@ -260,7 +245,7 @@ class ParameterIsland(Island):
             "optimizer": plain(server.config),
             "train.max_grad_norm": server.max_grad_norm,
         }
-        with self._waiting():
+        with self._trainer.waiting(MEETING):
             found = self._client.connect(job, state.global_step, trainer.checkpointer.progress_state())
             trainer.engine.after_load()
         if found["step"] != state.global_step:
@@ -271,7 +256,7 @@ class ParameterIsland(Island):
         assert self._client is not None
         trainer = self._trainer
         progress = trainer.checkpointer.progress_state()
-        with self._waiting():
+        with self._trainer.waiting(MEETING):
             found = self._client.exchange(state.global_step, self._recorder(), self._targets_of_step(), progress)
             trainer.engine.after_load()
         if found is not None:
@@ -280,7 +265,7 @@ class ParameterIsland(Island):
     def before_save(self) -> None:
         """Fetch what the server's optimizer keeps."""
         assert self._client is not None
-        with self._waiting():
+        with self._trainer.waiting(MEETING):
             self._client.fetch()
             self._trainer.engine.after_load()
 

@@ -6,8 +6,8 @@ weighted by tokens), or is one line that lets the engine do the step. Without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -406,6 +406,18 @@ class DistributedTrainerMixin(_Trainer):
             return
         with nullcontext() if self._lean_step is None else self._lean_step.shortcuts():
             super()._run_epoch(*args, **kwargs)
+
+    @contextmanager
+    def waiting(self, doing: str) -> Iterator[None]:
+        """Stop the clock, and let the watch know what is done meanwhile without progress: it may take long."""
+        watches = watches_among(self.callback_handler.callbacks)
+        before = [watch.progress.exempt for watch in watches]
+        for watch in watches:
+            watch.progress.exempt = doing
+        with self.throughput.paused():
+            yield
+        for watch, exempt in zip(watches, before, strict=True):
+            watch.progress.exempt = exempt
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""

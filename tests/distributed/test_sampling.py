@@ -177,6 +177,7 @@ def test_every_layout_samples_the_same(tmp_path, reference, sharding, layout):
         ("mixtral", 4, Sharding.zero1, {}),
         ("mixtral", 4, Sharding.none, {"expert": 2}),
         ("llama", 4, Sharding.none, {"tensor": 2}),
+        ("llama", 4, Sharding.fsdp2, {}),
     ],
     ids=str,
 )

@@ -74,6 +74,9 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
 
     def forward(self, batch: Batch, function: Function, hooks: TrainerHooks, *, as_whole: bool = False) -> list[Any]:
         """Run forwards through the stages."""
+        if as_whole and not self._writes_whole:
+            # Before stages are gathered for nothing.
+            return []
         if self._pipeline is None:
             with torch.no_grad():
                 self._pipeline = self._make_pipeline()

@@ -187,8 +187,8 @@ class PipelineEngine(Engine):
         # Ranks of different machines must not disagree.
         problems = gather_json(problem or find_generation_problem(self._split.model))
         problem = next((found for found in problems if found is not None), None)
-        if problem is not None:
-            logger.info("each new token is computed from all tokens before it, without a cache: %s", problem)
+        if problem is not None and dist.get_rank() == 0:
+            logger.warning("each new token is computed from all tokens before it, without a cache: %s", problem)
         return problem is None
 
     def _split_batch(self, batch: Batch) -> list[AbstractContextManager[Batch]]:

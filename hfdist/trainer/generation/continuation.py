@@ -65,7 +65,10 @@ def continue_rows(
     room = limits.room()
     rows = [list(prompt if room is None else prompt[-room:]) for prompt in prompts]
     arguments = (rows, extras or {}, forward, limits, score, topology)
-    written = (_generate_rows(*arguments) if uses_cache else []) or _recompute_rows(*arguments)
+    written = _generate_rows(*arguments) if uses_cache else []
+    if not written:
+        # Also in a pipeline whose stages cannot have a cache each, which shows in the first call.
+        written = _recompute_rows(*arguments)
     return [_up_to_end(tokens, limits) for tokens in written]
 
 

@@ -6,6 +6,7 @@ The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -18,6 +19,12 @@ _LOW = 0xFFFFFFFF
 def split_seeds(seeds: Sequence[int]) -> torch.Tensor:
     """Give the key of each seed, of which 64 bits count: int64 of shape [rows, 2]."""
     return torch.tensor([[seed & _LOW, seed >> 32 & _LOW] for seed in seeds], dtype=torch.long).reshape(-1, 2)
+
+
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, ...]:
+    # Once: a copy to a GPU waits for what the GPU does.
+    return tuple(torch.tensor(words, device=device)[:, None, None] for words in (_MULTIPLIERS, _KEY_STEPS))
 
 
 def philox(even: torch.Tensor, odd: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -34,7 +41,7 @@ def philox(even: torch.Tensor, odd: torch.Tensor, key: torch.Tensor) -> torch.Te
     Returns:
         int64 of shape [rows, counters, 4].
     """
-    multipliers, steps = (key.new_tensor(words)[:, None, None] for words in (_MULTIPLIERS, _KEY_STEPS))
+    multipliers, steps = _constants(key.device)
     for _ in range(_NUM_ROUNDS):
         # A product beyond 63 bits wraps around, and its bits stay right.
         products = even * multipliers

@@ -13,8 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from hfdist.trainer.generators.messages import connect, open_broker, pack, unpac
 from hfdist.trainer.generators.policy_files import PolicyFiles
 from hfdist.trainer.generators.processes import Processes
 from hfdist.trainer.reporting.callbacks import StepLines
-from hfdist.watch.callback import watches_among
 from hfdist.watch.diagnosis import GENERATING
 
 LEDGER = "rollouts-ledger.jsonl"
@@ -138,7 +136,7 @@ class Generators(TrainerCallback):
         self._publish(step)
         answers: _Answers = {}
         begin = time.monotonic()
-        with self._waiting():
+        with self._trainer.waiting(GENERATING):
             used = on_all_ranks(lambda: self._exchange(numbers, prompts, step, answers))
         self._wait_seconds += time.monotonic() - begin
         if self._topology.world_size > self._topology.data_size:
@@ -213,18 +211,6 @@ class Generators(TrainerCallback):
 
     def _send(self, **message: Any) -> None:
         self._socket.send(pack({"rollback": self._rollback, **message}))
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Stop the clock, and let the watch know that this may take long: the broker has a limit of its own."""
-        watches = watches_among(self._trainer.callback_handler.callbacks)
-        before = [watch.progress.exempt for watch in watches]
-        for watch in watches:
-            watch.progress.exempt = GENERATING
-        with self._trainer.throughput.paused():
-            yield
-        for watch, exempt in zip(watches, before, strict=True):
-            watch.progress.exempt = exempt
 
     def _write_down(self, step: int, used: Sequence[list[int]]) -> None:
         for group, (number, version) in enumerate(used):

@@ -99,6 +99,7 @@ from hfdist.trainer.run.summary import describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 from hfdist.trainer.trainer import RunOptions, Trainer
 from hfdist.watch.callback import Watch
+from hfdist.watch.diagnosis import SAVING
 
 logger = logging.getLogger(__name__)
 
@@ -384,7 +385,11 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
     else:
         trainer.add_callback(RankTimes(run_dir, trainer.throughput))
     topology, warm_up_steps = trainer.strategy.topology, config.strategy.num_uncompressed_steps
-    wait = trainer.checkpointer.wait
+
+    def wait() -> None:
+        with trainer.waiting(SAVING):
+            trainer.checkpointer.wait()
+
     trainer.add_callback(Traffic(topology, recorder, wait=wait, warm_up_steps=warm_up_steps))
     # The progress bar and metrics.jsonl say the same, and are easier to read.
     trainer.remove_callback(PrinterCallback)
