@@ -15,7 +15,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.table import MEASURED, RESULTS, Measure, describe_run, last_said, read_measures, remember, table, write_section
+from benchmarks.table import (
+    MEASURED,
+    RESULTS,
+    Measure,
+    describe_run,
+    last_said,
+    read_measures,
+    remember,
+    table,
+    write_section,
+)
 
 LINES = {
     "Trainer loop": "benchmarks.loop",
