@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from hfdist.child_python import restore_path, safe_path
 from hfdist.errors import BudgetError, CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -108,13 +109,15 @@ def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes
             signals_to_handle="",  # its handlers would take the place of ours
         )
         try:
-            elastic_launch(config, _run_rank)(main, arguments)
+            with safe_path() as before:
+                elastic_launch(config, _run_rank)(main, arguments, before)
         except ChildFailedError as error:
             return int(error.get_first_failure()[1].exitcode)
     return 0
 
 
-def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...], path_before: str | None) -> None:
+    restore_path(path_before)
     try:
         main(*arguments)
     except SystemExit as ended:

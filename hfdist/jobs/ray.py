@@ -33,7 +33,7 @@ def write_ray(job: Job) -> JobFiles:
         what = "the run's folder must be on a disk that all machines see"
         raise ConfigError(what, where="cluster.folder", found="null", hint="cluster.folder=/shared/work")
     # What this machine sees, the head sees; else Ray brings the program there, with this folder.
-    program = [cluster.python, str(job.path.absolute() if cluster.same_files else job.path.name)]
+    program = [cluster.python, "-P", str(job.path.absolute() if cluster.same_files else job.path.name)]
     place = "" if cluster.same_files else f"--working-dir {shlex.quote(str(job.path.parent))} "
     # Ray ends a job by force after three seconds, unless its head was started with more.
     start = f"RAY_JOB_STOP_WAIT_TIME_S={cluster.grace_seconds} ray start --head   # once, for the whole cluster"

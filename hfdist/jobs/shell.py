@@ -46,17 +46,17 @@ def node_function(job: Job) -> str:
     )
     asked = "" if cluster.interface is None else f" {shlex.quote(cluster.interface)}"
     command = [
-        f"exec {python} -m torch.distributed.run",
+        f"exec {python} -P -m torch.distributed.run",
         f'--nnodes="$nodes" --nproc-per-node={cluster.processes} --max-restarts=0',
         '--rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$id"',
         f'--rdzv-conf="{rendezvous}" --local-addr="$address"',
-        f"-m hfdist {shlex.join([job.recipe, *job.arguments])}",
+        f"--no-python {python} -P -m hfdist {shlex.join([job.recipe, *job.arguments])}",
     ]
     body = [
         'local first="$1" peer="$2" rank="$3" nodes="$4" port="$5" id="$6" is_host=0 route interface address',
         '[ "$rank" -eq 0 ] && is_host=1',
         "# Where a machine's own name leads to loopback, gloo and NCCL would not find the others.",
-        f'route=$({python} -m hfdist.jobs.address "$peer"{asked}) || return 1',
+        f'route=$({python} -P -m hfdist.jobs.address "$peer"{asked}) || return 1',
         'read -r interface address <<<"$route"',
         'export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="=$interface"',
     ]
@@ -69,7 +69,7 @@ _ONE_MACHINE = """\
 {setup}
 {node_function}
 run_dir={run_dir}
-start=$({python} -m hfdist.jobs.verdict "$run_dir") || exit 1
+start=$({python} -P -m hfdist.jobs.verdict "$run_dir") || exit 1
 start_ranks "$FIRST" "$PEER" "$NODE_RANK" {nodes} "${{PORT:-{port}}}" "$ID" &
 ranks=$!
 # Whoever ends this shell tells only this shell. The ranks save, and torchrun waits for them.
@@ -80,7 +80,7 @@ while kill -0 "$ranks" 2>/dev/null; do
     wait "$ranks"
     launcher=$?
 done
-answer=$({python} -m hfdist.jobs.verdict "$run_dir" "$start" "$launcher" {max_restarts}) || exit 1
+answer=$({python} -P -m hfdist.jobs.verdict "$run_dir" "$start" "$launcher" {max_restarts}) || exit 1
 read -r code next <<<"$answer"
 echo "hfdist: the run has ended with exit code $code, $next (torchrun: $launcher)"
 """

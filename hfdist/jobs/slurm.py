@@ -28,7 +28,7 @@ export FIRST="${{hosts[0]}}" LAST="${{hosts[-1]}}" PORT=$(({first_port} + SLURM_
 export ID="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
 
 verdict() {{
-    {verdict} -m hfdist.jobs.verdict "$run_dir" "$@"
+    {verdict} -P -m hfdist.jobs.verdict "$run_dir" "$@"
 }}
 node() {{
     {in_container}local peer="$FIRST"

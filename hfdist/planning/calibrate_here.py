@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 
+from hfdist.child_python import module
 from hfdist.config.cli.about_run import LineAboutRun
 from hfdist.errors import ResourceError
 
@@ -35,7 +35,7 @@ def run_steps(line: LineAboutRun, processes: int) -> None:
     """Run them; ResourceError: they failed."""
     with tempfile.TemporaryDirectory(prefix="hfdist-plan-") as folder:
         own = (*_STEPS, f"run.dir={folder}", f"launch.processes={processes}")
-        command = [sys.executable, "-m", "hfdist", line.recipe, *line.recipe_arguments, *own]
+        command = module("hfdist", line.recipe, *line.recipe_arguments, *own)
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         what = "the steps that were to calibrate the plan have failed"

@@ -17,7 +17,15 @@ from hfdist.errors import ResourceError
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read such a file; none: an empty list. A line cut off by a kill is left out."""
-    return [content for line in _lines_of(path) if (content := parse_line(line)) is not None]
+    return [content for _, content in read_numbered(path)]
+
+
+def read_numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read such a file with the numbers of its lines, from 1."""
+    for number, line in enumerate(_lines_of(path), 1):
+        content = parse_line(line)
+        if content is not None:
+            yield number, content
 
 
 def add_line(file: TextIO, content: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hfdist.records.lines import append_line, read_lines
+from hfdist.records.lines import append_line, read_numbered
 
 TRIALS, SETTINGS = "sweep.jsonl", "sweep.json"
 """In a sweep's folder: these lines, and what was asked when it began."""
@@ -38,6 +38,8 @@ class Trial:
     """One for each rung whose end it has reached."""
     failure: str | None = None
     """Why it does not go on; None: it has not failed."""
+    line: int | None = None
+    """In the file from which it was read, from 1; None: it has begun since then."""
 
     @property
     def value(self) -> float | None:
@@ -54,12 +56,12 @@ class TrialLog:
     """Reads the lines, leaves out those that no sweep has written, and adds new ones."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / TRIALS
+        self.path = folder / TRIALS
         self.trials: list[Trial] = []
         """By number."""
-        for line in read_lines(self._path):
+        for number, line in read_numbered(self.path):
             with suppress(KeyError, IndexError, TypeError, ValueError, OverflowError):
-                self._take(line)
+                self._take(line, number)
 
     def begin(self, values: Mapping[str, Any], parent: int | None = None) -> Trial:
         """Add a trial."""
@@ -77,15 +79,15 @@ class TrialLog:
         self._add({"trial": trial.number, "failed": failure})
 
     def _add(self, line: dict[str, Any]) -> None:
-        append_line(self._path, line)
+        append_line(self.path, line)
         self._take(line)
 
-    def _take(self, line: Mapping[str, Any]) -> None:
+    def _take(self, line: Mapping[str, Any], number: int | None = None) -> None:
         if "values" in line:
             if line["trial"] != len(self.trials):
                 raise ValueError("trials are numbered as they come")
             parent = line.get("parent")
-            trial = Trial(number=len(self.trials), values=dict(line["values"]))
+            trial = Trial(number=len(self.trials), values=dict(line["values"]), line=number)
             trial.parent = None if parent is None else self.trials[parent].number
             self.trials.append(trial)
         elif "failed" in line:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from hfdist.atomic_write import write_atomically
+from hfdist.child_python import module
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.arguments import as_command
@@ -30,6 +31,7 @@ from hfdist.jobs.cluster import GROUP as CLUSTER
 from hfdist.jobs.cluster import ClusterConfig, compose_cluster
 from hfdist.jobs.command import check_job
 from hfdist.jobs.job import Job
+from hfdist.records.lines import parse_line
 from hfdist.records.trials import SETTINGS, Trial
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.launchers.base import Launcher
@@ -139,8 +141,7 @@ def _find_cluster(
 
 def _make_launcher(sweep: Sweep, cluster: ClusterConfig | None, arguments: Sequence[str]) -> Launcher:
     if cluster is None:
-        command = [sys.executable, "-m", "hfdist", *sweep.base]
-        return LocalLauncher(command, sweep.config.slots, sweep.config.devices)
+        return LocalLauncher(module("hfdist", *sweep.base), sweep.config.slots, sweep.config.devices)
     recipe, *fixed = sweep.base
 
     def make_job(overrides: Sequence[str], path: Path) -> Job:
@@ -273,7 +274,7 @@ def keep_settings(sweep: Sweep) -> None:
     asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.base)}
     if path.is_file():
         # A key that hfdist did not have when the sweep began has its default.
-        before = plain(SweepConfig()) | json.loads(path.read_text(encoding="utf-8"))
+        before = plain(SweepConfig()) | (parse_line(path.read_bytes()) or {})
         changed = sorted(key for key in asked if asked[key] != before.get(key))
         if changed:
             raise ConfigError(

@@ -20,7 +20,7 @@ from hfdist.atomic_write import write_atomically
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.sweep import Sampler, SweepConfig
-from hfdist.errors import BudgetError, PeerError
+from hfdist.errors import BudgetError, ConfigError, PeerError
 from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
 from hfdist.records.trials import Result, Trial, TrialLog, rank_trials
 from hfdist.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
@@ -110,6 +110,8 @@ class Controller:
         self.sweep, self._launcher, self._say = sweep, launcher, say
         self._config = sweep.config
         self.log = TrialLog(sweep.folder)
+        for trial in self.log.trials:
+            self._check(trial)
         self.most = self._config.trials
         if self._config.sampler is Sampler.grid:
             self.most = min(self.most, len(sweep.space.grid()))
@@ -128,6 +130,21 @@ class Controller:
             elif self._is_begun(trial) and self._record_of(trial) is not None:
                 # It has ended while nobody looked.
                 self._note(trial, len(trial.results), None)
+
+    def _check(self, trial: Trial) -> None:
+        """Refuse a line that this sweep has not written: whoever reaches the folder may have."""
+        where = f"{self.log.path}, line {trial.line}"
+        # They become words of a command line.
+        self.sweep.space.check(trial.values, where)
+        generation = generation_of(self._config, trial.number) if self._config.sampler is Sampler.pbt else 0
+        parent = None if trial.parent is None else generation_of(self._config, trial.parent)
+        if parent not in (None, generation - 1):
+            what, found = "this sweep has written no such trial", f"parent {trial.parent}"
+            raise ConfigError(what, where=where, found=found, allowed="a trial of the generation before")
+        if len(trial.results) > rungs_of(self._config, trial.number):
+            what, found = "this trial has more results than rungs", f"{len(trial.results)} results"
+            allowed = f"{rungs_of(self._config, trial.number)} lines of trial {trial.number} with a value"
+            raise ConfigError(what, where=str(self.log.path), found=found, allowed=allowed)
 
     def stop(self) -> None:
         """Tell all trials to save and to stop, each once, and start no other ones."""
@@ -225,7 +242,7 @@ class Controller:
         try:
             aim = json.loads((self.sweep.folder_of(trial) / _AIM).read_text(encoding="utf-8"))
             return int(aim["rung"]), int(aim["start"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             # It was chosen, and not started.
             return 0, 0
 

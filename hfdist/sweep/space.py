@@ -44,6 +44,14 @@ class Dimension:
         """Give values of which each other one is between two, or is one of them."""
         return self.choices or ((int(self.low), int(self.high)) if self.is_whole else (self.low, self.high))
 
+    def has(self, value: Any) -> bool:
+        """Whether a trial may have this value, which may be one that JSON has brought."""
+        if self.choices:
+            # What stands on a trial's command line: JSON has no tuples, and a number there may be another one here.
+            return as_text(value) in map(as_text, self.choices)
+        is_number = isinstance(value, int if self.is_whole else (int, float)) and not isinstance(value, bool)
+        return is_number and self.low <= value <= self.high
+
     def holds(self, values: Mapping[str, Any]) -> bool:
         """Whether it has a part in a trial, whose other values are these."""
         return self.condition is None or as_text(values.get(self.condition[0])) == self.condition[1]
@@ -161,6 +169,28 @@ class Space:
                 if one.condition is not None:
                     values[one.condition[0]] = one.condition[1]
                 yield {key: v for key, v in values.items() if self._by_key(key).holds(values)}
+
+    def check(self, values: Mapping[str, Any], where: str) -> None:
+        """Refuse values of a trial that this space does not give.
+
+        Args:
+            values: by key.
+            where: a file and its line, which anybody may have written.
+
+        Raises:
+            ConfigError: a key is missing or too many, or a value is none of its key's.
+        """
+        due = [one for one in self.dimensions if one.holds(values)]
+        keys = [one.key for one in due]
+        wrong = [key for key in values if key not in keys] or [one.key for one in due if one.key not in values]
+        wrong += [one.key for one in due if one.key in values and not one.has(values[one.key])]
+        if wrong:
+            found = as_override(wrong[0], values[wrong[0]]) if wrong[0] in values else f"no {wrong[0]}"
+            hint = "remove the line, or the folder; or sweep in another one, by another run.name"
+            raise ConfigError(
+                "this sweep has written no such trial", where=where, found=found[:200],
+                allowed=", ".join(keys) + ", each with a value of the sweep's space", hint=hint,
+            )  # fmt: skip
 
     def _by_key(self, key: str) -> Dimension:
         return next(one for one in self.dimensions if one.key == key)

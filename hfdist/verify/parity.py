@@ -13,7 +13,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import MASTER
 from hfdist.checkpoint.regions import list_first
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM
+from hfdist.child_python import python
 from hfdist.collectives import on_rank_zero, rank
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.checks.preflight import plan_run
@@ -391,7 +391,7 @@ def _train_single(config: RunConfig, recipe: Path) -> None:
     folder = Path(config.run.dir)
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    command = [sys.executable, str(recipe), "--config-dir", str(folder), "--config-name", "config"]
+    command = python(str(recipe), "--config-dir", str(folder), "--config-name", "config")
     if config.model.trust_remote_code:
         command.append("model.trust_remote_code=true")
     environment = without_launcher(os.environ)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hfdist.child_python import python
 from hfdist.jobs.job import Job
 from hfdist.jobs.ray import write_ray
 from hfdist.sweep.launchers.base import LaunchedTrial
@@ -30,7 +30,7 @@ class RayLauncher:
         """See `Launcher`."""
         path = folder / PROGRAM
         write_ray(self._make_job(overrides, path)).write()
-        return TrialProcess.start([sys.executable, str(path)], folder, slot=slot, rung=rung, environment={})
+        return TrialProcess.start(python(str(path)), folder, slot=slot, rung=rung, environment={})
 
     def find_all(self) -> dict[Path, LaunchedTrial]:
         """See `Launcher`."""

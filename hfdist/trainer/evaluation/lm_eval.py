@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hfdist.child_python import module
 from hfdist.config.run import EvaluateConfig, RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.topology import without_launcher
@@ -71,7 +72,7 @@ def _ask(request: Mapping[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         child = subprocess.run(
-            [sys.executable, "-m", "hfdist.trainer.evaluation.lm_eval", json.dumps(request), str(answer)],
+            module("hfdist.trainer.evaluation.lm_eval", json.dumps(request), str(answer)),
             env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from hfdist.child_python import module
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.composition.compose import to_values
 from hfdist.config.run import RunConfig
@@ -100,7 +100,7 @@ class Generators(TrainerCallback):
             first_device=self._topology.world_size,
         )
         settings.write(sockets / "settings.json", to_values(self._config))
-        command = [sys.executable, "-m", __package__, str(sockets / "settings.json")]
+        command = module(__package__, str(sockets / "settings.json"))
         self._processes = Processes(self._task.generators, command, self._folder)
         return str(sockets)
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from hfdist.child_python import python
 from hfdist.config.hardware import Hardware
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
@@ -170,7 +171,8 @@ def _start(connection: Connection) -> int:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     silent = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in range(3)]
     handed = (os.POSIX_SPAWN_DUP2, connection.fileno(), _CONNECTION)
-    return os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment, file_actions=[*silent, handed])
+    command = python("-c", code)
+    return os.posix_spawn(command[0], command, environment, file_actions=[*silent, handed])
 
 
 def make_received(descriptor: int) -> None:

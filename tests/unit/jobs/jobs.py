@@ -50,9 +50,9 @@ NEEDED = {
 # Notes the arguments and variables of torchrun, and ends as it is told; other modules are the real ones.
 _PYTHON = f"""#!{sys.executable} -S
 import json, os, sys
-if sys.argv[1:3] == ["-m", "torch.distributed.run"]:
+if sys.argv[1:4] == ["-P", "-m", "torch.distributed.run"]:
     with open(os.environ["NOTES"], "a") as file:
-        file.write(json.dumps([sys.argv[3:], dict(os.environ)]) + "\\n")
+        file.write(json.dumps([sys.argv[4:], dict(os.environ)]) + "\\n")
     os.path.exists("ENDED") and os.replace("ENDED", os.path.join(os.environ["RUN_DIR"], "run.json"))
     sys.exit(1)
 os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])

@@ -1,6 +1,7 @@
 """A sweep whose controller or trials are killed at any moment ends as one that nobody disturbed."""
 
 import io
+import json
 import multiprocessing
 import os
 import random
@@ -15,8 +16,9 @@ from rich.console import Console
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import compose_sweep
+from hfdist.errors import ConfigError
 from hfdist.records import METRICS, read_lines, read_run
-from hfdist.records.trials import TrialLog
+from hfdist.records.trials import Result, TrialLog
 from hfdist.sweep import live
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.launchers.local import LocalLauncher, TrialProcess
@@ -316,3 +318,33 @@ def test_a_trial_that_is_ended_from_outside_goes_on(tmp_path, exit_code):
     assert [trial.failure for trial in book.trials] == [None]
     assert [result.step for result in book.trials[0].results] == [3]
     assert "was killed, and goes on" in (tmp_path / "lines").read_text()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"trial": 1, "values": {"optimizer.lr": 0.01, "report.alert_command": "touch mark"}},
+        {"trial": 1, "values": {"optimizer.lr": 2}},
+        {"trial": 1, "values": {}},
+        {"trial": 1, "values": {"optimizer.lr": 0.01}, "parent": 0},
+    ],
+)
+def test_a_line_that_the_sweep_has_not_written_is_refused_before_anything_starts(tmp_path, line):
+    sweep = make_sweep(tmp_path, "asha", "trials=9")
+    TrialLog(tmp_path).begin({"optimizer.lr": 0.02})
+    with TrialLog(tmp_path).path.open("a") as file:
+        file.write(f"torn{json.dumps(line)}\n{json.dumps(line)}\n")
+    with pytest.raises(ConfigError, match="no such trial") as caught:
+        Controller(sweep, make_launcher(sweep), print)
+    assert caught.value.where == f"{tmp_path / 'sweep.jsonl'}, line 3"
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.jsonl"]
+
+
+def test_results_beyond_the_last_rung_are_refused(tmp_path):
+    sweep = make_sweep(tmp_path, "asha", "trials=9")
+    trial = TrialLog(tmp_path).begin({"optimizer.lr": 0.02})
+    log = TrialLog(tmp_path)
+    for _ in range(4):
+        log.reach(log.trials[trial.number], Result(step=5, tokens=5, value=1.0))
+    with pytest.raises(ConfigError, match="more results than rungs"):
+        Controller(sweep, make_launcher(sweep), print)

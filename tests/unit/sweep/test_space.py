@@ -1,5 +1,7 @@
 """What varies: read as Hydra writes it, and refused where no run could take it."""
 
+import json
+
 import pytest
 
 from hfdist.config.composition.overrides import COMMAND_LINE
@@ -99,3 +101,34 @@ def test_a_condition_must_be_able_to_hold():
 def test_values_are_written_as_overrides():
     texts = [as_override("a", value) for value in (True, None, 0.1 + 0.2, 1e-5, 3, "x", [1, 2])]
     assert texts == ["a=true", "a=null", "a=0.3", "a=1e-05", "a=3", "a=x", "a=[1,2]"]
+
+
+WRITTEN = ("optimizer.lr=interval(1e-4,1e-2)", "optimizer.warmup_steps=int(interval(0,8))", "strategy=ddp,zero1",
+           "adapter.targets=[q_proj,v_proj],[k_proj]", "optimizer.eps=1e-8,1e-6 if strategy=ddp")  # fmt: skip
+TARGETS = ["q_proj", "v_proj"]
+RIGHT = {"optimizer.lr": 1e-3, "optimizer.warmup_steps": 0, "strategy": "zero1", "adapter.targets": TARGETS}
+
+
+def test_the_values_of_a_written_line_are_some_that_the_space_gives():
+    space = Space([dimension(text) for text in WRITTEN])
+    for values in (RIGHT, RIGHT | {"optimizer.lr": 0.01}, RIGHT | {"strategy": "ddp", "optimizer.eps": 1e-6}):
+        space.check(json.loads(json.dumps(values)), "sweep.jsonl, line 3")
+    for changed in (
+        {"report.alert_command": "touch mark"},
+        {"model.trust_remote_code": True},
+        {"optimizer.lr": 3},
+        {"optimizer.lr": "1e-3"},
+        {"optimizer.lr": True},
+        {"optimizer.lr": float("nan")},
+        {"optimizer.lr": 10**400},
+        {"optimizer.warmup_steps": 1.5},
+        {"strategy": "zero1 report.alert_command=x"},
+        {"strategy": {"zero1": 1}},
+        {"strategy": None},
+        {"adapter.targets": ["v_proj", "q_proj"]},
+        {"strategy": "ddp"},
+        {"optimizer.eps": 1e-6},
+    ):
+        with pytest.raises(ConfigError, match="no such trial") as caught:
+            space.check(RIGHT | changed, "sweep.jsonl, line 3")
+        assert caught.value.where == "sweep.jsonl, line 3"
