@@ -67,6 +67,7 @@ class ModelConfig:
     gguf_file: str | None = None
     type: str | None = None
     init: Init = Init.random
+    allow_missing: bool = False
     dtype: Dtype = Dtype.auto
     attention: Attention = Attention.auto
     loss: Loss = Loss.auto

@@ -1,7 +1,7 @@
 """Models and tokenizers of transformers: from the Hub, a folder, or random weights."""
 
 from hfdist.models.architecture import check_fields, find_architecture, fit_vocabulary
-from hfdist.models.build import build_model
+from hfdist.models.build import build_model, check_weights
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.models.trainable import TrainableParameters
 
@@ -9,6 +9,7 @@ __all__ = [
     "TrainableParameters",
     "build_model",
     "check_fields",
+    "check_weights",
     "find_architecture",
     "fit_vocabulary",
     "load_tokenizer",

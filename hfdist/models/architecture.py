@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,16 +84,29 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
     if is_random and "vocab_size" not in config.config and (is_trained_for_it or text.vocab_size < size):
         text.vocab_size = size
     if text.vocab_size < size:
-        raise ConfigError(
-            "the tokenizer has more tokens than the model has embeddings",
-            where="model.config.vocab_size",
-            found=f"{text.vocab_size} embeddings, {size} tokens",
-            allowed=f">= {size}",
-            hint=f"model.config.vocab_size={size}, or the model's own tokenizer: model.tokenizer.name={config.name}",
-        )
+        what = "the tokenizer has more tokens than the model has embeddings"
+        where, hint = "model.config.vocab_size", f"model.config.vocab_size={size}"
+        if not is_random and "vocab_size" in config.config:
+            hint = "without model.config.vocab_size: it is that of the model's files"
+        elif not is_random:
+            # Its embeddings are in a file, so that another number of them is another model.
+            where, hint = "model.tokenizer.name", _give_embeddings(config, size)
+        found = f"{text.vocab_size} embeddings, {size} tokens"
+        raise ConfigError(what, where=where, found=found, allowed=f">= {size} embeddings", hint=hint)
     if is_random:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(architecture, name, getattr(tokenizer, name))
+
+
+def _give_embeddings(config: ModelConfig, size: int) -> str:
+    """Say how a model with more embeddings is made of this one and its tokenizer: a command, and what to start then."""
+    code = (
+        "from transformers import AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer; "
+        f"model = Model.from_pretrained({config.name!r}, dtype='auto'); model.resize_token_embeddings({size}); "
+        "model.save_pretrained('resized'); "
+        f"Tokenizer.from_pretrained({config.tokenizer.name!r}).save_pretrained('resized')"
+    )
+    return f"python -c {shlex.quote(code)}, then model.name=resized; or a tokenizer of no more tokens"
 
 
 def _named(config: ModelConfig) -> PreTrainedConfig:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +20,14 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from hfdist.config.model import Dtype, Init, ModelConfig
-from hfdist.config.task import SCORE
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import quantize_frozen
 from hfdist.models.trainable import TrainableParameters
+from hfdist.models.weight_names import NameDifferences, read_names
 
+logger = logging.getLogger(__name__)
 _WHOLE = Partitioning()
 
 
@@ -51,7 +54,8 @@ def build_model(
         scores: it gives one score, and not the next token; the layer for that is drawn where the file has none.
 
     Raises:
-        ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here.
+        ConfigError: the pretrained weights cannot be read or are of another model, or transformers refuses the
+            architecture here.
     """
     trained = trained or TrainableParameters()
     _check_not_quantized(architecture)
@@ -62,6 +66,41 @@ def build_model(
     if trained.adapter.quantization is not None:
         quantize_frozen(model, trained.adapter.quantization, layout)
     return model
+
+
+def check_weights(
+    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, *, scores: bool = False
+) -> None:
+    """Compare the names and shapes in the files of a pretrained model with the model's own; see `build_model`.
+
+    The answer is that of all layouts, and costs no more than the headers: call it before there is a process group, and
+    before transformers is told of ZeRO-3, in which it sees missing names alone.
+
+    Raises:
+        ConfigError: they differ, and `model.allow_missing` does not let them.
+    """
+    if config.init is Init.random:
+        return
+    _check_not_quantized(architecture)
+    assert config.name is not None  # checked with the config
+    how = {"config": copy.deepcopy(architecture), "dtype": "auto", **_safely(config)}
+    names = read_names(_auto_class(scores), config.name, where="model.name", scores=scores, **how)
+    _check_names(names, config, trained)
+
+
+def _check_names(names: NameDifferences, config: ModelConfig, trained: TrainableParameters) -> None:
+    # What an adapter leaves holds nothing of the model beside it, which would be drawn anew by whoever opens it.
+    is_lost = trained.adapter.is_used and bool(names.missing)
+    hint = "model.allow_missing=true, which draws what is missing at random, and leaves out what is unexpected"
+    if is_lost:
+        hint = "adapter=none, or a model that is whole: who opens the adapter could not have what is drawn here"
+    name = trained.base.name or config.name
+    names.check(where="model.name", name=str(name), allowed=config.allow_missing and not is_lost, hint=hint)
+
+
+def _safely(config: ModelConfig) -> dict[str, Any]:
+    # A .bin file is a pickle, which can run code: only safetensors are read.
+    return {"use_safetensors": True, "revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
 def make_without_values(
@@ -122,16 +161,16 @@ def _read(
             config.name,
             output_loading_info=True,
             config=architecture,
-            revision=config.revision,
             # As in the file, so that its pages are mapped and only those of this rank's part are ever read. The type
             # of a model that is partitioned already cannot be changed.
             dtype=dtype if is_partitioned else "auto",
-            # A .bin file is a pickle, which can run code: only safetensors are read.
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
+            **_safely(config),
         )
-    if scores and any(name.startswith(f"{SCORE}.") for name in about["missing_keys"]):
-        initialize_by_name(model, seed, layout, only=SCORE)
+    names = NameDifferences.of(about, model, scores=scores)
+    _check_names(names, config, trained)
+    if names.missing or names.unexpected:
+        logger.warning("model.allow_missing: %s", names)
+    _draw_missing(model, about["missing_keys"], dtype, seed, layout)
     if trained.reads_weights and not is_partitioned:
         nn.Module.to(model, dtype)
     trained.choose(model, seed=seed, layout=layout)
@@ -140,6 +179,19 @@ def _read(
         with trained.kept_in_float32(model):
             nn.Module.to(model, dtype)
     return model
+
+
+def _draw_missing(
+    model: PreTrainedModel, missing: Collection[str], dtype: torch.dtype, seed: int, layout: Partitioning
+) -> None:
+    """Give the weights that no file holds the values that random weights of this seed would have."""
+    drawn = {name for name, _ in model.named_parameters(remove_duplicate=False)} & set(missing)
+    for name in drawn if not layout.partitions_in_constructor else ():
+        # Before they are drawn: the type of a file may be another than that of the run, and round them.
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.to(dtype)
+    if drawn:
+        initialize_by_name(model, seed, layout, only=drawn)
 
 
 def _check_not_quantized(architecture: PreTrainedConfig) -> None:
@@ -164,29 +216,36 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 @torch.no_grad()
 def initialize_by_name(
-    model: PreTrainedModel, seed: int, layout: Partitioning = _WHOLE, *, only: str | None = None
+    model: PreTrainedModel, seed: int, layout: Partitioning = _WHOLE, *, only: Collection[str] | None = None
 ) -> None:
     """Give every parameter of `model` the random value that its name and `seed` determine, in place.
 
-    `only`: those of the module of this name.
+    `only`: those of these names; the others keep their values.
 
     Leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied. All ranks call
     it where the layout partitions parameters in the constructor.
     """
     initialized: set[int] = set()
+    chosen = None if only is None else {id(model.get_parameter(name)) for name in only}
     for name, module, owner in _children_first("", model, model):
-        if only is not None and name != only:
-            continue
         own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in initialized]
         # A rule may also reach into direct children, as GPT-2's does for its residual projections.
         reachable = own + [p for child in module.children() for p in child.parameters(recurse=False)]
+        kept = [] if chosen is None else [parameter for parameter in reachable if id(parameter) not in chosen]
+        if chosen is not None and len(kept) == len(reachable):
+            continue
         # A tied head comes after its embedding and must not draw it again under another name.
         is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
         # What has no parameters itself may have a rule for its children's.
         holders = [module] if module._parameters else [child for child in module.children() if child._parameters]
         if is_tied_alias or (holders and all(map(is_on_other_stage, holders))):
             continue
-        with layout.gathered(reachable, writes=True), _on_cpu_in_float32(reachable), torch.random.fork_rng():
+        with (
+            layout.gathered(reachable, writes=True),
+            _drawing_anew([] if chosen is None else reachable, kept),
+            _on_cpu_in_float32(reachable),
+            torch.random.fork_rng(),
+        ):
             torch.manual_seed(_key(seed, name))
             owner._init_weights(module)
         initialized.update(id(parameter) for parameter in own)
@@ -205,6 +264,18 @@ def _children_first(
     for child_name, child in module.named_children():
         yield from _children_first(f"{name}.{child_name}" if name else child_name, child, owner)
     yield name, module, owner
+
+
+@contextmanager
+def _drawing_anew(read: list[nn.Parameter], kept: list[nn.Parameter]) -> Iterator[None]:
+    """Let a rule draw all that it would, so that it draws the same for each, and put `kept` back."""
+    values = [parameter.detach().clone() for parameter in kept]
+    for parameter in read:
+        # Private: transformers' rules leave out what is marked so, as what was read is.
+        parameter._is_hf_initialized = False  # type: ignore[attr-defined]
+    yield
+    for parameter, value in zip(kept, values, strict=True):
+        parameter.data.copy_(value)
 
 
 @contextmanager

@@ -429,6 +429,9 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
         raise ConfigError(
             "the package gguf is missing, which reads this file", where=key, found=file, hint="pip install gguf"
         )
+    if re.search(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", file.name):
+        hint = "merge them first: llama-gguf-split --merge FIRST_PART MERGED.gguf"
+        raise ConfigError("this is a part of a split file", where=key, found=file, hint=hint)
     # Another version of transformers reads the file anew.
     status = file.stat()
     words = f"{_GGUF_FORMAT} {transformers.__version__} {status.st_size} {status.st_mtime_ns}"
@@ -457,15 +460,12 @@ def _write_gguf(file: Path, folder: Path, key: str) -> None:
             file.parent, gguf_file=file.name, dtype="float32", output_loading_info=True
         )
     model, found = loaded
-    if found["missing_keys"]:
-        raise ConfigError(
-            "the file does not hold all weights of the model",
-            where=key,
-            found=f"{file}, without {', '.join(sorted(found['missing_keys'])[:3])}, ...",
-            hint="a part of a split file: merge them first (llama-gguf-split --merge)",
-        )
     # The weights are no longer quantized, and are not saved as long as the model says so.
     model.config.__dict__.pop("quantization_config", None)
     del model.hf_quantizer
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    # What the file lacks has random values here: whether that may be is asked where the folder is read.
+    missing = found["missing_keys"]
+    model.save_pretrained(
+        folder, state_dict={name: value for name, value in model.state_dict().items() if name not in missing}
+    )

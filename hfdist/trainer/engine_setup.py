@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.routers import leave_out_router_loss
+from hfdist.models.weight_names import read_names
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.optimizers import OwnOptimizer
@@ -71,7 +72,7 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
         )
     # A recipe has started it already; from Python nobody else would.
     strategy.start()
-    arguments = arguments | _whole_model(kind, arguments)
+    arguments = arguments | _whole_model(kind, arguments, strategy)
     check_trl_arguments(kind, arguments, strategy)
     arguments = with_adapter(arguments, kind, strategy)
     optimizer, _ = arguments.get("optimizers") or (None, None)
@@ -161,7 +162,7 @@ def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any])
     raise ConfigError(what, where=f"{kind.__name__}(...)", found=found, hint="model=..., args=..., and so on")
 
 
-def _whole_model(kind: type, arguments: dict[str, Any]) -> dict[str, Any]:
+def _whole_model(kind: type, arguments: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
     """The model itself, that of `model_init`, or the one of this name where a name can only mean a causal model."""
     model, model_init = arguments.get("model"), arguments.get("model_init")
     if model is None and model_init is not None:
@@ -173,6 +174,9 @@ def _whole_model(kind: type, arguments: dict[str, Any]) -> dict[str, Any]:
         fields |= getattr(arguments["args"], "model_init_kwargs", None) or {}
         # A .bin file is a pickle, which can run code; and where the model goes is the strategy's business.
         fields |= {"use_safetensors": True, "device_map": None}
+        with strategy.without_partitioning(arguments["args"]):
+            names = read_names(AutoModelForCausalLM, model, where="model", **fields)
+        names.check(where="model", name=model, hint="the model itself in place of its name, if it is meant to be so")
         with reading_from_hub("model", model):
             return {"model": AutoModelForCausalLM.from_pretrained(model, **fields)}
     if not isinstance(model, nn.Module):

@@ -1,5 +1,8 @@
 """Models: architecture and tokenizer fit together, documents do not see each other, FLOPs add up."""
 
+import copy
+import shlex
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -127,6 +130,25 @@ class TestPretrained:
         config = ModelConfig(name=str(tmp_path), init=Init.pretrained)
         with pytest.raises(ConfigError, match=r"model\.name"):
             build_model(config, load_architecture(config, tokenizer, sequence_length=16), seed=0)
+
+    def test_more_tokens_than_embeddings_and_the_command_that_mends_it(self, tokenizer, tmp_path, monkeypatch):
+        larger, folder = copy.deepcopy(tokenizer), tmp_path / "it's a model"
+        larger.add_tokens(["<extra>", "<more>"])
+        random_model(tokenizer).save_pretrained(folder)
+        larger.save_pretrained(folder)
+        named = {"init": Init.pretrained, "tokenizer": TokenizerConfig(name=str(folder))}
+        with pytest.raises(ConfigError) as caught:
+            load_architecture(ModelConfig(name=str(folder), **named), larger, sequence_length=16)
+        assert "vocab_size" not in str(caught.value)
+        words = shlex.split(caught.value.hint)
+        assert words[:2] == ["python", "-c"]
+        monkeypatch.chdir(tmp_path)
+        exec(words[2].removesuffix(","), {})
+        resized = ModelConfig(name="resized", **named)
+        build_model(resized, load_architecture(resized, larger, sequence_length=16), seed=0)
+        smaller = ModelConfig(name=str(folder), config={"vocab_size": 100}, **named)
+        with pytest.raises(ConfigError, match=r"without model\.config\.vocab_size"):
+            load_architecture(smaller, larger, sequence_length=16)
 
     def test_dtype_of_the_weights(self, tokenizer):
         config = ModelConfig(type="llama", config=TINY, dtype=Dtype.bfloat16)

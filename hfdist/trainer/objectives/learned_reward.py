@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -24,11 +22,13 @@ from hfdist.data.tokenization.encoders import Encoder
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.weight_names import read_names
 from hfdist.rewards import Generation
 from hfdist.trainer.objectives.reward import token_scores
 
 _KEY = "task.reward_model"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SAFELY: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
 _ALLOWED = "the folder of a model for sequence classification with one label, in safetensors"
 _HINT = f"{_KEY}=RUN/model, of a run with task=reward and without an adapter"
 
@@ -40,22 +40,18 @@ def check_reward_model(path: str) -> None:
         ConfigError: the folder holds no model in safetensors, or one without a layer that gives one score.
     """
     folder = Path(path).expanduser()
-    weights = next((folder / name for name in (_SINGLE, _INDEX) if (folder / name).is_file()), None)
-    for missing, is_there in (("config.json", (folder / "config.json").is_file()), (_SINGLE, weights is not None)):
-        if not is_there:
-            what, found = "the folder holds no reward model", f"{path}, without {missing}"
-            raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
-    assert weights is not None
+    is_there = {"config.json": (folder / "config.json").is_file()}
+    is_there[_SINGLE] = (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
+    for missing in (file for file, there in is_there.items() if not there):
+        what, found = "the folder holds no reward model", f"{path}, without {missing}"
+        raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
     with reading_from_hub(_KEY, path):
         num_labels = AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels
-        if weights.name == _INDEX:
-            names = set(json.loads(weights.read_text()).get("weight_map", {}))
-        else:
-            with safe_open(weights, framework="pt") as file:
-                names = set(file.keys())
-    if f"{SCORE}.weight" not in names:
+    names = read_names(AutoModelForSequenceClassification, folder, where=_KEY, **_SAFELY)
+    if any(name.startswith(f"{SCORE}.") for name in names.missing):
         what, found = "the model has no layer that scores an answer", f"{path}, without {SCORE}.weight"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
+    names.check(where=_KEY, name=path, hint=_HINT)
     if num_labels != 1:
         what, found = "the model tells classes apart, and gives no score", f"{path}, of {num_labels} labels"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
@@ -88,9 +84,7 @@ class LearnedReward:
         arguments = self._arguments
         dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
         with reading_from_hub(_KEY, str(self._folder)), self._layout.without_partitioning(arguments):
-            model: Any = AutoModelForSequenceClassification.from_pretrained(
-                self._folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
-            )
+            model: Any = AutoModelForSequenceClassification.from_pretrained(self._folder, dtype=dtype, **_SAFELY)
         if model.config.pad_token_id is None:
             # It asks for it, though what fills rows up stands behind the token that is read.
             model.config.pad_token_id = 0

@@ -50,7 +50,7 @@ from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_store import find_slots
-from hfdist.models import TrainableParameters, build_model, find_architecture, fit_vocabulary
+from hfdist.models import TrainableParameters, build_model, check_weights, find_architecture, fit_vocabulary
 from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
 from hfdist.models.float8 import use_float8
@@ -207,10 +207,11 @@ class Run:
             check_push(config.export)
 
     def start_ranks(self) -> None:
-        """Download the weights, then make TrainingArguments, which start the process group."""
+        """Download the weights and check their names, then make TrainingArguments, which start the process group."""
         self._own_plan = begin_plan(self._here, self.architecture, self.topology)
         # Before the process group exists: in it, the other ranks would wait for the download.
         self._fetch_weights()
+        check_weights(self._here.model, self.architecture, TrainableParameters.of(self.config), scores=self._scores)
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
 

@@ -85,6 +85,12 @@ class TestMistakes:
         assert "cannot be read" in self.refused(cut, tmp_path)
         assert not list((tmp_path / "gguf").glob("*/config.json"))
 
+    def test_weights_that_are_not_there(self, model_folder, tmp_path):
+        file = write_gguf(model_folder, tmp_path / "less.gguf", without="blk.1.ffn_up.weight")
+        assert "missing: 1 (model.layers.1.mlp.up_proj.weight)" in self.refused(file, tmp_path)
+        part = file.rename(tmp_path / "less-00002-of-00003.gguf")
+        assert "llama-gguf-split --merge" in self.refused(part, tmp_path)
+
     def test_the_package_is_missing(self, gguf_file, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "gguf", None)
         assert "pip install gguf" in self.refused(gguf_file, tmp_path)

@@ -26,8 +26,8 @@ _NAMES = {
 }
 
 
-def write_gguf(folder: Path, file: Path) -> Path:
-    """Write the Llama in `folder` with its byte-level BPE, unquantized."""
+def write_gguf(folder: Path, file: Path, *, without: str | None = None) -> Path:
+    """Write the Llama in `folder` with its byte-level BPE, unquantized, and without one weight."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
     writer = GGUFWriter(file, "llama")
@@ -50,6 +50,8 @@ def write_gguf(folder: Path, file: Path) -> Path:
             rows = rows.reshape(heads[kind], 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
+        if name == without:
+            continue
         writer.add_tensor(name, np.ascontiguousarray(rows))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -1,0 +1,129 @@
+"""Whether the files of a model hold the weights that it has: told from their headers, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from hfdist.config.task import SCORE
+from hfdist.errors import ConfigError
+from hfdist.models.hub_client import reading_from_hub
+
+_HEAD = f"{SCORE}."
+
+
+@dataclass(frozen=True)
+class NameDifferences:
+    """How the names in a model's files differ from the model's own, once transformers has converted and tied them."""
+
+    missing: tuple[str, ...]
+    """Weights of the model that no file holds."""
+    unexpected: tuple[str, ...]
+    """Weights in the files that the model does not have."""
+    reshaped: tuple[str, ...] = ()
+    """Weights of other shapes, each with that in the file and the model's."""
+
+    @classmethod
+    def of(cls, about: Mapping[str, Any], model: Any, *, scores: bool = False) -> NameDifferences:
+        """Take them from what `from_pretrained` says with `output_loading_info`.
+
+        Args:
+            about: its second value. It lacks what transformers itself deems fine.
+            model: its first value.
+            scores: the model gives one score: its layer for that is new, and the head for tokens is left out.
+        """
+        missing, unexpected = sorted(about["missing_keys"]), sorted(about["unexpected_keys"])
+        if scores:
+            missing = [name for name in missing if not name.startswith(_HEAD)]
+            unexpected = [name for name in unexpected if name.startswith(f"{model.base_model_prefix}.")]
+        shapes = sorted(about["mismatched_keys"])
+        reshaped = tuple(f"{name}: {list(there)}, not {list(here)}" for name, there, here in shapes)
+        return cls(tuple(missing), tuple(unexpected), reshaped)
+
+    def check(self, *, where: str, name: str, allowed: bool = False, hint: str | None = None) -> None:
+        """Raise a ConfigError where there are any.
+
+        Args:
+            where: the key that names the model.
+            name: the model, as the user named it.
+            allowed: missing and unexpected names may be; other shapes are refused all the same.
+            hint: what else may be done.
+        """
+        if self.reshaped:
+            what = f"{len(self.reshaped)} of its weights have other shapes than those of the model"
+            hint = "without model.config.*, the architecture is the one in its config.json"
+            raise ConfigError(what, where=where, found=(name, *_first(self.reshaped)), hint=hint)
+        if allowed or not (self.missing or self.unexpected):
+            return
+        raise ConfigError(
+            "the weights in its files are not those of the model",
+            where=where,
+            found=(
+                name,
+                f"missing: {len(self.missing)}{_listed(self.missing)}",
+                f"unexpected: {len(self.unexpected)}{_listed(self.unexpected)}",
+            ),
+            allowed="the names that the model's class has, as save_pretrained writes them",
+            hint=hint,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.missing)} missing weights are drawn{_listed(self.missing)}; "
+            f"{len(self.unexpected)} unexpected ones are left out{_listed(self.unexpected)}"
+        )
+
+
+def read_names(kind: Any, name: str | Path, *, where: str, scores: bool = False, **fields: Any) -> NameDifferences:
+    """Let transformers open the files of a model, and read nothing but their headers.
+
+    Args:
+        kind: one of transformers' auto classes.
+        name: the model's folder or Hub id.
+        where: the key that names it, for messages.
+        scores: see `NameDifferences.of`.
+        fields: of `from_pretrained`.
+
+    Raises:
+        ConfigError: the files cannot be read.
+        ResourceError: the Hub does not answer.
+    """
+    # On the meta device a tensor has no values: those of the mapped files are never touched.
+    given = fields | {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with reading_from_hub(where, str(name)), _quietly():
+        try:
+            model, about = kind.from_pretrained(name, **given)
+        except RuntimeError as error:
+            if "conversion" not in str(error):
+                raise
+            what = "transformers cannot put the weights in its files together: some are missing, or of other shapes"
+            hint = "a file of every expert, and of every part of a weight that the model's class has whole"
+            raise ConfigError(what, where=where, found=name, hint=hint) from error
+    return NameDifferences.of(about, model, scores=scores)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' table of names, and without a second bar."""
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bar:
+            logging.enable_progress_bar()
+
+
+def _first(items: Collection[str]) -> list[str]:
+    return list(items)[:3]
+
+
+def _listed(names: Collection[str]) -> str:
+    return f" ({', '.join(_first(names))}{', ...' if len(names) > 3 else ''})" if names else ""
