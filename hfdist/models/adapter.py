@@ -244,13 +244,25 @@ def add_adapter(
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         try:
-            model.add_adapter(peft_config, NAME)
+            inject_adapter(model, peft_config, NAME)
         except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
             raise refusal(error, "adapter.*") from error
     peft_config.base_model_name_or_path, peft_config.revision = base.name, base.revision
     _check_not_shared(model, "adapter.arguments")
     if config.path is not None:
         _load(model, config.path)
+
+
+def inject_adapter(model: PreTrainedModel, peft_config: Any, name: str) -> None:
+    """Put an adapter into a model in place, active, as `PreTrainedModel.add_adapter` does.
+
+    PEFT's own function: transformers 5.24 refuses the PEFT that works with it.
+    """
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(peft_config, model, name)
+    # By this transformers' Trainer and `save_pretrained` know that there is one.
+    model._hf_peft_config_loaded = True
 
 
 def wrap_model(model: PreTrainedModel, peft_config: Any, *, seed: int, layout: Partitioning) -> Any:

@@ -19,6 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfdist.pipeline.stage_module import StageModule, stand_in
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What forwards and their outputs call the cache: `cache` from transformers 5.24 on."""
 RunStages = Callable[[Callable[[PreTrainedModel], Any]], list[Any]]
 """What calls the model -> its value on the rank of the last stage, else an empty list. All ranks call it."""
 Broadcast = Callable[[torch.Tensor], torch.Tensor]
@@ -61,13 +63,13 @@ class _Forward:
         self._caches: dict[PreTrainedModel, DynamicCache] = {}
 
     def __call__(self, **inputs: Any) -> CausalLMOutputWithPast:
-        given = inputs["past_key_values"]
+        given = inputs[CACHE]
         if given is not self._given:
             others = (copy.deepcopy(given) for _ in self._stages[1:])
             self._given, self._caches = given, dict(zip(self._stages, (given, *others), strict=True))
         values = self._run_stages(partial(self._call, inputs))
         logits = values[0].logits if values else inputs["input_ids"].new_zeros(len(inputs["input_ids"]), 1, 1)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=given)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: given})
 
     def free(self) -> None:
         """Free all keys and values."""
@@ -77,7 +79,7 @@ class _Forward:
         cache = self._caches[stage]
         num_before = cache.get_seq_length()
         try:
-            return stage(**inputs | {"past_key_values": cache})
+            return stage(**inputs | {CACHE: cache})
         finally:
             # Also where the forward ends behind the blocks of the stage.
             _count(cache, num_before, inputs["input_ids"])

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import broadcast, gather_json
 from hfdist.errors import ConfigError
+from hfdist.models.adapter import inject_adapter
 from hfdist.models.probing import small_model
 from hfdist.strategies.experts import make_expert_plan, spread_experts
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
@@ -182,7 +183,7 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
 def _make_small(model: PreTrainedModel) -> PreTrainedModel:
     small = small_model(model)
     for name, adapter in getattr(model, "peft_config", {}).items():
-        small.add_adapter(copy.deepcopy(adapter), name)
+        inject_adapter(small, copy.deepcopy(adapter), name)
     return small
 
 
