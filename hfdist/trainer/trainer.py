@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from hfdist.checkpoint import Keep, Replicas, restore_random_state
-from hfdist.collectives import gather_json
+from hfdist.collectives import gather_json, on_rank_zero
 from hfdist.config.islands import IslandsConfig
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, DataError
@@ -566,18 +566,21 @@ class DistributedTrainerMixin(_Trainer):
             super()._save_checkpoint(model, trial)
             return
         with self.throughput.paused():
-            self.checkpointer.save()
-            if self.checkpointer.is_awaited():
+            folder = self.checkpointer.save()
+            if self.args.push_to_hub or self.checkpointer.is_awaited():
                 self.checkpointer.wait()
+            if self.args.push_to_hub:
+                on_rank_zero(partial(self._push_from_checkpoint, str(folder)))
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
         if self.engine is None:
-            super().save_model(*args, **kwargs)
+            super().save_model(output_dir, _internal_call)
             return
-        output_dir = kwargs.get("output_dir", args[0] if args else None)
         with self._optimizers.evaluating(self.engine):
             self.checkpointer.export(Path(str(output_dir or self.args.output_dir)))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # With an engine, weights are read together with the optimizer's state, once both exist.

@@ -11,6 +11,7 @@ from hfdist.errors import ResourceError
 from hfdist.testing import run_ranks
 from recipes.finetune import main
 from tests.distributed.runs import losses
+from tests.distributed.trainers import make_strategy, make_trainer
 from tests.hub_server import Cut, Status, User, hub, write_model  # noqa: F401
 from tests.unit.hub.tiny_gguf import write_gguf
 
@@ -85,6 +86,36 @@ def test_an_upload_that_fails_leaves_the_model_and_says_so(me, cache_dir, tmp_pa
     assert "the model is trained and saved, but not uploaded" in text
     assert f"hf upload me/tuned {tmp_path}/run/model ." in text
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+
+
+def push_each_save(folder):
+    arguments = {
+        "save_strategy": "steps", "save_steps": 2, "push_to_hub": True, "hub_model_id": "me/pushed",
+        "hub_token": TOKEN, "hub_strategy": "checkpoint", "hub_always_push": True,
+    }  # fmt: skip
+    trainer = make_trainer(folder, make_strategy(pipeline=2), arguments=arguments)
+    trainer.train()
+    trainer.save_model()
+
+
+def test_a_trainer_from_python_pushes_each_save(me, tmp_path):
+    """As the original does: the model of each checkpoint, the checkpoint itself if asked, and the model at the end."""
+    run_ranks(push_each_save, 2, tmp_path / "run")
+    repository = me.store.repositories["models", "me/pushed"]
+    titles = ["Training in progress, step 2", "Training in progress, step 4"]
+    # Uploads of one save run side by side.
+    assert sorted(repository.messages) == sorted(
+        ["initial commit", *titles, *(f"{title}, checkpoint" for title in titles), "Model save"]
+    )
+    there = repository.files()
+    folder = tmp_path / "run" / "checkpoint-4"
+    assert {name for name in there if name.startswith("last-checkpoint/")} == {
+        f"last-checkpoint/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*") if path.is_file()
+    }
+    weights = [name for name in there if name.endswith(".safetensors") and "/" not in name]
+    assert weights
+    for name in weights:
+        assert there[name] == (tmp_path / "run" / name).read_bytes(), name
 
 
 def test_gguf_in_every_layout(cache_dir, model_folder, tmp_path):

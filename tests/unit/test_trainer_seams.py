@@ -81,6 +81,7 @@ def test_the_step_is_called_through_the_hooks():
 
 def test_private_names_elsewhere():
     assert parameters(transformers.Trainer._get_output_dir) == ["self", "trial"]
+    assert parameters(transformers.Trainer._push_from_checkpoint) == ["self", "checkpoint_folder"]
     for caller in ("get_batch_samples", "prediction_step"):
         assert "self._get_num_items_in_batch(" in inspect.getsource(getattr(transformers.Trainer, caller))
     loop = inspect.getsource(transformers.Trainer.evaluation_loop)

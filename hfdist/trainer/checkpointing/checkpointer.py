@@ -89,8 +89,11 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self.folder / (original_name if self._trainer.options.run_values is None else step_name)(step)
 
-    def save(self) -> None:
-        """Begin to write the checkpoint of this step, and remove those that nothing keeps; `wait` waits for it."""
+    def save(self) -> Path:
+        """Begin to write the checkpoint of this step, and remove those that nothing keeps; `wait` waits for it.
+
+        Gives the folder that it will have.
+        """
         begin = time.monotonic()
         trainer = self._trainer
         assert self.saver is not None
@@ -111,7 +114,9 @@ class Checkpointer:
             rendered: dict[str, bytes] = {}
             on_rank_zero(lambda: rendered.update(read_files(self._write_model_files)))
             self._model_files = rendered
-        self._save(self._path(trainer.state.global_step), cursor, begin, self._model_files)
+        path = self._path(trainer.state.global_step)
+        self._save(path, cursor, begin, self._model_files)
+        return path
 
     def replicates_at(self, step: int) -> bool:
         """Whether a replica is due behind this step, beside those that saves leave. Any one rank may call it."""

@@ -129,6 +129,12 @@ _ELSEWHERE = {
     "bf16_full_eval": "train.precision",
     "fp16_full_eval": "train.precision",
     "resume_from_checkpoint": "checkpoint.resume",
+    "push_to_hub": "export.push_to",
+    "hub_model_id": "export.push_to",
+    "hub_private_repo": "export.private",
+    "hub_revision": "export.revision",
+    "hub_strategy": "export.push_to",
+    "hub_always_push": "export.push_to",
     "gradient_checkpointing": "train.gradient_checkpointing",
     "gradient_checkpointing_kwargs": "train.recompute",
 }
