@@ -23,9 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hfdist.child_python import restore_path, safe_path
 from hfdist.errors import BudgetError, CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
+from hfdist.stop_signals import heard_signals
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What the processes are told when this one is told so."""
 _STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointError, NumericsError, BudgetError)))
 """Exit codes after which another start does not help."""
 START_METHOD = "spawn"
@@ -41,7 +40,7 @@ class _ToldError(BaseException):
 def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_restarts: int) -> int:
     """Call `main(*arguments)` in so many new processes, each with a rank, and wait for their end.
 
-    A signal of `SIGNALS` to this process is passed on, and then the processes may take the time that a save takes.
+    A signal to this process that asks to stop is passed on, and then the processes may take the time that a save takes.
     Without one, all are started again after a failure that may pass.
 
     Args:
@@ -150,7 +149,7 @@ def _passing_signals_on(told: list[int], processes: int) -> Iterator[list[thread
         told.append(_pass_on(number))
         raise _ToldError
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in heard_signals()}
     try:
         yield delayed
     finally:

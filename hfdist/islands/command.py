@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -16,6 +15,7 @@ from hfdist.errors import ConfigError
 from hfdist.islands.membership import SECRET
 from hfdist.islands.server import IslandServer
 from hfdist.jobs.address import listen
+from hfdist.stop_signals import heard_signals
 
 _HELP = f"""\
 Serve islands: launches of their own, on machines of their own, that train one model together and speak once in many
@@ -59,7 +59,7 @@ def _serve(arguments: list[str]) -> None:
 
 async def _until_told(server: IslandServer) -> None:
     serving = asyncio.ensure_future(server.serve())
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heard_signals():
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
     await serving
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from hfdist.jobs.job import AGAIN
 from hfdist.jobs.verdict import LOST
+from hfdist.stop_signals import heard_signals
 
 _POLL_SECONDS = 1.0
 
@@ -89,7 +90,7 @@ def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[i
         for machine in machines:
             machine.stop.remote()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop) for number in heard_signals()}
     try:
         while not told and not group.wait(_POLL_SECONDS):
             pass

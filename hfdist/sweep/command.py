@@ -33,6 +33,7 @@ from hfdist.jobs.command import check_job
 from hfdist.jobs.job import Job
 from hfdist.records.lines import parse_line
 from hfdist.records.trials import SETTINGS, Trial
+from hfdist.stop_signals import heard_signals
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.launchers.base import Launcher
 from hfdist.sweep.launchers.local import LocalLauncher
@@ -244,7 +245,7 @@ def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
             say("told to stop: the trials save and stop")
             controller.stop()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in heard_signals():
             signal.signal(number, stop)
         return controller, controller.run(look)
 

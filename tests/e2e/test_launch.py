@@ -11,6 +11,7 @@ import pytest
 
 from hfdist import launch
 from hfdist.records import EVENTS, METRICS, State, read_lines, read_run
+from hfdist.stop_signals import STOP_SIGNALS
 from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +58,7 @@ def fork_ranks(patch):
 
     def run_rank(*arguments):
         # A new process would not have the handlers of its parent.
-        for number in launch.SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         start(*arguments)
 

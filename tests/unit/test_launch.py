@@ -15,6 +15,7 @@ import pytest
 from hfdist import launch
 from hfdist.config.cli import process_end
 from hfdist.errors import ConfigError, PeerError
+from hfdist.stop_signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +33,7 @@ def note(folder, text):
 
 
 def end(folder, codes):
-    for number in launch.SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # as in a process that is not forked
     note(folder, os.environ["WORLD_SIZE"])
     code = codes[int(os.environ["RANK"])]
@@ -114,7 +115,7 @@ def save_when_told(folder, number, exit_code):
     time.sleep(60)
 
 
-@pytest.mark.parametrize("number", launch.SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_reaches_all_processes_and_they_have_time_to_save(tmp_path, number):
     def tell():
         # A file that is still empty is of a process that would be interrupted while it writes.

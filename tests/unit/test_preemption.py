@@ -1,9 +1,12 @@
 """Signals: one wish is one stop, a second one ends the process at once; loader processes pass theirs on."""
 
+import fcntl
 import os
 import signal
+import termios
 import time
 from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 
 import psutil
@@ -12,6 +15,7 @@ from torch.utils.data._utils import worker
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data import TokenStream, open_corpus
+from hfdist.stop_signals import STOP_SIGNALS
 from hfdist.trainer.fault_tolerance import rank_flags
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption, RankFlags
 from tests.unit.data.corpora import files_config, tokenizer, write_txt
@@ -41,9 +45,9 @@ def step(monkeypatch):
     monkeypatch.setattr(rank_flags, "_SAME_REQUEST_SECONDS", 0.3)
     started = []
 
-    def start(seconds=1.0):
+    def start(seconds=1.0, run=train):
         listening = FORK.Event()
-        process = FORK.Process(target=train, args=(listening, seconds))
+        process = FORK.Process(target=run, args=(listening, seconds))
         process.start()
         started.append(process)
         assert listening.wait(20)
@@ -54,13 +58,52 @@ def step(monkeypatch):
         process.kill()
 
 
-@pytest.mark.parametrize("numbers", [rank_flags.SIGNALS[:1], rank_flags.SIGNALS[1:]])
+@pytest.mark.parametrize("numbers", [STOP_SIGNALS[:1], STOP_SIGNALS[1:]])
 def test_one_signal_or_what_a_terminal_and_a_launcher_send_together_lets_the_step_end(step, numbers):
     process = step()
     for number in numbers:
         os.kill(process.pid, number)
     process.join()
     assert process.exitcode == 33
+
+
+def train_at_a_terminal(ours, terminal, listening, seconds):
+    os.close(ours)
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for descriptor in (1, 2):
+        os.dup2(terminal, descriptor)
+    os.close(terminal)
+    stop = Preemption.on_flag
+
+    def say_and_stop(*arguments):
+        # As a progress bar: an error where nothing reads it any more.
+        stop(*arguments)
+        os.write(2, b"saving")
+
+    Preemption.on_flag = say_and_stop
+    train(listening, seconds)
+
+
+def test_a_terminal_that_closes_lets_the_step_end(step):
+    ours, terminal = os.openpty()
+    process = step(run=partial(train_at_a_terminal, ours, terminal))
+    os.close(terminal)
+    os.close(ours)
+    process.join()
+    assert process.exitcode == 33
+
+
+def test_under_nohup_a_terminal_that_closes_does_nothing(step):
+    process = step(0.5, train_under_nohup)
+    os.kill(process.pid, signal.SIGHUP)
+    process.join()
+    assert process.exitcode == 0
+
+
+def train_under_nohup(listening, seconds):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    train(listening, seconds)
 
 
 def test_a_second_wish_ends_the_process_at_once(step):

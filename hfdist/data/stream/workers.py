@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 
 from hfdist.errors import ResourceError
+from hfdist.stop_signals import STOP_SIGNALS
 
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Vitals:
@@ -129,12 +129,12 @@ def forward_to_rank(rank: int, each_second: Callable[[], None]) -> None:
     killed before torch asked whose child the process is. `rank` is the process id of the rank, from before the fork;
     `each_second` is called meanwhile, about so often.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def wait() -> None:
         while os.getppid() == rank:
             each_second()
-            received = signal.sigtimedwait(_FORWARDED, 1)
+            received = signal.sigtimedwait(STOP_SIGNALS, 1)
             if received is None:
                 continue
             if received.si_pid == rank:

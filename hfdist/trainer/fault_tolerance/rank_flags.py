@@ -21,10 +21,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.collectives import control_group
 from hfdist.errors import PreemptedError
 from hfdist.records.recorder import end_by_signal
+from hfdist.stop_signals import heard_signals, leave_closed_terminal
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A terminal sends Ctrl-C to all processes, and a launcher that gets it sends SIGTERM after it: both are one request.
 _SAME_REQUEST_SECONDS = 2.0
 
@@ -96,7 +96,7 @@ class Preemption(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin to listen."""
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
 
     def flag(self) -> int:
         """Number of the signal that this rank was sent; 0: none."""
@@ -104,6 +104,7 @@ class Preemption(TrainerCallback):
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
         """Save and stop."""
+        leave_closed_terminal()
         if stop_after_step(state, control):
             self.stopped_by = signal.Signals(flag).name
             logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
@@ -122,6 +123,7 @@ class Preemption(TrainerCallback):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        leave_closed_terminal()
         if self._received and now - self._received_seconds > _SAME_REQUEST_SECONDS:
             # The second request: at once. What is being saved has no name yet, so that nothing is damaged.
             end_by_signal(number)

@@ -10,6 +10,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from hfdist.stop_signals import STOP_SIGNALS
+
 _ALIVE_SECONDS = 1.0
 
 
@@ -26,7 +28,7 @@ def main() -> None:
     # The rank itself says who it is: it may have ended already.
     threading.Thread(target=partial(_end_with, parent), daemon=True).start()
     # A launcher may tell all processes of a run to stop, and the ranks still have steps to end.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # Here: it imports torch, which takes seconds.
     from hfdist.trainer.generators.generator import Settings, serve

@@ -36,6 +36,7 @@ from hfdist.planning.machines import Machines, find_machines
 from hfdist.planning.make_plan import make_plan, with_steps
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.hardware import find_hardware
+from hfdist.stop_signals import heard_signals
 from hfdist.strategies.base import Engine
 from hfdist.topology import Topology, read_launcher
 
@@ -182,7 +183,7 @@ def make_received(descriptor: int) -> None:
 
 
 def _answer(make: Callable[[], Made], connection: Connection) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in heard_signals():
         signal.signal(number, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():

@@ -1,0 +1,25 @@
+"""The signals that ask a run to save and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""From a launcher or a scheduler, Ctrl-C, a scheduler's warning, and a terminal that closes."""
+
+
+def heard_signals() -> list[signal.Signals]:
+    """Those of `STOP_SIGNALS` that a handler may be set for: under nohup a run outlives its terminal."""
+    is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number is not signal.SIGHUP or not is_under_nohup]
+
+
+def leave_closed_terminal() -> None:
+    """Send what would be written to a terminal that has closed nowhere: else each write is an error."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
