@@ -147,10 +147,26 @@ def texts_in(example: str) -> str:
     return "\n".join([*written, *(message["content"] for message in messages if "content" in message)])
 
 
+def without_nulls(value: Any) -> Any:
+    """Without the keys that tables fill up: objects of a column have the keys of all rows."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def has_null_arguments(value: Any) -> bool:
+    """Whether a row of JSON has tool calls with an argument that is null: it may be meant, or filled up by a table."""
+    if isinstance(value, dict):
+        arguments = value.get("arguments")
+        is_filled = isinstance(arguments, dict) and None in arguments.values()
+        return is_filled or any(has_null_arguments(item) for item in value.values())
+    return isinstance(value, list) and any(has_null_arguments(item) for item in value)
+
+
 def _conversation(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
     if not messages:
         _refuse("the conversation is empty", "messages", None, "a message or more")
-    tools = _parsed(row.get("tools"))
+    tools = _parsed(without_nulls(row.get("tools")))
     if not tools:
         return {"messages": messages}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -173,6 +189,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         _refuse("a message has no role", where, item, '{"role": "user", "content": "..."}')
     message = {name: value for name, value in item.items() if value is not None}
+    _check_weight(message, where)
     if "content" in message:
         message["content"] = _content(message["content"], where)
     elif not message.get("tool_calls"):
@@ -196,8 +213,15 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         _refuse("a tool call names no function", where, call, '{"function": {"name": ..., "arguments": {...}}}')
-    function = {**function, "arguments": _parsed(function.get("arguments", {}))}
-    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+    # The nulls of arguments stay: a call may say so.
+    arguments = function.get("arguments")
+    function = without_nulls(function) | {"arguments": {} if arguments is None else _parsed(arguments)}
+    return (without_nulls(call) if "function" in call else {"type": "function"}) | {"function": function}
+
+
+def _check_weight(turn: Mapping[str, Any], where: str) -> None:
+    if turn.get("weight", 1) not in (0, 1):
+        _refuse("a weight says neither that a turn is learned nor that it is not", where, turn["weight"], "1 or 0")
 
 
 def _from_value(item: Any, where: str) -> dict[str, Any]:
@@ -207,13 +231,17 @@ def _from_value(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(speaker, str) or speaker not in _ROLES:
         _refuse("a turn has no speaker that is known", f"{where}.from", speaker, ", ".join(_ROLES))
     value = _text(item.get("value"), f"{where}.value")
+    weight = {} if item.get("weight") is None else {"weight": item["weight"]}
+    _check_weight(weight, where)
+    # As a row without weights.
+    weight = {} if weight == {"weight": 1} else weight
     if speaker not in _CALLS:
-        return {"role": _ROLES[speaker], "content": value}
+        return {"role": _ROLES[speaker], "content": value, **weight}
     calls = _parsed(value)
     if isinstance(calls, str):
         _refuse("a function call is no JSON", f"{where}.value", value, '{"name": ..., "arguments": {...}}')
     calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "content": "", "tool_calls": [_call(call, where) for call in calls]}
+    return {"role": "assistant", "content": "", "tool_calls": [_call(call, where) for call in calls], **weight}
 
 
 def _parsed(value: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,7 @@ from hfdist.data.sources.base import (
     expands_too_much,
     rows_held_at_once,
 )
-from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.rows import RowReader, without_nulls
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile
 from hfdist.errors import first_line
@@ -90,7 +90,7 @@ def _example(column: pa.Array, place: int, size_bytes: int, rows: RowReader, whe
     # Nested values are decoded by Arrow, which says no more than that.
     except (ValueError, OverflowError) as error:
         return BadRow(ContentError(f"the row cannot be decoded: {first_line(error)}", where=where))
-    return rows.read(_without_nulls(row), where=where)
+    return rows.read(without_nulls(row), where=where)
 
 
 def _decoded_bytes(array: pa.Array) -> NDArray[np.int64]:
@@ -113,13 +113,6 @@ def _decoded_bytes(array: pa.Array) -> NDArray[np.int64]:
     if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64) + _VALUE_BYTES
     return np.full(len(array), _VALUE_BYTES)
-
-
-def _without_nulls(value: Any) -> Any:
-    """Without the keys that Arrow fills up: structs of a column have the keys of all rows."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain_texts(column: pa.Array, places: Sequence[int], rows: Sequence[int], where: str) -> list[Lazy]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import logging
 import shutil
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -31,12 +33,14 @@ from hfdist.data.sources.base import (
     rows_held_at_once,
     spans_of_part,
 )
-from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.rows import RowReader, has_null_arguments
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile, LocalFile, key_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+logger = logging.getLogger(__name__)
 
 MOST_DOCUMENT_BYTES = 1 << 20
 _BYTE_ORDER_MARK = "\ufeff"
@@ -135,6 +139,9 @@ class JsonLinesShard(_IndexedShard):
         whole_rows = int(np.searchsorted(self._starts, len(head), side="right")) - 1
         objects = [self._object(io.BytesIO(head), row) for row in range(min(whole_rows, _SAMPLED_ROWS))]
         sampled = [value for value in objects if isinstance(value, dict)]
+        with suppress(RecursionError):
+            if self.gives_examples and any(map(has_null_arguments, sampled)):
+                _warn_of_nulls(str(Path(self._file.url).parent))
         if sampled:
             self._rows.columns(list(dict.fromkeys(name for value in sampled for name in value)), where=self._file.url)
         return self._starts
@@ -167,6 +174,16 @@ class JsonLinesShard(_IndexedShard):
                 ContentError("a line is not a JSON object", where=where, found=found, allowed='{"text": ...}')
             )
         return value
+
+
+@cache
+def _warn_of_nulls(folder: str) -> None:
+    """Warn once of a folder, which may have many files alike."""
+    logger.warning(
+        "%s: tool calls have arguments that are null, and they are learned. A table's `to_json` fills in arguments "
+        "of other rows so: parquet in its place has none of them",
+        folder,
+    )
 
 
 def _length_of_part(window: bytes) -> int:

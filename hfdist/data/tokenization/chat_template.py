@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from hfdist.config.data import ChatConfig
 from hfdist.errors import ConfigError, first_line
 
 Message = dict[str, Any]
+_NO_CONTENTS: tuple[Message, ...] = ({"content": None}, {}, {"content": ""})
+"""What a message may have that is a tool call alone, in the order in which they are tried: the first is OpenAI's."""
 Tools = list[dict[str, Any]] | None
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -71,7 +74,8 @@ class ChatTemplate:
             )
         self.arguments = {**tokenizer.special_tokens_map, **config.template_arguments}
         self._takes_text = False
-        self._takes_text = self._wants_arguments_as_text()
+        self._contents: list[Message] = []
+        self._probe_calls()
 
     def source(self, tools: Tools) -> str:
         """The template; some tokenizers have another one for tools."""
@@ -96,8 +100,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Tools, **how: Any) -> tuple[str, list[tuple[int, int]]]:
         source = self.source(tools)
         try:
-            if self._takes_text:
-                messages = [_with_text_arguments(message) for message in messages]
+            messages = [self._fit(message) for message in messages]
             # Any: its annotations are not of what it takes and gives.
             render: Any = render_jinja_template
             texts, spans = render([list(messages)], tools, chat_template=source, **how, **self.arguments)
@@ -110,25 +113,38 @@ class ChatTemplate:
             raise RefusedError(first_line(error)) from error
         return texts[0], spans[0] if spans else []
 
-    def _wants_arguments_as_text(self) -> bool:
-        """Whether the template writes the arguments of a tool call as they are, so that they must be JSON already."""
-        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"probe": 1}}}
-        messages: list[Message] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        try:
-            return "{'probe': 1}" in self.render(messages, None)
-        except RefusedError:
-            pass
-        self._takes_text = True
-        try:
-            return '"probe": 1' in self.render(messages, None)
-        except RefusedError:
-            # A template without tool calls.
-            return False
-        finally:
-            self._takes_text = False
+    def _fit(self, message: Message) -> Message:
+        """The message as the template takes it: a call without a content, and with its arguments as text."""
+        if "tool_calls" not in message:
+            return message
+        is_empty = "content" in message and {"content": ""} in self._contents
+        if self._contents and not message.get("content") and not is_empty:
+            rest = {name: value for name, value in message.items() if name != "content"}
+            message = {"role": message["role"], **self._contents[0], **rest}
+        return _with_text_arguments(message) if self._takes_text else message
+
+    def _probe_calls(self) -> None:
+        """Find out whether the arguments of a tool call must be JSON already, and what a call without a content has."""
+        tried = self._try_call()
+        # A template that writes arguments as they are would write Python's form.
+        if not tried or any("{'probe': 1}" in text for _, text in tried):
+            self._takes_text = True
+            as_text = self._try_call()
+            self._takes_text = any('"probe": 1' in text for _, text in as_text)
+            tried = as_text if self._takes_text else tried
+        self._contents = [contents for contents, _ in tried]
+
+    def _try_call(self) -> list[tuple[Message, str]]:
+        """Give those of `_NO_CONTENTS` with which the template writes a call, and what it writes."""
+        call = {"type": "function", "id": "call00000", "function": {"name": "probed", "arguments": {"probe": 1}}}
+        tried = []
+        for contents in _NO_CONTENTS:
+            said = {"role": "assistant", **contents, "tool_calls": [call]}
+            with suppress(RefusedError):
+                tried.append((contents, self.render([{"role": "user", "content": "x"}, said], None)))
+        # Some write the word None for a content that is none.
+        least = min((text.count("None") for _, text in tried), default=0)
+        return [(contents, text) for contents, text in tried if "probed" in text and text.count("None") == least]
 
 
 def _read(path: str) -> str:

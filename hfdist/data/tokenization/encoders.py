@@ -130,7 +130,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 # To be counted up when `encode_examples` gives other tokens or targets for the same example and settings.
-_EXAMPLES = 2
+_EXAMPLES = 3
 
 Tokens = NDArray[np.int32]
 _OPEN, _SHUT = "\U000ffff0", "\U000ffff1"

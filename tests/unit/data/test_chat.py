@@ -149,6 +149,34 @@ class TestRefused:
         assert isinstance(made, ContentError)
         assert "leaves out the call of add" in made.found
 
+    @pytest.mark.parametrize(
+        "content",
+        [
+            "{{ '\n' + m.content }}",
+            "{% if m.content is none %}{% else %}{{ stop('text') }}{% endif %}",
+            "{% if m.content is defined %}{{ m.content }}{% endif %}",
+            "{% if 'content' in m %}{{ stop('content') }}{% endif %}",
+            "{{ m.content }}",
+        ],
+    )
+    @pytest.mark.parametrize("given", [{}, {"content": ""}])
+    def test_a_call_without_a_content_is_learned_as_the_template_takes_it(self, tmp_path, content, given):
+        text = (
+            "{% macro stop(what) %}{{ raise_exception(what) }}{% endmacro %}"
+            "{% for m in messages %}<|im_start|>{{ m.role }}"
+            "{% if m.tool_calls %}" + content + "{% for c in m.tool_calls %}<call>{{ c.function.name }}{% endfor %}"
+            "{% else %}{{ '\n' + m.content }}{% endif %}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+        )
+        messages = [user("1+2"), {"role": "assistant", **given, "tool_calls": call(a=1)}]
+        tokenizer = chat_tokenizer("chatml")
+        made = encode(tokenizer, messages, template=write(tmp_path, text))
+        assert not isinstance(made, ContentError), made.found
+        assert bracketed(tokenizer, made).split("assistant")[1].strip() in (
+            f"{OPEN}<call>add<|im_end|>{SHUT}",
+            f"{OPEN}\n<call>add<|im_end|>{SHUT}",
+        )
+
     def test_a_turn_that_is_left_out_has_no_targets(self, tmp_path):
         text = "{% for m in messages %}{% if m.content != 'drop' %}[{{ m.content }}]{% endif %}{% endfor %}"
         messages = [user("a"), said("drop"), user("b"), said("c")]

@@ -60,6 +60,44 @@ ROWS = {
         },
         {"messages": [USER, CALLED, {"role": "tool", "content": "3"}], "tools": [TOOL]},
     ),
+    "sharegpt with weights": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "bad", "weight": 0},
+                {"from": "human", "value": "Hi", "weight": None},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}', "weight": 0},
+                {"from": "gpt", "value": "Hello", "weight": 1.0},
+            ]
+        },
+        {"messages": [USER, {"role": "assistant", "content": "bad", "weight": 0}, USER, CALLED | {"weight": 0}, HELLO]},
+    ),
+    "nulls of other rows": (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": None, **CALL},
+                        {"type": "function", "function": {"name": "f", "arguments": None}},
+                    ],
+                },
+            ],
+            "tools": [{"type": "function", "function": {"name": "add", "strict": None, "parameters": {"x": None}}}],
+        },
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [CALL, {"type": "function", "function": {"name": "f", "arguments": {}}}],
+                },
+            ],
+            "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}],
+        },
+    ),
     "alpaca": ({"instruction": "Hi", "input": "", "output": "Hello"}, {"messages": [USER, HELLO]}),
     "alpaca with input and system": (
         {"instruction": "Add.", "input": "1+2", "output": "3", "system": "s", "text": "all of it"},
@@ -159,6 +197,11 @@ BAD = {
     "no content": ({"messages": [{"role": "user"}]}, r"no content: messages\[0\]", "{'role': 'user'}"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text", "[{'type': 'image'}]"),
     "a number": ({"instruction": "a", "output": 3}, "no text: output", "3"),
+    "a weight": (
+        {"conversations": [{"from": "gpt", "value": "m", "weight": 0.5}]},
+        r"neither that a turn is learned.*conversations\[0\]",
+        "0.5",
+    ),
     "a speaker": ({"conversations": [{"from": "cat", "value": "m"}]}, r"speaker.*conversations\[0\]", "'cat'"),
     "a call": ({"conversations": [{"from": "function_call", "value": "f"}]}, "no JSON", "'f'"),
 }
@@ -176,6 +219,16 @@ def test_a_bad_row_is_named(case, tmp_path, data):
     assert bad.error.found == found
     with pytest.raises(DataError, match=message):
         raise bad.error
+
+
+def test_arguments_that_are_null_stay_and_are_said_once(data, tmp_path, caplog):
+    called = {**CALLED, "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]}
+    write_rows([{"messages": [USER, called]}] * 4, data / "rows.jsonl", 2)
+    corpus = open_corpus(config_of(data, tmp_path))
+    (kept,) = json.loads(corpus.text(0))["messages"][1]["tool_calls"]
+    assert kept["function"]["arguments"] == {"a": 1, "b": None}
+    assert caplog.text.count("arguments that are null") == 1
+    assert str(data) in caplog.text
 
 
 def test_values_that_json_does_not_have(tmp_path):
