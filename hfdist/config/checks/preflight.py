@@ -173,7 +173,9 @@ def _check_source(key: str, source: SourceConfig) -> None:
     if path is None or scheme_of(path) is not None or (source.kind is SourceKind.hub and not _is_local(path)):
         return
     full = os.path.expanduser(path)
-    if not os.path.lexists(full) and not any(glob.iglob(full, recursive=True)):
+    # What a glob finds in all folders below, `data/` finds out: links may lead round in them.
+    start = full.partition("**")[0] or "."
+    if not os.path.lexists(full) and not any(glob.iglob(start)):
         allowed = "a file, a folder, or a glob (quote it)" if source.kind is SourceKind.files else "a folder"
         raise ConfigError("no file is there", where=key, found=path, allowed=allowed, hint=_near(key, path))
 

@@ -206,6 +206,10 @@ def _content(content: Any, where: str) -> str:
     """One text, also where it comes in parts."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(_text(part.get("text"), f"{where}.content") for part in content)
+    if isinstance(content, list):
+        _refuse(
+            "models learn from text alone, and a part is no text", f"{where}.content", content, "parts of type text"
+        )
     return _text(content, f"{where}.content")
 
 
@@ -351,12 +355,15 @@ class RowReader:
 
     def _no_format(self, present: Sequence[str], where: str) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)
+        hint = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
+        if set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
+            hint = "hfdist tune task=dpo learns from preferences, with the same model and data"
         return ContentError(
             "the columns fit no format of examples" if self.format is RowFormat.auto else "columns are missing",
             where=where,
             found=", ".join(list(present)[:_SHOWN_COLUMNS]) or "no column with a value",
             allowed=allowed,
-            hint=f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text",
+            hint=hint,
         )
 
 

@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 from hfdist.atomic_write import write_atomically
 from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
 from hfdist.data.cache import cached_array
+from hfdist.data.storage.conversion import SUFFIXES as OTHER_SUFFIXES
+from hfdist.data.storage.conversion import hint_for
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.network import Details, RangeError, details_in
 from hfdist.errors import ConfigError, DataError
@@ -360,7 +362,7 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
     """Find what `path` names: a file, a folder with all below it, or a glob; here, or at a URL.
 
     Names are relative to the folder, or to the part of a glob without wildcards, so that a corpus may move. Links are
-    followed, as the file system does. Hidden folders, and files in a folder without one of the suffixes, are left out.
+    followed. Hidden folders, and files in a folder without one of the suffixes, are left out.
 
     Raises:
         ConfigError: for `key`: no such file, a kind that cannot be read, an address with a secret.
@@ -375,16 +377,23 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
     else:
         files = _find_remote(path, suffixes, cache, key)
     if not files:
+        others = [] if scheme else _find_local(Path(path).expanduser(), OTHER_SUFFIXES)
         raise ConfigError(
-            "no file is there",
+            "no file of a kind that can be read is there" if others else "no file is there",
             where=key,
             found=redact(path) if scheme else str(Path(path).expanduser()),
             allowed=f"a file, a folder, or a glob (quote it) of {', '.join(suffixes)}",
+            hint=hint_for([Path(file.url) for file in others], path, key),
         )
     for file in files:
         if not file.name.endswith(suffixes):
-            allowed = ", ".join(suffixes)
-            raise ConfigError("a kind of file that cannot be read", where=key, found=file.url, allowed=allowed)
+            raise ConfigError(
+                "a kind of file that cannot be read",
+                where=key,
+                found=file.url,
+                allowed=", ".join(suffixes),
+                hint=None if scheme else hint_for([Path(one.url) for one in files], path, key),
+            )
         if isinstance(file, LocalFile) and not os.access(file.url, os.R_OK):
             raise ConfigError("the file cannot be read: permission denied", where=key, found=file.url)
     return sorted(files, key=lambda file: file.name)
@@ -392,13 +401,49 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
 
 def _find_local(pattern: Path, suffixes: tuple[str, ...]) -> list[LocalFile]:
     if pattern.is_dir():
-        root, paths = pattern, [path for path in pattern.rglob("*") if path.name.endswith(suffixes)]
-        paths = [path for path in paths if not _is_hidden(path.relative_to(root).as_posix())]
+        root = pattern
+        below = [path / name for path, names in _folders_below(root) for name in names if name.endswith(suffixes)]
+        paths = [path for path in below if not _is_hidden(path.name)]
     else:
         root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parent.parts))
-        paths = [Path(path) for path in glob.glob(str(pattern), recursive=True)]
+        paths = list(_glob(pattern))
     # Some writers name folders like files.
     return [LocalFile(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
+
+
+def _glob(pattern: Path) -> dict[Path, None]:
+    """Expand a glob as `glob.glob` does, but for `**`: see `_folders_below`."""
+    parts = pattern.parts
+    if "**" not in parts:
+        return dict.fromkeys(map(Path, glob.glob(str(pattern))))
+    place = parts.index("**")
+    rest = parts[place + 1 :] or ("*",)
+    tops = _glob(Path(*parts[:place]))
+    folders = [glob.escape(str(folder)) for top in tops for folder, _ in _folders_below(top)]
+    return {path: None for folder in folders for path in _glob(Path(folder, *rest))}
+
+
+def _folders_below(top: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Find the folders below one, and itself, with the names of their files; hidden folders are left out.
+
+    Links to folders are followed, wherever they lead: whoever has laid out the folder has put them there. Each folder
+    is found once, under a name without links or else the first, so links that lead back or to one place have an end.
+    """
+    seen: set[tuple[int, int]] = set()
+    tops = [top]
+    while tops:
+        links: list[Path] = []
+        for one in tops:
+            for place, folders, names in os.walk(one):
+                status = os.stat(place)
+                if (status.st_dev, status.st_ino) in seen:
+                    folders.clear()
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                folders[:] = [name for name in folders if not _is_hidden(name)]
+                links += [path for path in (Path(place, name) for name in folders) if path.is_symlink()]
+                yield Path(place), names
+        tops = sorted(links)
 
 
 def _find_remote(address: str, suffixes: tuple[str, ...], cache: FileCache, key: str) -> list[RemoteFile]:

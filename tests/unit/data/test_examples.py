@@ -190,12 +190,24 @@ def test_a_file_of_no_format_is_refused_with_its_columns(kind, tmp_path, data):
     assert "messages | conversations | instruction + output | prompt + completion | text" in caught.value.allowed
 
 
+def test_preferences_are_sent_to_the_command_that_learns_from_them(tmp_path, data):
+    path = write(data, "jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(DataError, match="fit no format") as caught:
+        open_corpus(config_of(path, tmp_path))
+    assert "hfdist tune task=dpo" in caught.value.hint
+
+
 BAD = {
     "no format": ({"question": "a"}, "fit no format", "question"),
     "no messages": ({"messages": []}, "the conversation is empty", None),
     "no role": ({"messages": [{"content": "a"}]}, r"no role: messages\[0\]", "{'content': 'a'}"),
     "no content": ({"messages": [{"role": "user"}]}, r"no content: messages\[0\]", "{'role': 'user'}"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text", "[{'type': 'image'}]"),
+    "a picture beside text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
+        "learn from text alone",
+        "[{'type': 'text', 'text': 'a'}, {'type': 'image'}]",
+    ),
     "a number": ({"instruction": "a", "output": 3}, "no text: output", "3"),
     "a weight": (
         {"conversations": [{"from": "gpt", "value": "m", "weight": 0.5}]},

@@ -423,3 +423,19 @@ class TestLongText:
         good, bad = read_one(data, cache)
         assert good.startswith("good")
         assert bad.error.where.endswith("row 1, byte 1500000 of the text")
+
+
+def test_linked_folders_are_read_once_wherever_they_lead(tmp_path):
+    """A folder elsewhere, under two names; one here again; and two that lead back, which have no end."""
+    tree, away = tmp_path / "[tree]", tmp_path / "away"
+    for path in (tree / "own" / "a.jsonl", away / "deep" / "b.jsonl", away / ".old" / "c.jsonl"):
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"text": path.name}))
+    links = {
+        "again": tree / "own", "back": tree, "linked": away, "more": away / "deep", "own/up": tree, "gone": "nowhere",
+    }  # fmt: skip
+    for name, target in links.items():
+        (tree / name).symlink_to(target, target_is_directory=True)
+    for path in (tree, f"{tmp_path}/[[]tree]/**/*.jsonl", f"{tmp_path}/**/own/**"):
+        shards = find_shards("files", files_config(str(path), tmp_path), tmp_path / "cache")
+        assert sorted(shard.name.rpartition("/")[2] for shard in shards) == ["a.jsonl", "b.jsonl"], path

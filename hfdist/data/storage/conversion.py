@@ -1,0 +1,61 @@
+"""How rows in files of other kinds become files that can be read: a command for a shell, which the error gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+_HEAD_BYTES = 1 << 16
+_CSV = (
+    "import pandas, sys; pandas.read_csv(sys.stdin.buffer, dtype=str, keep_default_na=False{}).to_json(sys.stdout, "
+    'orient="records", lines=True)'
+)
+# A list of rows, or rows a line each.
+_JSON = (
+    'import json, sys; text = sys.stdin.buffer.read().decode("utf-8-sig"); [print(json.dumps(row)) for row in '
+    '(json.loads(text) if text.lstrip()[:1] == "[" else map(json.loads, filter(str.strip, text.split("\\n"))))]'
+)
+_COMMANDS = {
+    ".csv": f"python -c '{_CSV.format('')}'",
+    ".json": f"python -c '{_JSON}'",
+    ".tsv": "python -c '" + _CSV.format(r', sep="\t"') + "'",
+}
+SUFFIXES = tuple(_COMMANDS)
+
+
+def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
+    """Give what to do with files that cannot be read as they are; None: they are of no kind that is known.
+
+    Args:
+        paths: the files that were found.
+        given: a file, a folder or a glob, as the user wrote it.
+        key: of the config, where it stands.
+    """
+    kind = next((suffix for suffix in SUFFIXES if any(path.name.endswith(suffix) for path in paths)), None)
+    if kind is None:
+        return None
+    alike = [path for path in paths if path.name.endswith(kind)]
+    if kind == ".json" and not _has_rows(alike[0]):
+        return "rows as JSON objects, a line each, in a file NAME.jsonl"
+    command = _COMMANDS[kind]
+    if len(alike) == 1:
+        file = shlex.quote(str(alike[0]))
+        command = f"{command} < {file} > {file}.jsonl"
+    else:
+        folder = shlex.quote(os.path.commonpath(alike))
+        command = f'find -L {folder} -name "*{kind}" | while read -r file; do {command} < "$file" > "$file.jsonl"; done'
+    is_folder = Path(given).expanduser().is_dir()
+    return f"{command}; then {shlex.quote(f'{key}={given}' if is_folder else f'{key}={given}.jsonl')}"
+
+
+def _has_rows(path: Path) -> bool:
+    """Whether JSON is a list, or objects a line each under another suffix."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
+        return head.startswith(b"[") or isinstance(json.loads(head.partition(b"\n")[0]), dict)
+    except (OSError, ValueError, RecursionError):
+        return False

@@ -1,0 +1,52 @@
+"""A command that an error gives for files of other kinds, run as a user would, and what is read then."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfdist.data import open_corpus
+from hfdist.errors import ConfigError
+from tests.unit.data.test_examples import config_of
+
+FILES = {
+    "array.json": json.dumps([{"instruction": "Hi", "output": "Zwölf"}], indent=1, ensure_ascii=False),
+    "lines.json": '{"instruction": "Hi", "output": "Zwölf"}\n{"instruction": "Hi", "output": "Zwölf"}\n',
+    "of a spreadsheet.csv": '\ufeffinstruction,output,n\r\nHi,Zwölf,1\r\n"Hi",Zwölf,\r\n',
+    "tabs.tsv": "instruction\toutput\nHi\tZwölf\n",
+}
+EXPECTED = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Zwölf"}]}
+
+
+def refusal(path, cache):
+    with pytest.raises(ConfigError) as caught:
+        open_corpus(config_of(path, cache))
+    return caught.value.hint
+
+
+@pytest.mark.parametrize("given", [*FILES, "", "*.json"])
+def test_the_command_makes_files_that_are_read(given, tmp_path):
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    for name, text in FILES.items():
+        if name.endswith(Path(given or "*.json").suffix):
+            (folder / name).write_text(text, encoding="utf-8")
+    command, then = refusal(folder / given, tmp_path / "cache").split("; then ")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], check=True, env=environment)
+    path = then.strip("'").removeprefix("data.sources.x.path=")
+    corpus = open_corpus(config_of(path, tmp_path / "cache"))
+    assert corpus.num_documents == {"array.json": 1, "tabs.tsv": 1, "": 3, "*.json": 3}.get(given, 2)
+    assert all(json.loads(corpus.text(n)) == EXPECTED for n in range(corpus.num_documents))
+
+
+def test_what_cannot_be_converted_is_said_without_a_command(tmp_path):
+    (tmp_path / "one.json").write_text('{\n"data": []}')
+    assert (
+        refusal(tmp_path / "one.json", tmp_path / "cache") == "rows as JSON objects, a line each, in a file NAME.jsonl"
+    )
+    (tmp_path / "page.html").write_text("<p>")
+    assert refusal(tmp_path / "page.html", tmp_path / "cache") is None
