@@ -28,6 +28,7 @@ from hfdist.checkpoint.save_plan import MODEL_STEM, STATE_FILE, Planner, numbers
 from hfdist.checkpoint.write import Contents, write_folder
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.errors import CheckpointError, ResourceError
+from hfdist.models.names.hub_names import HubNames
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Saver:
 
     Args:
         in_background: False: training waits until all is on the disk, and no memory for a copy is needed.
-        stem: of the files of weights, as of `Planner`.
+        stem, names: of the files of weights, as of `Planner`.
         write_first: called on every rank in each save before anything else is written, while training may go on.
         replicas: where each save leaves one, too, before it writes to the disk; None: nowhere.
     """
@@ -109,13 +110,14 @@ class Saver:
         *,
         in_background: bool = True,
         stem: str = MODEL_STEM,
+        names: HubNames | None = None,
         write_first: Callable[[], None] = lambda: None,
         replicas: Replicas | None = None,
     ) -> None:
         self._write_first = write_first
         self.replicas = replicas
         """None, too, once the memory has become full."""
-        self._planner = Planner(stem=stem)
+        self._planner = Planner(stem=stem, names=names)
         self._copy = _HostCopy() if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hfdist.checkpoint import safetensors_io
+from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, OPTIONAL, STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region, list_first, merge_specs
@@ -26,6 +27,7 @@ from hfdist.checkpoint.save_plan import (
 )
 from hfdist.collectives import on_all_ranks
 from hfdist.errors import CheckpointError
+from hfdist.models.names.hub_names import HubNames
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,10 @@ class _Saved(NamedTuple):
 
 
 def read_checkpoint(
-    path: Path, pieces: Iterable[Piece], fetch: Callable[[list[ByteRange]], None] | None = None
+    path: Path,
+    pieces: Iterable[Piece],
+    fetch: Callable[[list[ByteRange]], None] | None = None,
+    names: HubNames | None = None,
 ) -> dict[str, Any]:
     """Fill the views of `pieces` and give back the `state` that was saved. A collective.
 
@@ -59,6 +64,7 @@ def read_checkpoint(
         path: a checkpoint; its hashes are not checked again here (`find_newest` and `verify` do that).
         pieces: where this rank wants what; between them the ranks must want exactly what was saved.
         fetch: called on all ranks with what each is about to read, if it may not be there yet.
+        names: the tensors of the model's files, where those are not its own.
 
     Raises:
         CheckpointError: an unfinished or damaged checkpoint, or one of another model, other trainable parameters or
@@ -67,10 +73,12 @@ def read_checkpoint(
     own: list[Piece] = []
     numbers: list[Piece] = []
     saved: list[_Saved] = []
+    names_in_it: list[HubNames | None] = []
 
     def open_and_declare() -> list[Region]:
         saved.append(_open(path))
-        for piece in pieces:
+        names_in_it.append(_names_in(saved[0], names))
+        for piece in hub_pieces(pieces, names_in_it[0]):
             (numbers if is_number(piece.key) else own).append(piece)
         return declare([*own, *numbers])
 
@@ -81,12 +89,19 @@ def read_checkpoint(
         logger.warning("%s is not read: the checkpoint has none of this layout", _list_keys(left_out))
     wanted = {tensor: spec for tensor, spec in wanted.items() if tensor not in left_out}
     own = [piece for piece in own if (piece.name, piece.key) in wanted]
-    sources = _match(path, saved[0], wanted)
+    sources = _match(path, saved[0], wanted, names_in_it[0])
     if fetch is not None:
         fetch([_range_of(piece, sources[piece.name, piece.key]) for piece in own])
     on_all_ranks(lambda: _fill(own, sources))
     _set_numbers(numbers, saved[0].numbers)
     return saved[0].state
+
+
+def _names_in(saved: _Saved, names: HubNames | None) -> HubNames | None:
+    """Give the names that a checkpoint has: it may be older than those of the files, or of another start's."""
+    if names is None:
+        return None
+    return max((names, *names.others), key=lambda one: sum((name, WEIGHT) in saved.entries for name in one.shapes))
 
 
 def _usable(saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> set[TensorId]:
@@ -177,11 +192,14 @@ def _listed(path: Path, manifest: Manifest, name: str) -> Path:
     return checked
 
 
-def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dict[TensorId, Entry]:
+def _match(
+    path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec], names: HubNames | None
+) -> dict[TensorId, Entry]:
     """Say from which entry each wanted tensor is read; everything saved must be wanted and the other way round."""
     sources: dict[TensorId, Entry] = {}
     missing, mismatched = [], []
     trained = {name for name, key in wanted if is_number(key)}
+    trained |= set() if names is None else names.names_of(trained)
     for (name, key), spec in wanted.items():
         if is_number(key):
             if (name, key) not in saved.numbers:

@@ -18,19 +18,20 @@ from hfdist.checkpoint.piece import view_rows
 from hfdist.errors import CheckpointError
 
 DTYPES = {
+    "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
-    "F16": torch.float16,
+    "I32": torch.int32,
     "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""In the order in which the library puts tensors into a file: the widest first, for alignment."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_HEADER_BYTES = 100_000_000
@@ -97,8 +98,9 @@ class FilePlan:
 
 
 def plan_file(tensors: Mapping[str, TensorSpec]) -> FilePlan:
-    """Lay out a file of these tensors, by name in the file: the widest types first, for alignment, then by name."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize_bytes, item[0]))
+    """Lay out a file of these tensors, by name in the file, as the library does: by type, then by name."""
+    order = list(DTYPES)
+    ordered = sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
     description: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, spec in ordered:

@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.columns import ColumnTransfer, list_transfers
+from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, view_rows
 from hfdist.checkpoint.regions import Column, Region, Segment, assign_writers, merge_specs
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, TensorId, TensorSpec
 from hfdist.collectives import gather_json, on_all_ranks, rank
 from hfdist.errors import CheckpointError
+from hfdist.models.names.hub_names import HubNames
 
 TRAINING_STATE = "training_state"
 STATE_FILE = f"{TRAINING_STATE}/state.json"
@@ -32,7 +35,10 @@ ADAPTER_STEM = "adapter_model"
 """For the weights of an adapter alone. PEFT reads one file, whatever its size."""
 
 MAX_FILE_BYTES = 2_000_000_000
-"""The limit of one tensor file."""
+"""The limit of one file of the optimizer's state."""
+
+MAX_MODEL_FILE_BYTES = 50_000_000_000
+"""That of one file of weights: the default of `save_pretrained`."""
 
 _Numbers = dict[str, dict[str, float]]
 """Numbers of the optimizer, such as step counts: by key, and then by parameter."""
@@ -112,12 +118,14 @@ class Planner:
     """Decides which file each tensor goes into, and which rank writes what, from what all ranks hold.
 
     The first save makes the plan. Later saves only check that every rank still holds the same. The stem of the files of
-    weights is `MODEL_STEM`, or `ADAPTER_STEM` where they are an adapter's.
+    weights is `MODEL_STEM`, or `ADAPTER_STEM` where they are an adapter's. `names` are the tensors of the files; None:
+    they are those of the pieces.
     """
 
-    def __init__(self, *, weights_only: bool = False, stem: str = MODEL_STEM) -> None:
+    def __init__(self, *, weights_only: bool = False, stem: str = MODEL_STEM, names: HubNames | None = None) -> None:
         self._weights_only = weights_only
         self._stem = stem
+        self._names = names
         self._plan: Plan | None = None
         self._held: tuple[list[Region], dict[str, list[str]]] | None = None
         """What this rank held when the plan was made: regions, and by key the parameters that have a number."""
@@ -137,10 +145,10 @@ class Planner:
         numbers: dict[str, dict[str, torch.Tensor]] = {}
 
         def look() -> list[Any]:
-            for piece in pieces:
+            for piece in hub_pieces(pieces, self._names):
                 if is_number(piece.key):
                     numbers.setdefault(piece.key, {})[piece.name] = piece.view
-                elif piece.key == WEIGHT or not self._weights_only:
+                elif self._is_of_model(piece.name, piece.key) or not self._weights_only:
                     own.append(piece)
             regions.extend(declare(own))
             return [self._held == (regions, _names(numbers)), _read_numbers(numbers)]
@@ -152,13 +160,18 @@ class Planner:
         elements = [source.of(own[source.piece]) for source in self._plan.sources]
         return self._plan, elements, self._merge_numbers([values for _, values in looked])
 
+    def _is_of_model(self, name: str, key: str) -> bool:
+        """Whether it is a tensor of the files of weights: transformers leaves out what a constructor computes."""
+        return key == WEIGHT and (self._names is None or name in self._names.shapes)
+
     def _make(self, own: list[Region], own_numbered: dict[str, list[str]]) -> Plan:
         gathered = gather_json([own, own_numbered])
         declared = [[Region.from_json(values) for values in regions] for regions, _ in gathered]
         self._numbered = [names for _, names in gathered]
         writes = assign_writers(declared)
-        files, index, places = _plan_files(merge_specs(declared).values(), self._stem)
+        files, index, places = self._plan_files(merge_specs(declared).values())
         trained = {name for by_key in self._numbered for names in by_key.values() for name in names}
+        trained |= set() if self._names is None else self._names.names_of(trained)
         sources = _Sources(own)
         items: dict[Segment, WriteItem] = {}
         for segment in sorted(writes[rank()], key=lambda segment: (places[segment.region.spec.id], segment.region)):
@@ -192,6 +205,35 @@ class Planner:
             transfers=own_transfers,
             has_transfers=bool(transfers),
         )
+
+    def _plan_files(
+        self, specs: Iterable[TensorSpec]
+    ) -> tuple[dict[str, FilePlan], dict[str, Any] | None, dict[TensorId, tuple[str, int]]]:
+        """Give the files by path, the Hub's index, and the file and byte offset of each tensor."""
+        specs = list(specs)
+        weights = {spec.name: spec for spec in specs if self._is_of_model(*spec.id)}
+        order = sorted(weights) if self._names is None else filter(weights.__contains__, self._names.shapes)
+        split = split_state_dict_into_shards_factory(
+            {name: weights[name] for name in order},
+            get_storage_size=lambda spec: spec.num_bytes,
+            filename_pattern=f"{self._stem}{{suffix}}.safetensors",
+            max_shard_size=MAX_MODEL_FILE_BYTES if self._stem == MODEL_STEM else sys.maxsize,
+        )
+        packed = {path: {name: weights[name] for name in names} for path, names in split.filename_to_tensors.items()}
+        optimizer = pack_files((spec for spec in specs if not self._is_of_model(*spec.id)), MAX_FILE_BYTES)
+        for number, members in enumerate(optimizer, start=1):
+            path = f"{OPTIMIZER_STEM}-{number:05d}-of-{len(optimizer):05d}.safetensors"
+            packed[path] = {"/".join(spec.id): spec for spec in members}
+        files = {path: safetensors_io.plan_file(members) for path, members in packed.items() if members}
+        places = {
+            spec.id: (path, files[path].begins[name])
+            for path, members in packed.items()
+            for name, spec in members.items()
+        }
+        if not split.is_sharded:
+            return files, None, places
+        total_parameters = {} if self._names is None else {"total_parameters": self._names.num_parameters}
+        return files, {"metadata": total_parameters | split.metadata, "weight_map": split.tensor_to_filename}, places
 
     def _merge_numbers(self, values_by_rank: list[dict[str, list[float]]]) -> _Numbers:
         merged: _Numbers = {}
@@ -252,35 +294,6 @@ def _read_numbers(numbers: dict[str, dict[str, torch.Tensor]]) -> dict[str, list
             values = [int(value) for value in values]
         read[key] = values[:1] if len(set(values)) == 1 else values
     return read
-
-
-def _plan_files(
-    specs: Iterable[TensorSpec], weights_stem: str
-) -> tuple[dict[str, FilePlan], dict[str, Any] | None, dict[TensorId, tuple[str, int]]]:
-    """Give the files by path, the Hub's index, and the file and byte offset of each tensor."""
-    specs = list(specs)
-    files: dict[str, FilePlan] = {}
-    places: dict[TensorId, tuple[str, int]] = {}
-    weights = pack_files(
-        [spec for spec in specs if spec.key == WEIGHT], MAX_FILE_BYTES if weights_stem == MODEL_STEM else sys.maxsize
-    )
-    optimizer = pack_files([spec for spec in specs if spec.key != WEIGHT], MAX_FILE_BYTES)
-    for stem, packed in ((weights_stem, weights), (OPTIMIZER_STEM, optimizer)):
-        for number, members in enumerate(packed, start=1):
-            if not members:
-                continue
-            is_all_weights = stem == weights_stem and len(packed) == 1
-            part = "" if is_all_weights else f"-{number:05d}-of-{len(packed):05d}"
-            path = f"{stem}{part}.safetensors"
-            names = {spec.id: spec.name if spec.key == WEIGHT else "/".join(spec.id) for spec in members}
-            files[path] = safetensors_io.plan_file({names[spec.id]: spec for spec in members})
-            places |= {tensor_id: (path, files[path].begins[name]) for tensor_id, name in names.items()}
-    index = None
-    if len(weights) > 1:
-        by_name = {spec.name: places[spec.id][0] for members in weights for spec in members}
-        total = sum(spec.num_bytes for members in weights for spec in members)
-        index = {"metadata": {"total_size": total}, "weight_map": by_name}
-    return files, index, places
 
 
 def pack_files(specs: Iterable[TensorSpec], limit_bytes: int) -> list[list[TensorSpec]]:

@@ -27,6 +27,7 @@ from hfdist.checkpoint.random_state import RandomState, random_file
 from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Plan, Planner, WriteItem
 from hfdist.collectives import FULL_DISK, on_all_ranks, rank
 from hfdist.errors import NumericsError, ResourceError
+from hfdist.models.names.hub_names import HubNames
 
 PART_BYTES = 256 * 2**20
 """A longer run is hashed in several parts, so that the ranks that verify it later can share the work."""
@@ -58,16 +59,22 @@ class Contents:
 
 
 def export_model(
-    folder: Path, pieces: Iterable[Piece], write_model_files: Callable[[Path], None], *, stem: str = MODEL_STEM
+    folder: Path,
+    pieces: Iterable[Piece],
+    write_model_files: Callable[[Path], None],
+    *,
+    stem: str = MODEL_STEM,
+    names: HubNames | None = None,
 ) -> None:
     """Write the weights alone as a Hub folder, and replace an older model in it; other files stay. A collective.
 
-    Of the pieces, optimizer state is left out. `write_model_files` is called on rank 0; `stem` is that of `Planner`.
+    Of the pieces, optimizer state is left out. `write_model_files` is called on rank 0; `stem` and `names` are
+    those of `Planner`.
 
     Raises:
         CheckpointError, ResourceError: as for `write_folder`.
     """
-    plan, elements, _ = Planner(weights_only=True, stem=stem).plan(pieces)
+    plan, elements, _ = Planner(weights_only=True, stem=stem, names=names).plan(pieces)
     contents = Contents(plan=plan, elements=elements, write_files=write_model_files)
     write_folder(contents, folder, lambda: _unfinished_export(folder), lambda made, *_: _move_into(made, folder))
 
@@ -148,7 +155,9 @@ def _lay_out(unfinished: Path, contents: Contents, *, is_sparse: bool) -> list[P
     if rank() == 0:
         contents.write_files(unfinished)
         if plan.index is not None:
-            (unfinished / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
+            (unfinished / INDEX_FILE).write_text(
+                json.dumps(plan.index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
     small = list_files(unfinished)
     for name in [*plan.files, *([] if contents.random_state is None else [random_file(0)])]:
         (unfinished / name).parent.mkdir(exist_ok=True)

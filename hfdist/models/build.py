@@ -22,10 +22,11 @@ from transformers.initialization import no_init_weights
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.names.hub_names import find_hub_names
+from hfdist.models.names.weight_names import NameDifferences, read_names
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import quantize_frozen
 from hfdist.models.trainable import TrainableParameters
-from hfdist.models.weight_names import NameDifferences, read_names
 
 logger = logging.getLogger(__name__)
 _WHOLE = Partitioning()
@@ -138,7 +139,7 @@ def _draw(model: PreTrainedModel, trained: TrainableParameters, seed: int, layou
         # By the names that the weights have without it, and not over it.
         initialize_by_name(model, seed, layout)
     trained.choose(model, seed=seed, layout=layout)
-    layout.partition(model)
+    _partition(model, trained, layout)
     if not trained.adapter.is_used:
         initialize_by_name(model, seed, layout)
     return model
@@ -174,7 +175,7 @@ def _read(
     if trained.reads_weights and not is_partitioned:
         nn.Module.to(model, dtype)
     trained.choose(model, seed=seed, layout=layout)
-    layout.partition(model)
+    _partition(model, trained, layout)
     if not is_partitioned:
         with trained.kept_in_float32(model):
             nn.Module.to(model, dtype)
@@ -192,6 +193,13 @@ def _draw_missing(
         parameter.data = parameter.data.to(dtype)
     if drawn:
         initialize_by_name(model, seed, layout, only=drawn)
+
+
+def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Partitioning) -> None:
+    if not trained.adapter.is_used:
+        # While it is whole.
+        find_hub_names(model)
+    layout.partition(model)
 
 
 def _check_not_quantized(architecture: PreTrainedConfig) -> None:

@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.names.hub_names import find_hub_names
+from hfdist.models.names.weight_names import read_names
 from hfdist.models.routers import leave_out_router_loss
-from hfdist.models.weight_names import read_names
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
+from hfdist.trainer.checkpointing.model_files import has_adapter
 from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.step.lean_step import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
@@ -79,6 +81,9 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
     if sums_over_targets(kind):
         leave_out_router_loss(arguments["model"])
+    if not has_adapter(arguments["model"]):
+        # While it is whole.
+        find_hub_names(arguments["model"])
     engine = strategy.build(arguments["model"])
     if own is not None:
         own.move_to(engine.model)

@@ -10,6 +10,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
+from huggingface_hub.serialization._base import parse_size_to_int
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import (
@@ -20,13 +21,16 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 from transformers.integrations import integration_utils
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.output_capturing import OutputRecorder
 
+from hfdist.checkpoint.save_plan import MAX_MODEL_FILE_BYTES
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
 from hfdist.strategies.tensor.plan import _PARTIAL
 from hfdist.trainer.reporting.trackers import Trackers
@@ -92,6 +96,20 @@ def test_private_names_elsewhere():
     assert {"activation_checkpointing", "average_tokens_across_devices", "ignore_data_skip"} <= set(
         parameters(TrainingArguments)
     )
+
+
+def test_what_the_names_of_saved_weights_follow():
+    assert parameters(revert_weight_conversion) == ["model", "state_dict"]
+    assert parameters(remove_tied_weights_from_state_dict) == ["state_dict", "model"]
+    source = inspect.getsource(PreTrainedModel.save_pretrained)
+    calls = [source.index(call) for call in (
+        "self._keys_to_ignore_on_save", "remove_tied_weights_from_state_dict(", "= revert_weight_conversion(",
+        "split_torch_state_dict_into_shards(",
+    )]  # fmt: skip
+    assert calls == sorted(calls)
+    assert 'getattr(model, "_weight_conversions", None)' in inspect.getsource(revert_weight_conversion)
+    limit = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
+    assert parse_size_to_int(limit) == MAX_MODEL_FILE_BYTES
 
 
 def test_what_tensor_and_context_parallelism_call():

@@ -35,6 +35,7 @@ from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.data import LEDGER, Cursor, PoolReport, TokenStream, report
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError, HfdistError
+from hfdist.models.names.hub_names import HubNames, find_hub_names
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,19 @@ class Checkpointer:
     def _stem(self) -> str:
         return ADAPTER_STEM if has_adapter(self._trainer.model) else MODEL_STEM
 
+    @property
+    def _names(self) -> HubNames | None:
+        """The tensors of the model's files; those of an adapter have PEFT's names already."""
+        model = self._trainer.engine.model
+        return None if has_adapter(model) else find_hub_names(model)
+
     def begin(self) -> None:
         """Make the saver of a training that begins."""
         in_background = self._trainer.options.save_in_background
         self.saver = Saver(
             in_background=in_background,
             stem=self._stem,
+            names=self._names,
             write_first=self._write_counted,
             replicas=self._trainer.options.replicas,
         )
@@ -232,7 +240,7 @@ class Checkpointer:
 
     def export(self, folder: Path) -> None:
         """Write a Hub folder with the weights as they are, or a PEFT folder of an adapter."""
-        export_model(folder, self.pieces(), self._write_model_files, stem=self._stem)
+        export_model(folder, self.pieces(), self._write_model_files, stem=self._stem, names=self._names)
 
     def is_saved(self) -> bool:
         """Whether there is a checkpoint of this very step."""
@@ -392,10 +400,10 @@ class Checkpointer:
         """Read weights and optimizer state into the engine; give the rest of the state. No resume by itself."""
         replicas = self._trainer.options.replicas
         if replicas is None or not replicas.holds(path):
-            state = read_checkpoint(path, self.pieces())
+            state = read_checkpoint(path, self.pieces(), names=self._names)
         else:
             try:
-                state = read_checkpoint(path, self.pieces(), partial(replicas.fetch, path))
+                state = read_checkpoint(path, self.pieces(), partial(replicas.fetch, path), self._names)
             except (CheckpointError, OSError) as error:
                 # Else each start would fail like this one.
                 replicas.give_up(path)

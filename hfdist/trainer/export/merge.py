@@ -35,7 +35,7 @@ def write_merged(
     merged.generation_config = GenerationConfig()
 
     def write(unfinished: Path) -> None:
-        merged.save_pretrained(unfinished, max_shard_size="2GB")
+        merged.save_pretrained(unfinished)
         merged.generation_config = generation
         write_hub_files(merged, tokenizer, unfinished)
 

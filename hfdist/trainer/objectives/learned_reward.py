@@ -21,8 +21,8 @@ from hfdist.config.task import SCORE
 from hfdist.data.tokenization.encoders import Encoder
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.names.weight_names import read_names
 from hfdist.models.partitioning import Partitioning
-from hfdist.models.weight_names import read_names
 from hfdist.rewards import Generation
 from hfdist.trainer.objectives.reward import token_scores
 

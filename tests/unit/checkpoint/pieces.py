@@ -33,10 +33,10 @@ def blank(pieces):
     ]
 
 
-def write_checkpoint(folder, *, step, pieces, state, write_model_files):
+def write_checkpoint(folder, *, step, pieces, state, write_model_files, names=None):
     """Write a checkpoint and wait for it. A collective."""
     path = folder / step_name(step)
-    saver = Saver(in_background=False)
+    saver = Saver(in_background=False, names=names)
     saver.save(
         path,
         step=step,
@@ -49,13 +49,14 @@ def write_checkpoint(folder, *, step, pieces, state, write_model_files):
     return path
 
 
-def save(folder, step, pieces=None, state=None):
+def save(folder, step, pieces=None, state=None, names=None):
     return write_checkpoint(
         folder,
         step=step,
         pieces=small_pieces(step) if pieces is None else pieces,
         state=state or {},
         write_model_files=lambda path: (path / "config.json").write_text("{}"),
+        names=names,
     )
 
 

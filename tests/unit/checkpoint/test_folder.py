@@ -277,7 +277,7 @@ def test_the_next_save_clears_what_killed_ones_left(tmp_path):
     ],
 )
 def test_a_tampered_index_is_refused(tmp_path, monkeypatch, change):
-    monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 40)
+    monkeypatch.setattr(save_plan, "MAX_MODEL_FILE_BYTES", 40)
     path = save(tmp_path, 1)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     change(index)

@@ -39,7 +39,7 @@ def test_what_was_saved_is_read(tmp_path):
 
 
 def test_several_files_and_their_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 40)
+    monkeypatch.setattr(save_plan, "MAX_MODEL_FILE_BYTES", 40)
     path = save(tmp_path, 1, small_pieces())
     assert len(list(path.glob("model-*-of-00002.safetensors"))) == 2
     index = json.loads((path / "model.safetensors.index.json").read_text())
@@ -54,7 +54,7 @@ def test_several_files_and_their_index(tmp_path, monkeypatch):
 
 
 def test_transformers_reads_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 5000)
+    monkeypatch.setattr(save_plan, "MAX_MODEL_FILE_BYTES", 5000)
     model = llama(tie_word_embeddings=True)
     pieces = [whole(name, WEIGHT, parameter.detach()) for name, parameter in model.named_parameters()]
     (tmp_path / "model.safetensors").write_text("of an older export, which loading would prefer")

@@ -1,0 +1,122 @@
+"""Which tensors `save_pretrained` makes of a model: names, shapes, and where their elements stand in the model.
+
+A class may hold what its files have as many tensors in one: `experts.gate_up_proj` is `experts.0.gate_proj.weight` and
+so on. transformers converts when it reads, and back when it writes. The way back is followed here on shapes alone, so
+that each rank can write its part of each tensor, and read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# Private: the public way, `save_pretrained`, wants whole tensors. tests/zoo/test_hub_names.py compares with it.
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from hfdist.models.names.strides import Block, UnfollowedError, follow
+
+logger = logging.getLogger(__name__)
+
+_Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubNames:
+    """The tensors of a whole model's files."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """By name, in the order in which transformers writes them."""
+    blocks: Mapping[str, Sequence[tuple[str, Block]]]
+    """For each tensor of the model that the files have, by its own name: names in the files, and what stands there."""
+    num_parameters: int
+    """Of the model."""
+    others: tuple[HubNames, ...] = field(default=(), repr=False)
+    """What another start of this model may have written: one that read other files, or an earlier hfdist."""
+
+    def names_of(self, own: Iterable[str]) -> set[str]:
+        """Give the names in the files of what tensors of the model are there."""
+        return {name for one in own for name, _ in self.blocks.get(one, ())}
+
+
+_known: WeakKeyDictionary[nn.Module, HubNames] = WeakKeyDictionary()
+
+
+def find_hub_names(model: nn.Module) -> HubNames:
+    """Give the tensors of a model's files, as it was at the first call: that must see it whole, and without an adapter.
+
+    ZeRO-3 alone may have partitioned its parameters.
+    """
+    if model not in _known:
+        _known[model] = _find(model)
+    return _known[model]
+
+
+def _find(model: nn.Module) -> HubNames:
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    # ZeRO-3 leaves an empty parameter.
+    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in tensors.items()}
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    in_state = {name: names[id(t)] for name, t in model.state_dict(keep_vars=True).items() if id(t) in names}
+    saved = _saved_once(model, in_state, shapes)
+    num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
+
+    def found(convert: Callable[[_Tensors], _Tensors]) -> HubNames:
+        made = follow({name: shapes[own] for name, own in saved.items()}, convert)
+        blocks: dict[str, list[tuple[str, Block]]] = {}
+        for name, (_, of_tensor) in made.items():
+            for block in of_tensor:
+                own = saved[block.name]
+                blocks.setdefault(own, []).append((name, replace(block, name=own)))
+        return HubNames(
+            shapes={name: shape for name, (shape, _) in made.items()}, blocks=blocks, num_parameters=num_parameters
+        )
+
+    as_it_is = found(lambda own: own)
+    if not isinstance(model, PreTrainedModel):
+        return as_it_is
+    try:
+        own = found(lambda given: revert_weight_conversion(model, given))
+        with _as_made_from_config(model) as is_other:
+            others = [found(lambda given: revert_weight_conversion(model, given))] if is_other else []
+    except UnfollowedError as error:
+        logger.warning("weights are saved under the names that %s has for them: %s", type(model).__name__, error)
+        return as_it_is
+    return replace(own, others=tuple(one for one in (*others, as_it_is) if one.blocks != own.blocks))
+
+
+def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Give the names of its state that are saved, with the model's own for them: of what is tied one."""
+    once = {name: own for name, own in in_state.items() if name == own}
+    if not isinstance(model, PreTrainedModel):
+        return once
+    ignored = set(model._keys_to_ignore_on_save or ())
+    given: _Tensors = {
+        name: torch.empty(shapes[own], device="meta") for name, own in in_state.items() if name not in ignored
+    }
+    try:
+        # What has no values is told apart by the model's own tensors.
+        return {name: in_state[name] for name in remove_tied_weights_from_state_dict(given, model)}
+    except RuntimeError:
+        # Tied by the user's code, which transformers would refuse to save.
+        return {name: own for name, own in once.items() if name not in ignored}
+
+
+@contextmanager
+def _as_made_from_config(model: nn.Module) -> Iterator[bool]:
+    """Meanwhile, let the model seem not to be read from files; gives whether it was."""
+    # What it was read with is reverted when it is written; without that, what its class has.
+    read_with = vars(model).pop("_weight_conversions", None)
+    try:
+        yield read_with is not None
+    finally:
+        if read_with is not None:
+            vars(model)["_weight_conversions"] = read_with
