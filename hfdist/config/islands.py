@@ -74,7 +74,7 @@ class IslandsConfig:
     step with the mean of all. None: no island waits for another."""
     codec: Codec = Codec.fp32
     timeout_seconds: float = limited(60.0, above=0)
-    """How long an island looks for the server when it does not answer."""
+    """How long an island looks for a server that does not answer, or waits for a part of which nothing comes."""
 
     @property
     def shares(self) -> int:

@@ -13,10 +13,13 @@ from typing import Any
 
 from hfdist.config.ranges import LIMIT, Limit
 from hfdist.config.run import RunConfig
-from hfdist.errors import nearest
+from hfdist.errors import ConfigError, nearest, printable
 
 ANY_NAME = "*"
 """Stands in a key for a name that the user chooses, as in `data.sources.*.path`."""
+
+
+_MOST_SHOWN = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,59 @@ def plain(value: Any) -> Any:
         # What is resolved stays as it is: "${" in a value is text by now.
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
     return value
+
+
+def from_plain(kind: Any, values: Any, name: str = "") -> Any:
+    """Make a dataclass of what `plain` has given, perhaps by somebody else: nothing in it is interpolated.
+
+    Args:
+        kind: the dataclass.
+        values: JSON.
+        name: of the section, in messages.
+
+    Raises:
+        ConfigError: a key that it does not have, or a value that the key does not take.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError("this is no section", where=name, found=printable(repr(values), _MOST_SHOWN))
+    keys = {key.leaf: key for key in _direct_keys(kind, f"{name}." if name else "")}
+    unknown = next((key for key in values if key not in keys), None)
+    if unknown is not None:
+        found, allowed = printable(f"{unknown}", _MOST_SHOWN), ", ".join(keys)
+        raise ConfigError("there is no such key", where=name, found=found, allowed=allowed)
+    return kind(**{leaf: _typed(keys[leaf].type, value, keys[leaf]) for leaf, value in values.items()})
+
+
+def _typed(hint: Any, value: Any, key: Key) -> Any:
+    kind, is_optional = _without_none(hint)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or (value is None and is_optional):
+        return _unescaped(value)
+    if dataclasses.is_dataclass(kind):
+        return from_plain(kind, value, key.name)
+    if origin is list and isinstance(value, list):
+        return [_typed(inner[0], item, key) for item in value]
+    if origin is dict and isinstance(value, dict):
+        return {name: _typed(inner[1], item, key) for name, item in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        made: Any = kind.__members__.get(value) if isinstance(value, str) else None
+    elif kind is float and type(value) is int:
+        made = float(value)
+    else:
+        made = _unescaped(value) if type(value) is kind else None
+    if made is None or (key.limit is not None and not key.limit.accepts(made)):
+        found = printable(repr(value), _MOST_SHOWN)
+        raise ConfigError("this value is not possible", where=key.name, found=found, allowed=key.allowed)
+    return made
+
+
+def _unescaped(value: Any) -> Any:
+    """Take back what `plain` has put before each "${"."""
+    if isinstance(value, dict):
+        return {name: _unescaped(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_unescaped(item) for item in value]
+    return re.sub(r"(\\+)\$\{", lambda m: m[1][: len(m[1]) // 2] + "${", value) if isinstance(value, str) else value
 
 
 def _respell(name: str) -> str | None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from hfdist.doctor.pairs import SIZES_MIB, Pair
 from hfdist.errors import ResourceError, first_line, printable
+from hfdist.messages.message import NotAMessageError, read_json
 from hfdist.topology import LauncherPlace
 
 JOIN_SECONDS = 60.0
@@ -68,8 +69,8 @@ class Rendezvous:
         key = f"{name}/{rank}"
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-            return json.loads(self._store.get(key))
-        except RuntimeError:
+            return read_json(self._store.get(key))
+        except (RuntimeError, NotAMessageError):
             return None
 
     def hear_all(self, name: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
@@ -161,13 +162,13 @@ def _connect(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float, pati
     with listener:
         rendezvous.tell(f"{name}/at", listener.getsockname()[:2])
         at = rendezvous.hear(f"{name}/at", other, patience_seconds)
-        if at is None:
+        if not (isinstance(at, list) and [type(one) for one in at] == [str, int]):
             return f"rank {other} has ended or hangs"
         problem = None
         try:
             socket.create_connection(tuple(at), timeout=seconds).close()
-        except OSError as error:
-            problem = f"{error.strerror or error} when {platform.node()} connects to {at[0]}"
+        except (OSError, OverflowError, ValueError) as error:
+            problem = f"{getattr(error, 'strerror', None) or error} when {platform.node()} connects to {at[0]}"
         rendezvous.tell(f"{name}/problem", [problem])
         # Until then the listener must stay.
         told = rendezvous.hear(f"{name}/problem", other, 2 * seconds)

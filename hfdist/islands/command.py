@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -12,9 +12,9 @@ import time
 from hfdist.config.cli.arguments import as_command, read_arguments, read_number
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError
-from hfdist.islands.membership import SECRET
 from hfdist.islands.server import IslandServer
-from hfdist.jobs.address import listen
+from hfdist.jobs.address import LOOPBACK, listen
+from hfdist.messages.door import SECRET
 from hfdist.stop_signals import heard_signals
 
 _HELP = f"""\
@@ -27,11 +27,12 @@ hfdist pretrain islands=diloco islands.count=2 islands.index=0 islands.address=H
 hfdist pretrain islands=diloco islands.count=2 islands.index=1 islands.address=HOST:29600 run.name=island-1 ...
 
 port=N              to listen at; default: 29600
-host=ADDRESS        to listen at; default: all of this machine
+host=ADDRESS        to listen at; default: all of this machine with a secret, and 127.0.0.1 without one
 least=N             islands with which the first round begins; default: islands.count
 silent_seconds=N    after which an island is lost that says nothing; default: 10
 
-Where strangers can reach it, give it and all islands the same {SECRET} in their environment.
+Islands on other machines need a secret: the same {SECRET} in the environment of the
+server and of all islands. It never travels. Without one, anybody may join who reaches the server.
 
 Exit codes: 0 it was told to end, 2 a wrong argument.
 """
@@ -43,25 +44,23 @@ def _serve(arguments: list[str]) -> None:
     port = read_number(values, "port", "29600")
     least = read_number(values, "least", "1") if "least" in values else None
     silent = read_number(values, "silent_seconds", "10")
-    host = values.get("host", "")
+    secret = os.environ.get(SECRET, "")
+    host = values.get("host", "" if secret else LOOPBACK)
     try:
         listener = listen(host, port)
     except (OSError, OverflowError) as error:
         what, where = "the server cannot listen there", f"host, port ({COMMAND_LINE})"
         found, hint = f"{host or 'all addresses'}, {port}: {error}", "port=29600"
         raise ConfigError(what, where=where, found=found, hint=hint) from error
-    secret = os.environ.get(SECRET, "")
     server = IslandServer(listener, secret=secret, least=least, silent_seconds=silent, say=_say)
-    _say(f"islands.address={socket.gethostname()}:{listener.getsockname()[1]}")
-    with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
-        asyncio.run(_until_told(server))
-
-
-async def _until_told(server: IslandServer) -> None:
-    serving = asyncio.ensure_future(server.serve())
     for number in heard_signals():
-        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
-    await serving
+        # At once, whatever its threads are at: it has nothing to save.
+        signal.signal(number, lambda *_: os._exit(0))
+    name = host if host == LOOPBACK else socket.gethostname()
+    _say(f"islands.address={name}:{listener.getsockname()[1]}")
+    if not secret:
+        _say(f"there is no {SECRET}: anybody may join who reaches {host}")
+    asyncio.run(server.serve())
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import secrets
@@ -17,8 +16,10 @@ from typing import Any
 from hfdist.collectives import gather_json, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.errors import ConfigError, PeerError
-from hfdist.islands.membership import BEAT_SECONDS, MOST_BYTES, SECRET, encode_message
+from hfdist.islands.membership import BEAT_SECONDS
 from hfdist.islands.rendezvous import Arrival
+from hfdist.messages.door import SECRET, hear_answer, knock, prove
+from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message, write_message
 
 _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
@@ -39,6 +40,10 @@ class Participants:
     """Islands that take part in the round that follows."""
     sources: Mapping[int, tuple[int, list[str]]]
     """By the index of an island that gets the state of another: that other, and the addresses of its own ranks."""
+
+    def island_of(self, address: str, rank: int) -> int:
+        """Give the member whose rank has an address."""
+        return next(index for index, addresses in self.members.items() if addresses[rank] == address)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Participants:
@@ -63,10 +68,8 @@ def make_member(config: IslandsConfig, job: Mapping[str, Any], addresses: list[s
     """
     assert config.address is not None
     hello = {"island": config.index, "rank": rank(), "start": gather_json(secrets.token_hex(16))[0]}
-    hello["secret"] = os.environ.get(SECRET, "")
-    if rank() == 0:
-        hello |= {"job": dict(job), "addresses": addresses}
-    return Member(config.address, hello, config.timeout_seconds)
+    more = {"job": dict(job), "addresses": addresses} if rank() == 0 else {}
+    return Member(config.address, os.environ.get(SECRET, ""), hello, more, config.timeout_seconds)
 
 
 class Member:
@@ -74,13 +77,18 @@ class Member:
 
     Args:
         address: HOST:PORT of the server.
-        hello: what the server must know of this rank: island, rank, start, secret; of rank 0 also job and addresses.
+        secret: that all islands and their server know; empty: none.
+        hello: what the server must know of this rank: island, rank, start.
+        more: the same of rank 0, for who knows the secret: job, addresses.
         timeout_seconds: how long a server is looked for that does not answer.
     """
 
-    def __init__(self, address: str, hello: Mapping[str, Any], timeout_seconds: float) -> None:
+    def __init__(
+        self, address: str, secret: str, hello: Mapping[str, Any], more: Mapping[str, Any], timeout_seconds: float
+    ) -> None:
         host, _, port = address.rpartition(":")
-        self._address, self._hello = (host.strip("[]"), int(port)), dict(hello)
+        self._address, self._secret = (host.strip("[]"), int(port)), secret
+        self._hello, self._more = dict(hello), dict(more)
         self._timeout_seconds = timeout_seconds
         self._connection: _Connection | None = None
         self.nonce = ""
@@ -90,20 +98,26 @@ class Member:
         """Connect, if there is no connection.
 
         Raises:
-            PeerError: the server does not answer for so long.
+            PeerError: the server does not answer for so long, or has ended this island.
             ConfigError: it refuses this rank.
         """
         deadline = time.monotonic() + self._timeout_seconds
         while self._connection is None or self._connection.is_broken.is_set():
+            if self._connection is not None and self._connection.ended is not None:
+                what, hint = "the server has ended this island", "the same command goes on from its last checkpoint"
+                raise PeerError(what, where="islands.index", found=self._connection.ended, hint=hint)
             self.close()
             try:
-                self._connection = _Connection(self._address, self._hello, self._timeout_seconds)
-                self.nonce = self._connection.nonce
-            except _RefusedError as error:
-                if not error.may_pass or time.monotonic() > deadline:
-                    raise error.reason from None
+                where = self._address, self._secret, self._hello, self._more, self._timeout_seconds
+                self._connection = _Connection(*where)
+                # Whoever only sees what travels does not know it.
+                self.nonce = prove(self._secret, "islands", self._connection.nonce)
+            except RefusedError as error:
+                # Perhaps it may be otherwise in a moment.
+                if not error.answer.get("may_pass") or time.monotonic() > deadline:
+                    raise _refusal(error.answer) from None
                 time.sleep(_RETRY_SECONDS)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, NotAMessageError) as error:
                 if time.monotonic() > deadline:
                     raise PeerError(
                         "the server of the islands does not answer",
@@ -117,8 +131,7 @@ class Member:
 
     def arrive(self, arrival: Arrival) -> dict[str, Any] | None:
         """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended."""
-        place = [arrival.step, arrival.outer_step, arrival.digest]
-        self.send({"at": [*place, arrival.weight, arrival.rests, arrival.read]})
+        self.send({"at": arrival.to_json()})
         return self.wait_for("round")
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
@@ -126,7 +139,7 @@ class Member:
         assert self._connection is not None
         self._connection.send(message, payload)
 
-    def wait_for(self, key: str) -> dict[str, Any] | None:
+    def wait_for(self, key: str) -> Message | None:
         """Wait for a message with this key; None: the connection has ended. What follows a message is its `payload`."""
         assert self._connection is not None
         return self._connection.wait_for(key, None)
@@ -136,20 +149,20 @@ class Member:
         connection = self._connection
         return connection is None or connection.is_broken.is_set() or number in connection.aborted
 
-    def finish(self, number: int, *, is_ok: bool) -> dict[int, Any] | None:
-        """Tell whether this island has all, and wait for all others.
+    def finish(self, number: int, *, is_ok: bool, bad: Mapping[int, str] | None = None) -> dict[int, Any] | None:
+        """Tell whether this island has all, or whose parts it could not use and why, and wait for all others.
 
         Returns:
             What each member has read of the data, if the exchange counts.
         """
         assert self._connection is not None
-        self.send({"done": number, "ok": is_ok})
+        self.send({"done": number, "ok": is_ok, "bad": bad or {}})
         answer = self._connection.wait_for("commit", number)
         return None if answer is None else {int(index): read for index, read in answer["read"].items()}
 
-    def tell_done(self, number: int) -> None:
-        """Tell that this island has got the state of another."""
-        self.send({"done": number, "ok": True})
+    def tell_done(self, number: int, *, is_ok: bool) -> None:
+        """Tell whether this island has got the state of another."""
+        self.send({"done": number, "ok": is_ok})
 
     def leave(self) -> None:
         """Take part no more."""
@@ -164,41 +177,43 @@ class Member:
             self._connection = None
 
 
-class _RefusedError(Exception):
-    """What the server has answered."""
-
-    def __init__(self, answer: Mapping[str, Any]) -> None:
-        super().__init__(answer)
-        allowed = answer.get("allowed")
-        self.may_pass = bool(answer.get("may_pass"))
-        """Whether it may be otherwise in a moment."""
-        self.reason = ConfigError(
-            str(answer["refused"]),
-            where=answer.get("key"),
-            found=answer.get("found"),
-            allowed=None if allowed is None else str(allowed),
-        )
+def _refusal(answer: Mapping[str, Any]) -> ConfigError:
+    """Say what the server has answered."""
+    key, allowed = answer.get("key"), answer.get("allowed")
+    return ConfigError(
+        str(answer["refused"]),
+        where=None if key is None else str(key),
+        found=answer.get("found"),
+        allowed=None if allowed is None else str(allowed),
+        hint=f"the same {SECRET} in the environment of all islands and of the server" if key == SECRET else None,
+    )
 
 
 class _Connection:
     """Its threads read and beat."""
 
-    def __init__(self, address: tuple[str, int], hello: Mapping[str, Any], timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._socket = socket.create_connection(address, timeout=timeout_seconds)
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: str,
+        hello: Mapping[str, Any],
+        more: Mapping[str, Any],
+        timeout_seconds: float,
+    ) -> None:
         self._lock = threading.Lock()
-        self._messages: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._messages: queue.Queue[Message] = queue.Queue()
         self.is_broken = threading.Event()
         self.aborted: set[int] = set()
         """Meetings that do not count."""
+        self.ended: str | None = None
+        """Why the server lets this island take part no more."""
+        # Its time-out is that of the server's beats.
+        self._socket, self._answers = knock(address, secret, hello, more, timeout_seconds)
         try:
-            self._socket.sendall(encode_message(hello))
-            # Its time-out is that of the server's beats.
-            self._answers = self._socket.makefile("rb")
-            answer = json.loads(self._answers.readline(MOST_BYTES))
-            if "refused" in answer:
-                raise _RefusedError(answer)
-            self.nonce = str(answer["welcome"])
+            answer = hear_answer(self._answers)
+            if "challenge" in answer:
+                raise RefusedError(refused="the server asks for a secret, and this island has none", key=SECRET)
+            self.nonce = answer.text("welcome")
         except BaseException:
             self._socket.close()
             raise
@@ -210,14 +225,14 @@ class _Connection:
         """Send it, if there is a connection."""
         try:
             with self._lock:
-                self._socket.sendall(encode_message(message, payload))
+                self._socket.sendall(write_message(message, len(payload)))
                 # By parts: a time-out is that of a whole call.
                 for start in range(0, len(payload), MOST_BYTES):
                     self._socket.sendall(payload[start : start + MOST_BYTES])
         except OSError:
             self.is_broken.set()
 
-    def wait_for(self, key: str, number: int | None) -> dict[str, Any] | None:
+    def wait_for(self, key: str, number: int | None) -> Message | None:
         """Wait for a message, of this rendezvous; None: the rendezvous is aborted, or the connection has ended."""
         while True:
             try:
@@ -249,13 +264,15 @@ class _Connection:
     def _read(self) -> None:
         with suppress(OSError, ValueError):
             while (line := self._answers.readline(MOST_BYTES)).endswith(b"\n"):
-                message = json.loads(line)
-                if num_bytes := int(message.get("bytes", 0)):
+                message = read_message(line)
+                if num_bytes := message.integer("bytes", default=0):
                     message["payload"] = self._answers.read(num_bytes)
                     if len(message["payload"]) < num_bytes:
                         break
                 if "aborted" in message:
-                    self.aborted.add(int(message["aborted"]))
+                    self.aborted.add(message.integer("aborted"))
+                if "ended" in message:
+                    self.ended = message.text("ended")
                 if "beat" not in message:
                     self._messages.put(message)
         self.is_broken.set()

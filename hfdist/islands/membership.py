@@ -1,27 +1,16 @@
-"""Islands that are connected to the server, and the messages between it and their ranks.
-
-A message is a line of JSON. If it has the key `bytes`, so many bytes follow.
-"""
+"""Islands that are connected to the server, and what it tells their ranks."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-SECRET = "HFDIST_ISLANDS_SECRET"
-"""The variable with what all islands and their server know, where strangers can reach it."""
+from hfdist.messages.message import MOST_BYTES, Message, write_message
+
 BEAT_SECONDS = 1.0
-MOST_BYTES = 2**22
-"""Of a line: the addresses of an island's ranks, or what these exchange."""
-
-
-def encode_message(message: Mapping[str, Any], payload: bytes = b"") -> bytes:
-    """Give the line of a message; `payload` is to follow it."""
-    counted = dict(message) | ({"bytes": len(payload)} if payload else {})
-    return json.dumps(counted).encode() + b"\n"
 
 
 @dataclass(eq=False)
@@ -31,21 +20,28 @@ class Connection:
     writer: asyncio.StreamWriter
     heard_seconds: float
 
+    def hear(self) -> None:
+        """Note that it is not silent."""
+        self.heard_seconds = time.monotonic()
+
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Begin to send; it goes on beside what follows."""
-        self.writer.write(encode_message(message, payload))
+        """Begin to send; it goes on beside what follows. Who does not take what was sent before is dropped."""
+        if self.writer.transport.get_write_buffer_size() > MOST_BYTES + 2 * len(payload):
+            self.writer.transport.abort()
+            return
+        self.writer.write(write_message(message, len(payload)))
         if payload:
             self.writer.write(payload)
 
 
-@dataclass
+@dataclass(eq=False)
 class Island:
     """A launch that is connected."""
 
     index: int
     start: str
     """Chosen anew at each start of the launch."""
-    job: dict[str, Any] = field(default_factory=dict)
+    job: Message = field(default_factory=Message)
     addresses: list[str] = field(default_factory=list)
     """Of its ranks, for other islands."""
     connections: dict[int, Connection] = field(default_factory=dict)
@@ -54,7 +50,7 @@ class Island:
     @property
     def is_complete(self) -> bool:
         """Whether all of its ranks are connected."""
-        return bool(self.addresses) and len(self.connections) == len(self.addresses)
+        return bool(self.addresses) and self.connections.keys() == set(range(len(self.addresses)))
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Tell all of its ranks."""
@@ -63,10 +59,16 @@ class Island:
 
 
 class Coordinator(Protocol):
-    """What a server does with the messages of islands."""
+    """What a server does with the messages of islands. NotAMessageError: no rank would send it."""
 
-    def take(self, island: Island, rank: int, message: dict[str, Any], payload: bytes) -> None:
-        """Take what a rank has sent. ValueError, KeyError, TypeError: no rank would send it."""
+    def most_bytes(self, rank: int, message: Message) -> int:
+        """Give how many bytes may follow a message."""
+
+    def take(self, island: Island, rank: int, message: Message, payload: bytes) -> None:
+        """Take what a rank has sent."""
+
+    def tick(self) -> None:
+        """Look at the clock, once in a while."""
 
     def lose(self, index: int) -> None:
         """Go on without an island."""

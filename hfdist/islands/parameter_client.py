@@ -30,8 +30,8 @@ _MOST_CONNECTIONS = 3
 class GradientRecorder(torch.optim.SGD):
     """SGD that keeps the gradients of its last step. The weights that it makes are replaced by the server's."""
 
-    taken_lr: float | None = None
-    """The rate of the step whose gradients it has; None: they are pushed, or were not finite."""
+    has_taken: bool = False
+    """Whether it has gradients; not once they are pushed, nor where they were not finite."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -43,7 +43,7 @@ class GradientRecorder(torch.optim.SGD):
                     if _GRADIENT not in state:
                         state[_GRADIENT] = torch.zeros_like(parameter)
                     state[_GRADIENT].copy_(parameter.grad)
-            self.taken_lr = float(group["lr"])
+        self.has_taken = True
         super().step(closure)
 
 
@@ -118,11 +118,9 @@ class ParameterClient:
             None; or, if the connection had ended, what `connect` gives.
         """
         begin = time.monotonic()
-        lr = recorder.taken_lr
         content = encode(self._config.codec, join(to_host(piece.view) for piece in self._owned.own_state(_GRADIENT)))
-        recorder.taken_lr = None
-        # Without a step there are none: the gradients were not finite.
-        message = {"push": step, "lr": lr or 0.0, "targets": 0.0 if lr is None else targets}
+        message = {"push": step, "targets": targets if recorder.has_taken else 0.0}
+        recorder.has_taken = False
         found = None
         answer = self._ask(message | {"state": state if rank() == 0 else None}, content)
         if answer is not None:

@@ -2,24 +2,36 @@
 
 Synchronous: it waits for all islands, and steps once with the mean of what they push, weighted by their targets, as ddp
 does. Else each push is a step. With bounded staleness (stale synchronous parallel, Ho et al. 2013) an island waits for
-weights while it is more than so many steps ahead of the slowest one.
+weights while it is more than so many steps ahead of the slowest one. A step has the rate that the schedule has for it,
+and leaves out what is not finite.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
-from omegaconf import OmegaConf
 
 from hfdist.config.islands import Codec
 from hfdist.config.optimizer import OptimizerConfig
-from hfdist.islands.codec import decode, num_bytes
+from hfdist.config.schema import from_plain
+from hfdist.islands.codec import decode
+from hfdist.islands.codec import num_bytes as num_bytes_of
 from hfdist.islands.membership import Island
-from hfdist.islands.parameter_store import ParameterStore, Segment, find_slots
+from hfdist.islands.outer import is_finite
+from hfdist.islands.parameter_store import OptimizerSlots, ParameterStore, Segment, find_slots
+from hfdist.messages.message import Message, NotAMessageError
+from hfdist.optim.schedule import rate_at
+
+_MOST_STEPS = 2**40
+_MOST_BAD = 5
+"""Pushes in a row that are left out, before the island is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +40,6 @@ class _Push:
 
     gradients: bytes
     targets: float
-    lr: float
 
 
 @dataclass
@@ -57,14 +68,13 @@ class _Worker:
         return self.island.is_complete and len(of_ranks) == len(self.island.addresses)
 
 
-def check_job(job: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if its optimizer cannot be stepped here."""
-    find_slots(_optimizer_of(job))
+def check_job(job: Message) -> OptimizerSlots:
+    """Give what its optimizer keeps; ConfigError: it cannot be stepped here."""
+    return find_slots(_optimizer_of(job))
 
 
-def _optimizer_of(job: Mapping[str, Any]) -> OptimizerConfig:
-    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), job["optimizer"]))
-    made: OptimizerConfig = config
+def _optimizer_of(job: Message) -> OptimizerConfig:
+    made: OptimizerConfig = from_plain(OptimizerConfig, job.get("optimizer"), "optimizer")
     return made
 
 
@@ -75,23 +85,36 @@ class ParameterServer:
         job: what all islands have alike, by key.
         islands: that are connected, by index; it is live.
         least: islands with which the training begins; None: as many as they say.
+        end: ends an island that cannot take part, and tells it why.
         say: takes a line for people.
 
     Raises:
-        ValueError: a job that no island would have.
+        NotAMessageError: a job that no island would have.
     """
 
     def __init__(
-        self, job: Mapping[str, Any], islands: Mapping[int, Island], least: int | None, say: Callable[[str], None]
+        self,
+        job: Message,
+        islands: Mapping[int, Island],
+        least: int | None,
+        end: Callable[[Island, str], None],
+        say: Callable[[str], None],
     ) -> None:
-        self._islands, self._say = islands, say
-        self._least = int(job["islands.count"]) if least is None else least
-        self._codec = Codec(job["islands.codec"])
-        staleness = job["islands.staleness"]
-        self._staleness: int | None = None if staleness is None else int(staleness)
+        self._islands, self._end, self._say = islands, end, say
+        count = job.integer("islands.count", least=1)
+        self._least = count if least is None else least
+        codec = job.text("islands.codec")
+        if codec not in Codec.__members__:
+            raise NotAMessageError("there is no such codec")
+        self._codec = Codec[codec]
+        self._staleness = None if job.get("islands.staleness") is None else job.integer("islands.staleness")
         """None: no island waits for another."""
-        self._optimizer = _optimizer_of(job)
-        self._max_norm = float(job["train.max_grad_norm"])
+        self._optimizer, self._slots = _optimizer_of(job), check_job(job)
+        self._max_norm = job.number("train.max_grad_norm")
+        self._max_steps = job.integer("train.max_steps", least=1, default=_MOST_STEPS)
+        self._rate_at = rate_at(self._optimizer, self._max_steps)
+        self._bad: Counter[int] = Counter()
+        """By island: pushes in a row that were left out."""
         self._workers: dict[int, _Worker] = {}
         self._store: ParameterStore | None = None
         self._step = 0
@@ -103,45 +126,65 @@ class ParameterServer:
 
     # ---- messages ----
 
-    def take(self, island: Island, rank: int, message: dict[str, Any], payload: bytes) -> None:
+    def most_bytes(self, rank: int, message: Message) -> int:
+        """Give what follows a message: what a rank brings as it comes, or its gradients."""
+        if "segments" in message:
+            num_bytes = 4 * (1 + len(self._slots.tensors)) * sum(one.num_elements for one in _read_segments(message))
+            return min(num_bytes, psutil.virtual_memory().total)
+        if "push" in message and self._store is not None and rank in self._store.segments:
+            return num_bytes_of(self._codec, self._store.num_elements(rank))
+        return 0
+
+    def take(self, island: Island, rank: int, message: Message, payload: bytes) -> None:
         """Take what a rank has sent."""
+        if len(payload) != self.most_bytes(rank, message):
+            raise NotAMessageError(f"{len(payload)} bytes follow, and {self.most_bytes(rank, message)} should")
         worker = self._workers.get(island.index)
         if "segments" in message:
             if worker is None or worker.island is not island:
                 worker = self._workers[island.index] = _Worker(island)
             self._add(worker, rank, message, payload)
-        elif "push" in message and worker is not None and worker.trains:
+        elif worker is None or not worker.trains:
+            raise NotAMessageError("no rank says that before it trains")
+        elif "push" in message:
             self._push(worker, rank, message, payload)
-        elif "pull" in message and worker is not None and worker.trains:
+        elif "pull" in message:
             worker.pulls.add(rank)
             if len(worker.pulls) == len(worker.segments):
                 worker.pulls = set()
                 self._answer([worker], with_slots=True)
+        else:
+            raise NotAMessageError("no rank says that here")
+
+    def tick(self) -> None:
+        """Wait for who is slow."""
 
     def lose(self, index: int) -> None:
         """Go on without an island."""
         self._workers.pop(index, None)
         self._go_on()
 
-    def _add(self, worker: _Worker, rank: int, message: dict[str, Any], payload: bytes) -> None:
-        worker.segments[rank] = [
-            Segment(str(name), tuple(map(int, shape)), *map(int, place)) for name, shape, *place in message["segments"]
-        ]
-        worker.contents[rank] = payload
-        if self._store is None and not message["may_begin"]:
-            # What its optimizer had kept was at a server that is gone.
-            self._say(f"island {worker.island.index} must go on from its checkpoint: this server has no weights")
-            raise ValueError("no weights")
-        worker.step, worker.updates = int(message["step"]), int(message["updates"])
-        worker.state = message["state"] if rank == 0 else worker.state
+    def _add(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
+        step, updates = message.integer("step", most=self._max_steps), message.integer("updates")
+        if rank == 0:
+            worker.step, worker.updates, worker.state = step, updates, dict(message.mapping("state"))
+        worker.segments[rank] = _read_segments(message)
+        if self._store is None:
+            if not message.flag("may_begin"):
+                # What its optimizer had kept was at a server that is gone.
+                self._say(f"island {worker.island.index} must go on from its checkpoint: this server has no weights")
+                raise ConnectionResetError
+            if not np.isfinite(np.frombuffer(payload, np.float32)).all():
+                raise NotAMessageError("the weights are not finite")
+            worker.contents[rank] = payload
         if not worker.has_all(worker.segments):
             return
         if self._store is not None:
             if any(tuple(own) != self._store.segments.get(rank) for rank, own in worker.segments.items()):
-                raise ValueError(f"island {worker.island.index} has other parameters")
+                raise NotAMessageError("it has other parameters")
             self._admit([worker])
             return
-        there = [one for one in self._workers.values() if one.has_all(one.segments)]
+        there = [one for one in self._workers.values() if one.has_all(one.contents)]
         if len(there) < self._least:
             self._say(f"{len(there)} of {self._least} islands are there")
             return
@@ -156,18 +199,11 @@ class ParameterServer:
             worker.trains, worker.contents, worker.step = True, {}, self._step
         self._answer(workers, with_slots=True)
 
-    def _push(self, worker: _Worker, rank: int, message: dict[str, Any], payload: bytes) -> None:
-        assert self._store is not None
-        if len(payload) != num_bytes(self._codec, self._store.num_elements(rank)):
-            raise ValueError(f"{len(payload)} bytes are not the gradients of rank {rank}")
-        worker.pushes[rank] = _Push(
-            gradients=payload,
-            targets=float(message["targets"]),
-            lr=float(message["lr"]),
-        )
-        step = int(message["push"])
+    def _push(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
+        step = message.integer("push", least=1, most=min(self._max_steps, worker.step + 1))
+        worker.pushes[rank] = _Push(gradients=payload, targets=message.number("targets"))
         if rank == 0 and step > self._step:
-            self._step, self._state = step, message["state"]
+            self._step, self._state = step, dict(message.mapping("state"))
         if not worker.has_all(worker.pushes):
             return
         worker.step, worker.waits = step, True
@@ -199,28 +235,46 @@ class ParameterServer:
 
     def _update(self, workers: Sequence[_Worker]) -> None:
         # In one order, so that the same sums are made whoever has connected first.
-        pushes = [worker.pushes for worker in sorted(workers, key=lambda worker: worker.island.index)]
-        lr = max(workers, key=lambda worker: worker.step).pushes[0].lr
+        pushes = {one.island: one.pushes for one in sorted(workers, key=lambda worker: worker.island.index)}
+        lr = self._rate_at(max(worker.step for worker in workers) - 1)
         for worker in workers:
             worker.pushes = {}
         store = self._store
         assert store is not None
-        self._do(lambda: asyncio.to_thread(self._step_with, store, pushes, lr))
+        self._do(lambda: self._step_with(store, pushes, lr))
 
-    def _step_with(self, store: ParameterStore, pushes: Sequence[Mapping[int, _Push]], lr: float) -> None:
-        weights = [push[0].targets for push in pushes]
-        if sum(weights) <= 0:
-            return
-        gradients: dict[int, torch.Tensor] = {}
-        for rank in store.segments:
-            total = torch.zeros(store.num_elements(rank))
-            for push, weight in zip(pushes, weights, strict=True):
-                if weight > 0:
-                    own = decode(self._codec, push[rank].gradients, len(total))
-                    total.add_(own, alpha=weight / sum(weights))
-            gradients[rank] = total
-        if not store.step(gradients, lr):
-            self._say(f"update {store.updates}: a gradient is not finite, and is left out")
+    async def _step_with(self, store: ParameterStore, pushes: Mapping[Island, Mapping[int, _Push]], lr: float) -> None:
+        bad = await asyncio.to_thread(self._step_store, store, pushes, lr)
+        for island in pushes:
+            if island.index not in bad:
+                self._bad.pop(island.index, None)
+                continue
+            self._bad[island.index] += 1
+            self._say(f"island {island.index} is left out of a step: what it has pushed is not finite")
+            if self._bad[island.index] >= _MOST_BAD and self._islands.get(island.index) is island:
+                self._end(island, f"what it has pushed is not finite, {_MOST_BAD} times in a row")
+
+    def _step_store(self, store: ParameterStore, pushes: Mapping[Island, Mapping[int, _Push]], lr: float) -> list[int]:
+        """Step with all pushes that are finite; give the islands whose own are not."""
+
+        def decoded(push: _Push, rank: int) -> torch.Tensor:
+            return decode(self._codec, push.gradients, store.num_elements(rank))
+
+        good = {
+            island.index: push
+            for island, push in pushes.items()
+            if push[0].targets == 0 or all(is_finite(decoded(own, rank)) for rank, own in push.items())
+        }
+        total_targets = sum(push[0].targets for push in good.values())
+        if total_targets > 0:
+            gradients: dict[int, torch.Tensor] = {}
+            for rank in store.segments:
+                gradients[rank] = torch.zeros(store.num_elements(rank))
+                for push in good.values():
+                    if push[0].targets > 0:
+                        gradients[rank].add_(decoded(push[rank], rank), alpha=push[0].targets / total_targets)
+            store.step(gradients, lr)
+        return [island.index for island in pushes if island.index not in good]
 
     def _answer(self, workers: Sequence[_Worker], *, with_slots: bool) -> None:
         told = {"step": self._step, "state": self._state}
@@ -248,3 +302,15 @@ class ParameterServer:
             for island in islands:
                 if self._islands.get(island.index) is island:
                     island.connections[rank].send({"weights": store.updates, **told}, content)
+
+
+def _read_segments(message: Message) -> list[Segment]:
+    found = []
+    for one in message.list("segments"):
+        if not isinstance(one, list) or len(one) != len(Segment._fields) or not isinstance(one[1], list):
+            raise NotAMessageError("a segment has a name, a shape, and four numbers")
+        name, shape, *place = one
+        given = Message({"name": name} | {f"{number}": value for number, value in enumerate([*shape, *place])})
+        numbers = [given.integer(f"{number}") for number in range(len(given) - 1)]
+        found.append(Segment(given.text("name"), tuple(numbers[:-4]), *numbers[-4:]))
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -124,11 +123,11 @@ class ParameterStore:
         return self._values[rank].shape[1]
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[int, torch.Tensor], lr: float) -> bool:
-        """Step once. False: a gradient is not finite, and nothing has changed.
+    def step(self, gradients: Mapping[int, torch.Tensor], lr: float) -> None:
+        """Step once.
 
         Args:
-            gradients: by rank, float32 of shape [elements]; they are overwritten.
+            gradients: by rank, finite float32 of shape [elements]; they are overwritten.
             lr: of this step.
         """
         for rank, parameters in self._parameters.items():
@@ -137,18 +136,15 @@ class ParameterStore:
                 parameter.grad = gradient
         norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in self._counted]
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
-        is_finite = math.isfinite(norm)
-        if is_finite:
-            # As torch.nn.utils.clip_grad_norm_.
-            scale = min(1.0, self._max_norm / (norm + 1e-6))
-            for gradient in gradients.values() if scale < 1 else ():
-                gradient.mul_(scale)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-            self.updates += 1
+        # As torch.nn.utils.clip_grad_norm_.
+        scale = min(1.0, self._max_norm / (norm + 1e-6))
+        for gradient in gradients.values() if scale < 1 else ():
+            gradient.mul_(scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.updates += 1
         self._optimizer.zero_grad()
-        return is_finite
 
     def content(self, rank: int, *, with_slots: bool) -> bytes:
         """Give the weights of a rank, and what the optimizer keeps of them."""

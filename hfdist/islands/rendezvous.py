@@ -2,18 +2,31 @@
 
 Islands come to a rendezvous at the end of each round. Once all that are there have come, those whose outer weights are
 the same exchange what they have learned, and the others get the state of one of these. An exchange counts once all have
-it: if an island is lost before, it is aborted, and the rest come to another rendezvous.
+it: if an island is lost before, it is aborted, and the rest come to another rendezvous. Whose part others cannot use is
+left out of the next one, and gets the state of a member.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hfdist.errors import printable
 from hfdist.islands.membership import Island
+from hfdist.messages.message import Message, NotAMessageError
+
+_MOST_TIMES_OUT = 3
+_AGAIN_SECONDS = 120.0
+"""In which those whose exchange was aborted come again."""
+_LATE_SECONDS = 1800.0
+"""In which the rest have what the first one has."""
+_MOST_SAID = 200
+"""Characters of what an island has sent, in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +44,26 @@ class Arrival:
     """Whether it does not train in this round, and waits for what the others learn."""
     read: Any = None
     """What it has read of the data, for the others."""
+
+    def to_json(self) -> list[Any]:
+        """Give it as a message has it."""
+        return [self.step, self.outer_step, self.digest, self.weight, self.rests, self.read]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> Arrival:
+        """Read what `to_json` has given; NotAMessageError: it has not."""
+        names = ("step", "outer_step", "digest", "weight", "rests", "read")
+        if len(value) != len(names):
+            raise NotAMessageError(f"an arrival has {len(names)} members")
+        given = Message(zip(names, value, strict=True))
+        return cls(
+            step=given.integer("step"),
+            outer_step=given.integer("outer_step"),
+            digest=given.text("digest"),
+            weight=given.number("weight"),
+            rests=given.flag("rests"),
+            read=given["read"],
+        )
 
     @property
     def outer(self) -> tuple[int, str]:
@@ -61,38 +94,71 @@ class Rendezvous:
     """Decides who takes part.
 
     Args:
+        job: what all islands have alike, by key.
         islands: that are connected, by index; it is live.
         least: islands with which the first round begins; None: as many as they say.
+        end: ends an island that cannot take part, and tells it why.
         say: takes a line for people.
     """
 
-    def __init__(self, islands: Mapping[int, Island], least: int | None, say: Callable[[str], None]) -> None:
-        self._islands, self._least, self._say = islands, least, say
+    def __init__(
+        self,
+        job: Message,
+        islands: Mapping[int, Island],
+        least: int | None,
+        end: Callable[[Island, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._islands, self._end_island, self._say = islands, end, say
+        count = job.integer("islands.count", least=1)
+        self._least = count if least is None else least
+        self._participation = job.number("islands.participation") if "islands.participation" in job else 1.0
         self._arrivals: dict[int, Arrival] = {}
         """By the index of an island that waits."""
         self._under_way: _Rendezvous | None = None
         self._number = 0
         self._has_begun = False
+        self._accused: dict[int, dict[int, str]] = {}
+        """Whose parts could not be used in the rendezvous that was aborted last: by whom, and why."""
+        self._aborted: set[int] = set()
+        """Its members."""
+        self._left_out: set[int] = set()
+        """Of the exchange that is to come."""
+        self._times_out: Counter[int] = Counter()
+        """Exchanges in a row of which an island was left out."""
+        self._until = math.inf
+        """When those who are waited for are lost, by the clock."""
 
-    def take(self, island: Island, rank: int, message: dict[str, Any], payload: bytes) -> None:
+    def most_bytes(self, rank: int, message: Message) -> int:
+        """Give none: weights travel between the islands."""
+        return 0
+
+    def take(self, island: Island, rank: int, message: Message, payload: bytes) -> None:
         """Take what a rank has sent."""
         if "at" in message:
-            step, outer_step, digest, weight, rests, read = message["at"]
-            self._arrivals[island.index] = Arrival(
-                step=int(step),
-                outer_step=int(outer_step),
-                digest=str(digest),
-                weight=float(weight),
-                rests=bool(rests),
-                read=read,
-            )
+            self._arrivals[island.index] = Arrival.from_json(message.list("at"))
             self._meet()
         elif "done" in message:
-            self._note(island.index, int(message["done"]), bool(message["ok"]))
+            bad = message.by_number("bad") if "bad" in message else {}
+            self._note(island.index, message.integer("done"), message.flag("ok"), bad)
+        else:
+            raise NotAMessageError("no rank says that here")
+
+    def tick(self) -> None:
+        """Lose those who keep the others waiting for too long."""
+        if time.monotonic() < self._until:
+            return
+        self._until, one = math.inf, self._under_way
+        late = self._aborted - self._arrivals.keys() if one is None else one.missing or one.sources.keys()
+        for index in sorted(late & self._islands.keys()):
+            self._end_island(self._islands[index], "it keeps the others waiting in an exchange")
 
     def lose(self, index: int) -> None:
         """Go on without an island."""
         self._arrivals.pop(index, None)
+        self._aborted.discard(index)
+        self._left_out.discard(index)
+        self._times_out.pop(index, None)
         under_way = self._under_way
         if under_way is not None and index in under_way.members and under_way.missing:
             self._abort(under_way)
@@ -107,11 +173,10 @@ class Rendezvous:
         """Begin to exchange if all islands have come."""
         there = [island for island in self._islands.values() if island.is_complete]
         arrivals = {island.index: self._arrivals[island.index] for island in there if island.index in self._arrivals}
-        if self._under_way is not None or not arrivals or len(arrivals) < len(there):
+        if self._under_way is not None or not arrivals or len(arrivals) < len(there) or self._leave_out():
             return
-        least = max(int(island.job["islands.count"]) for island in there) if self._least is None else self._least
-        if not self._has_begun and len(there) < least:
-            self._say(f"{len(there)} of {least} islands are there")
+        if not self._has_begun and len(there) < self._least:
+            self._say(f"{len(there)} of {self._least} islands are there")
             return
         self._has_begun = True
         outers = [arrival.outer for arrival in arrivals.values()]
@@ -129,10 +194,11 @@ class Rendezvous:
             return
         last = max(arrival.step for arrival in alike.values())
         members = sorted(index for index, arrival in alike.items() if arrival.step == last)
+        members = [index for index in members if index not in self._left_out] or members
         others = sorted(index for index in arrivals if index not in members)
         sources = {joiner: members[place % len(members)] for place, joiner in enumerate(others)}
         read = {index: arrivals[index].read for index in members}
-        self._under_way = _Rendezvous(self._number, members, sources, set(members), read)
+        self._under_way, self._until = _Rendezvous(self._number, members, sources, set(members), read), math.inf
         addresses = {index: self._islands[index].addresses for index in (*members, *others)}
         message = {"round": self._number, "members": {index: addresses[index] for index in members}}
         message |= {"weights": {index: arrivals[index].weight for index in members}}
@@ -143,14 +209,37 @@ class Rendezvous:
 
     def _draw_resting(self, there: Sequence[int]) -> list[int]:
         """Draw who does not train in the round that follows."""
-        share = float(self._islands[there[0]].job.get("islands.participation", 1.0))
-        number = len(there) - math.ceil(share * len(there))
+        number = max(0, len(there) - math.ceil(self._participation * len(there)))
         return random.Random(self._number).sample(sorted(there), number)
 
-    def _note(self, index: int, number: int, is_ok: bool) -> None:
+    def _leave_out(self) -> bool:
+        """Leave out those of whom most have complained, or they themselves; whether one of them was ended."""
+        accused, self._accused = self._accused, {}
+        counts = {index: math.inf if index in by else len(by) for index, by in accused.items()}
+        most = {index for index, count in counts.items() if count == max(counts.values())}
+        if not most or most >= self._aborted:
+            # Each says it of the other: nobody can tell.
+            return False
+        has_ended = False
+        for index in sorted(most & self._islands.keys()):
+            by = accused[index]
+            why = f"islands {', '.join(map(str, sorted(by)))} could not use its part: {next(iter(by.values()))}"
+            self._say(f"island {index} is left out of the exchange: {why}")
+            self._left_out.add(index)
+            self._times_out[index] += 1
+            if self._times_out[index] >= _MOST_TIMES_OUT:
+                has_ended = True
+                self._end_island(self._islands[index], f"{_MOST_TIMES_OUT} exchanges in a row, {why}")
+        return has_ended
+
+    def _note(self, index: int, number: int, is_ok: bool, bad: Mapping[int, Any]) -> None:
         under_way = self._under_way
+        if number == self._number and index in self._aborted | set(under_way.members if under_way else ()):
+            for other, why in bad.items():
+                self._accused.setdefault(other, {})[index] = printable(f"{why}", _MOST_SAID)
         if under_way is None or under_way.number != number:
             return
+        self._until = time.monotonic() + _LATE_SECONDS
         if index in under_way.missing:
             if not is_ok:
                 self._abort(under_way)
@@ -158,10 +247,13 @@ class Rendezvous:
                 return
             under_way.missing.discard(index)
             if not under_way.missing:
+                for member in under_way.members:
+                    self._times_out.pop(member, None)
+                self._left_out = set()
                 self._tell(under_way.members, {"commit": number, "read": under_way.read})
         elif index in under_way.sources:
             del under_way.sources[index]
-            self._say(f"island {index} takes part")
+            self._say(f"island {index} takes part" if is_ok else f"island {index} has not got the state of another")
         self._end(under_way)
 
     def _end(self, under_way: _Rendezvous) -> None:
@@ -170,7 +262,8 @@ class Rendezvous:
             self._meet()
 
     def _abort(self, under_way: _Rendezvous) -> None:
-        self._under_way = None
+        self._under_way, self._aborted = None, set(under_way.members)
+        self._until = time.monotonic() + _AGAIN_SECONDS
         self._say("the exchange is aborted: those who are left exchange anew")
         self._tell([*under_way.members, *under_way.sources], {"aborted": under_way.number})
 

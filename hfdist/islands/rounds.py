@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,18 @@ from hfdist.islands.data_share import DataShare
 from hfdist.islands.member import Participants, make_member
 from hfdist.islands.outer import OuterOptimizer, is_finite
 from hfdist.islands.rendezvous import Arrival
-from hfdist.islands.transport import AbortedError, Transport
+from hfdist.islands.transport import MOST_PART_BYTES, AbortedError, BadPartError, Transport
 from hfdist.jobs.address import find_route
+from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, read_message
 
 logger = logging.getLogger(__name__)
 
 _STATE = "state"
+_MOST_HEADER_BYTES = 2**26
+_MOST_TRIES = 12
+"""Exchanges of one step that do not come to their end."""
+_REST_SECONDS, _MOST_REST_SECONDS = 0.1, 5.0
+"""Before the third try, doubled for each other one; and the longest."""
 
 
 @dataclass
@@ -45,6 +51,9 @@ class _Exchange:
     mean: Future[torch.Tensor] | None = None
     """Of the changes; None: this island is no member."""
     waited_seconds: float = 0.0
+    num_tries: int = 0
+    bad: dict[int, str] = field(default_factory=dict)
+    """Islands whose parts could not be used in the last try, with why."""
 
     @property
     def takes_nothing(self) -> bool:
@@ -73,7 +82,9 @@ class Rounds:
     ) -> None:
         self._config, self._outer, self._list_pieces, self._data_share = config, outer, list_pieces, data_share
         assert config.address is not None
-        self._transport = Transport(_own_host(config.address, config.timeout_seconds), config.codec)
+        host, state = _own_host(config.address, config.timeout_seconds), [piece.view.nbytes for piece in list_pieces()]
+        most_bytes = max(MOST_PART_BYTES, sum(state) + MOST_BYTES)
+        self._transport = Transport(host, config.codec, most_bytes=most_bytes, silent_seconds=config.timeout_seconds)
         addresses = gather_json(self._transport.address)
         self._member = make_member(config, job, addresses)
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="islands")
@@ -132,7 +143,7 @@ class Rounds:
             The state of the island whose tensors this one has got; None: it goes on with its own.
 
         Raises:
-            PeerError: the server does not answer, or what another island has sent does not fit.
+            PeerError: the server does not answer, or has ended this island; or no exchange comes to its end.
             ConfigError: the server refuses this island.
         """
         begin, one = time.monotonic(), self._exchange
@@ -144,9 +155,9 @@ class Rounds:
                 if self._settle(one, participants):
                     self._hand_over(participants, state)
                     break
-            elif participants is not None and (found := self._receive(participants)) is not None:
+            elif participants is not None and (found := self._receive(one, participants)) is not None:
                 break
-            self._come(one)
+            self._try_again(one)
         self._exchange, participants = None, one.participants
         if participants is not None and one.takes_nothing and self._data_share is not None:
             self._data_share.begin(participants.there)
@@ -178,12 +189,24 @@ class Rounds:
         self._sender.shutdown()
         self._transport.close()
 
+    def _try_again(self, one: _Exchange) -> None:
+        """Come to another rendezvous, later each time; PeerError: that was often enough."""
+        one.num_tries += 1
+        if one.num_tries >= _MOST_TRIES:
+            whose = "; ".join(f"island {index}: {why}" for index, why in one.bad.items())
+            what, hint = f"no exchange of {_MOST_TRIES} has come to its end", "the lines of `hfdist serve` say why"
+            raise PeerError(what, where=f"step {one.step}", found=whose or None, hint=hint)
+        # The first one at once: where an island is lost, the others need not wait.
+        time.sleep(min(_MOST_REST_SECONDS, _REST_SECONDS * 2 ** (one.num_tries - 1)) if one.num_tries > 1 else 0.0)
+        self._come(one)
+
     def _come(self, one: _Exchange) -> None:
         """Come to a rendezvous, and begin to exchange if this island is a member."""
         one.participants, one.mean = self._arrive(one), None
         if one.participants is None or not one.participants.members:
             return
         number, members = one.participants.number, one.participants.members
+        self._transport.forget(number - 1)
         if self._config.index in members:
             addresses = [members[index][rank()] for index in sorted(members)]
             self._transport.keep(addresses)
@@ -213,12 +236,20 @@ class Rounds:
         """Take the mean if all islands have it; False: the rendezvous is aborted."""
         assert one.mean is not None
         mean: torch.Tensor | None = None
+        own_bad: list[tuple[int, str]] = []
         try:
             mean = one.mean.result()
         except AbortedError:
             logger.debug("rendezvous %d is aborted", participants.number)
-        is_ok = all(gather_json(mean is not None))
-        read = gather_json(self._member.finish(participants.number, is_ok=is_ok) if rank() == 0 else None)[0]
+        except BadPartError as error:
+            own_bad = [(participants.island_of(error.address, rank()), str(error))]
+        told = gather_json([mean is not None, own_bad])
+        one.bad = {index: why for _, own_bad in told for index, why in own_bad} or one.bad
+        is_ok, number = all(has_mean for has_mean, _ in told), participants.number
+        bad = {index: why for _, bad in told for index, why in bad}
+        for index, why in bad.items():
+            logger.warning("what island %d has sent cannot be used: %s", index, why)
+        read = gather_json(self._member.finish(number, is_ok=is_ok, bad=bad) if rank() == 0 else None)[0]
         if read is None or mean is None:
             return False
         self._outer.take(mean, one.step, one.fragment)
@@ -236,31 +267,50 @@ class Rounds:
             contents = [_bytes_of(piece) for piece in pieces]
             self._transport.send(addresses[rank()], participants.number, _STATE, json.dumps(header).encode(), *contents)
 
-    def _receive(self, participants: Participants) -> dict[str, Any] | None:
-        """Take the state of another island into all pieces; None: the rendezvous is aborted."""
+    def _receive(self, one: _Exchange, participants: Participants) -> dict[str, Any] | None:
+        """Take the state of another island into all pieces; None: the rendezvous is aborted, or that does not fit."""
         source, _ = participants.sources[self._config.index]
         address, number = participants.members[source][rank()], participants.number
-        found: list[bytes] | None = None
+        problem: str | None = "aborted"
+        header, contents, pieces = Message(), list[bytes](), self._list_pieces()
         try:
             found = self._transport.receive(address, number, _STATE, lambda: self._member.is_aborted(number))
+            header, contents = read_message(found[0] if found else b"", _MOST_HEADER_BYTES), found[1:]
+            problem = _misfit(header, contents, pieces)
         except AbortedError:
             logger.debug("rendezvous %d is aborted", number)
-        if not all(gather_json(found is not None)):
+        except NotAMessageError as error:
+            problem = f"its state is {error}"
+        problems = [found for found in gather_json(problem) if found is not None]
+        if problems:
+            one.bad = {source: problems[0]} if problems[0] != "aborted" else one.bad
+            if rank() == 0 and problems[0] != "aborted":
+                logger.warning("the state of island %d is not taken: %s", source, problems[0])
+                self._member.tell_done(number, is_ok=False)
             return None
-        assert found is not None
-        header, *contents = json.loads(found[0]), *found[1:]
-        pieces = self._list_pieces()
-        fits = header["pieces"] == [_describe(piece) for piece in pieces] and len(contents) == len(pieces)
-        if not all(gather_json(fits)):
-            what, hint = "the state of an island does not fit this one", "the same overrides for all islands"
-            raise PeerError(what, where="islands.index", found=source, hint=hint)
         for piece, content in zip(pieces, contents, strict=True):
             _fill(piece, content)
         self._outer.after_load()
         if rank() == 0:
-            self._member.tell_done(number)
-        state: dict[str, Any] = header["state"]
-        return state
+            self._member.tell_done(number, is_ok=True)
+        return dict(header.mapping("state"))
+
+
+def _misfit(header: Message, contents: Sequence[bytes], pieces: Sequence[Piece]) -> str | None:
+    """Say why what another island has sent cannot be taken into all pieces; None: it can."""
+    state = header.mapping("state")
+    state.integer("step")
+    if header.list("pieces") != [_describe(piece) for piece in pieces]:
+        return "its state is of another model or layout: the same overrides for all islands"
+    if [len(content) for content in contents] != [piece.view.nbytes for piece in pieces]:
+        return "its state is of another length"
+    if not all(map(_has_finite, pieces, contents)):
+        return "its state is not finite"
+    return None
+
+
+def _has_finite(piece: Piece, content: bytes) -> bool:
+    return not piece.view.is_floating_point() or is_finite(_values_of(piece, content))
 
 
 def _own_host(address: str, wait_seconds: float) -> str:
@@ -281,9 +331,13 @@ def _bytes_of(piece: Piece) -> bytes:
     return piece.view.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _fill(piece: Piece, content: bytes) -> None:
+def _values_of(piece: Piece, content: bytes) -> torch.Tensor:
     view = piece.view.detach()
-    values = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(view.dtype) if content else view.new_empty(0)
-    view.copy_(values.view(view.shape))
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(view.dtype) if content else view.new_empty(0)
+
+
+def _fill(piece: Piece, content: bytes) -> None:
+    values = _values_of(piece, content)
+    piece.view.detach().copy_(values.view(piece.view.shape))
     if piece.set_number is not None:
         piece.set_number(values.item())

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
 import importlib
-import json
+import re
 import secrets
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from hfdist.config.islands import IslandMethod
-from hfdist.errors import ConfigError
-from hfdist.islands.membership import BEAT_SECONDS, MOST_BYTES, SECRET, Connection, Coordinator, Island
+from hfdist.errors import ConfigError, first_line, printable
+from hfdist.islands.membership import BEAT_SECONDS, Connection, Coordinator, Island
 from hfdist.islands.rendezvous import Rendezvous
+from hfdist.messages.door import Door, read_bytes, read_line
+from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message
 
 _PARAMETER_SERVER = "hfdist.islands.parameter_server"
 
 
-class _RefusedError(Exception):
-    """A connection that cannot be used, with what its island is told."""
-
-    def __init__(self, **answer: Any) -> None:
-        super().__init__(answer)
-        self.answer = answer
+_MOST_PLACES = 2**20
+"""Islands, and ranks of one."""
+_MOST_SAID = 200
+"""Characters of what an island has sent, in a line."""
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.%\w]{2,64}\]|[\w.-]{1,255}):(\d{1,5})", re.ASCII)
 
 
 class IslandServer:
@@ -62,8 +60,8 @@ class IslandServer:
         """Serve until it is cancelled."""
         # One thread for all that torch does: in a process that was forked, its first calls in two threads fail.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, thread_name_prefix="parameters"))
-        server = await asyncio.start_server(self._hear, sock=self._listener, limit=MOST_BYTES)
-        async with server:
+        door = Door(self._secret, self._hear, self._say)
+        async with await door.open(self._listener):
             while True:
                 await asyncio.sleep(BEAT_SECONDS)
                 self._beat()
@@ -77,77 +75,95 @@ class IslandServer:
                     self._lose(island, f"rank {rank} is silent for {silent:.0f} s")
                     break
                 connection.send({"beat": 1})
+        if self._coordinator is not None:
+            self._coordinator.tick()
 
-    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         island: Island | None = None
         connection = Connection(writer, time.monotonic())
-        # What no rank would send ends a connection, too.
-        wrong = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, asyncio.CancelledError)
-        with contextlib.suppress(*wrong):
-            try:
-                hello = json.loads(await reader.readline())
-                if _has_parameter_server(hello.get("job", {})):
-                    # It loads torch, which takes seconds: not in this thread, which hears beats.
-                    await asyncio.to_thread(_check_parameter_server, hello["job"])
-                island, rank = self._admit(hello, connection)
-                while (line := await reader.readline()).endswith(b"\n"):
-                    message = json.loads(line)
-                    payload = await _read_payload(reader, int(message.get("bytes", 0)), connection)
-                    connection.heard_seconds = time.monotonic()
-                    if self._islands.get(island.index) is not island or self._coordinator is None:
-                        break
-                    if "bye" in message:
-                        self._lose(island, "it has ended")
-                        break
+        try:
+            if _has_parameter_server(hello):
+                # It loads torch, which takes seconds: not in this thread, which hears beats.
+                await asyncio.to_thread(_check_parameter_server, hello.mapping("job"))
+            island, rank = self._admit(hello, connection)
+            while True:
+                message = read_message(await read_line(reader))
+                connection.hear()
+                if self._islands.get(island.index) is not island or self._coordinator is None:
+                    return
+                payload = b""
+                if "bytes" in message:
+                    num_bytes = message.integer("bytes", most=self._coordinator.most_bytes(rank, message))
+                    payload = await read_bytes(reader, num_bytes, connection.hear)
+                    if self._islands.get(island.index) is not island:
+                        return
+                if "bye" in message:
+                    self._lose(island, "it has ended")
+                    return
+                if "beat" not in message:
                     self._coordinator.take(island, rank, message, payload)
-            except _RefusedError as error:
-                connection.send(error.answer)
-                await writer.drain()
-        if island is not None and connection in island.connections.values():
-            self._lose(island, "a connection has ended")
-        writer.close()
+        except NotAMessageError as error:
+            # Named by its index, once it has one.
+            if island is None:
+                raise
+            self._end(island, f"rank {rank} has sent what is {error}")
+        finally:
+            if island is not None and connection in island.connections.values():
+                self._lose(island, "a connection has ended")
 
-    def _admit(self, hello: dict[str, Any], connection: Connection) -> tuple[Island, int]:
-        if not hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode()):
-            raise _RefusedError(refused="the server knows another secret", key=SECRET)
-        index, rank, start = int(hello["island"]), int(hello["rank"]), str(hello["start"])
+    def _admit(self, hello: Message, connection: Connection) -> tuple[Island, int]:
+        index, rank = (hello.integer(key, most=_MOST_PLACES) for key in ("island", "rank"))
+        start = hello.text("start", most=64)
         island = self._islands.get(index)
         if island is not None and island.start != start:
             # Perhaps for a moment: of an island that was cut off and has started anew.
             what = "an island with this index is there already"
-            raise _RefusedError(refused=what, key="islands.index", found=index, may_pass=True)
+            raise RefusedError(refused=what, key="islands.index", found=index, may_pass=True)
         if island is not None and rank in island.connections:
             # It has lost the other end, and this server has not noticed yet.
             self._lose(island, "it has connected anew")
             island = None
+        job, addresses = Message(), list[str]()
         if rank == 0:
-            self._check_job(index, hello["job"])
+            job = hello.mapping("job")
+            addresses = _read_addresses(hello, are_used=not _has_parameter_server(hello))
+            self._check_job(index, job)
+            self._coordinator = self._coordinator or self._make_coordinator(job)
         if island is None:
             island = self._islands[index] = Island(index, start)
         if rank == 0:
-            island.job, island.addresses = hello["job"], [str(one) for one in hello["addresses"]]
-            if self._coordinator is None:
-                self._coordinator = self._make_coordinator(island.job)
+            island.job, island.addresses = job, addresses
+        if island.addresses and rank >= len(island.addresses):
+            raise NotAMessageError(f"rank {rank} of {len(island.addresses)}")
         island.connections[rank] = connection
         connection.send({"welcome": self._nonce})
         if island.is_complete:
             self._say(f"island {index} is there, with {len(island.addresses)} ranks")
         return island, rank
 
-    def _check_job(self, index: int, job: dict[str, Any]) -> None:
+    def _check_job(self, index: int, job: Message) -> None:
         for other in self._islands.values():
             for key, value in other.job.items():
                 if other.index != index and job.get(key) != value:
+                    found = printable(f"{job.get(key)}, and {value} on island {other.index}", _MOST_SAID)
+                    self._say(f"island {index} is refused: {printable(key, _MOST_SAID)} is {found}")
                     what = f"island {other.index} has another value, and all must have the same"
-                    raise _RefusedError(refused=what, key=key, found=job.get(key), allowed=value)
+                    # Who has proven nothing learns nothing of the others: the server's own lines have it.
+                    allowed = {"allowed": value} if self._secret else {}
+                    raise RefusedError(refused=what, key=key, found=job.get(key), **allowed)
 
-    def _make_coordinator(self, job: dict[str, Any]) -> Coordinator:
-        if not _has_parameter_server(job):
-            return Rendezvous(self._islands, self._least, self._say)
+    def _make_coordinator(self, job: Message) -> Coordinator:
+        if not _is_of_parameter_server(job):
+            return Rendezvous(job, self._islands, self._least, self._end, self._say)
         made: Coordinator = importlib.import_module(_PARAMETER_SERVER).ParameterServer(
-            job, self._islands, self._least, self._say
+            job, self._islands, self._least, self._end, self._say
         )
         return made
+
+    def _end(self, island: Island, why: str) -> None:
+        """Lose an island that is to end."""
+        island.tell({"ended": why})
+        self._lose(island, why)
 
     def _lose(self, island: Island, why: str) -> None:
         if self._islands.get(island.index) is not island:
@@ -163,23 +179,34 @@ class IslandServer:
             self._coordinator, self._nonce = None, secrets.token_hex(16)
 
 
-def _has_parameter_server(job: dict[str, Any]) -> bool:
+def _has_parameter_server(hello: Message) -> bool:
+    return "job" in hello and _is_of_parameter_server(hello.mapping("job"))
+
+
+def _is_of_parameter_server(job: Message) -> bool:
     return job.get("islands.method") == IslandMethod.parameter_server.value
 
 
-def _check_parameter_server(job: dict[str, Any]) -> None:
+def _check_parameter_server(job: Message) -> None:
     try:
         importlib.import_module(_PARAMETER_SERVER).check_job(job)
     except ConfigError as error:
         refused = f"the server cannot serve this: {error.what}"
-        raise _RefusedError(refused=refused, key=error.where, found=f"{error.found}") from error
+        raise RefusedError(refused=refused, key=error.where, found=f"{error.found}") from error
+    except Exception as error:
+        # Whatever an optimizer raises at settings of others.
+        refused = f"the server cannot make this optimizer: {first_line(error)}"
+        raise RefusedError(refused=printable(refused, _MOST_SAID), key="optimizer") from error
 
 
-async def _read_payload(reader: asyncio.StreamReader, num_bytes: int, connection: Connection) -> bytes:
-    """Read what follows a message. Who sends it is not silent."""
-    chunks, missing = [], num_bytes
-    while missing > 0:
-        chunks.append(await reader.readexactly(min(missing, MOST_BYTES)))
-        missing -= len(chunks[-1])
-        connection.heard_seconds = time.monotonic()
-    return b"".join(chunks)
+def _read_addresses(hello: Message, *, are_used: bool) -> list[str]:
+    """Give one for each rank of an island; RefusedError: others cannot use them."""
+    found = hello.list("addresses")
+    for one in found:
+        matched = _ADDRESS.fullmatch(one) if isinstance(one, str) else None
+        if are_used and (matched is None or not 0 < int(matched[1]) < 2**16):
+            what, allowed = "an address of a rank is none", "tcp://HOST:PORT"
+            raise RefusedError(refused=what, key="addresses", found=printable(f"{one}", _MOST_SAID), allowed=allowed)
+    if not 0 < len(found) <= _MOST_PLACES:
+        raise RefusedError(refused="an island has an address for each rank", key="addresses", found=len(found))
+    return found

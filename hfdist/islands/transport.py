@@ -1,51 +1,96 @@
-"""What travels between the ranks of islands: the mean of a vector, and whole states, over ZeroMQ.
+"""What travels between the ranks of islands: the mean of a vector, and whole states, over connections of their own.
 
 Each rank speaks to the ranks of the same number in other islands. Of a vector of n islands each adds up one n-th in
 float32 and gives the mean to the others, so that all have the same bits, and a rank sends 2 (n - 1) / n of the vector.
-Any wait ends as soon as the rendezvous is aborted: a collective of torch would wait for its own time-out.
+Any wait ends as soon as the rendezvous is aborted: a collective of torch would wait for its own time-out. What a member
+has sent is looked at as it comes: one bad part, or none, names its island.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import math
+import queue
+import secrets
+import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
 
 import torch
-import zmq
 
 from hfdist.config.islands import Codec
 from hfdist.islands.codec import decode, encode
+from hfdist.islands.outer import is_finite
+from hfdist.jobs.address import listen
+from hfdist.messages.door import Door, DoorThread, knock, read_bytes, read_line
+from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 
 _CHUNK_ELEMENTS = 2**24
 """Of a vector, that travel at a time."""
-_POLL_MILLISECONDS = 100
+MOST_PART_BYTES = 4 * _CHUNK_ELEMENTS
+_POLL_SECONDS = 0.1
+_RETRY_SECONDS = 0.2
+_LINGER_SECONDS = 5.0
+"""For what is under way when a rank ends."""
+_CONNECT_SECONDS = 10.0
+_MOST_WAITING = 8
+"""Messages of one rank that have come before they were asked for: it cannot be further ahead."""
+_SENDER = "address"
+
+_Key = tuple[int, str, str]
+"""Rendezvous, kind, and sender of what has come."""
 
 
 class AbortedError(Exception):
     """The rendezvous does not count."""
 
 
+class BadPartError(Exception):
+    """What a member has sent cannot be used.
+
+    Args:
+        address: of the member.
+        why: for people.
+    """
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(why)
+        self.address = address
+
+
 class Transport:
-    """The sockets of one rank.
+    """The connections of one rank.
 
     Args:
         host: the own address, as other islands reach it.
         codec: how vectors travel.
+        most_bytes: of one message.
+        silent_seconds: after which a part is missed of which nothing comes.
     """
 
-    def __init__(self, host: str, codec: Codec) -> None:
-        self._codec = codec
-        self._context = zmq.Context()
-        self._inbox = self._socket(zmq.ROUTER)
-        in_url = f"[{host}]" if ":" in host else host
-        self.address = f"tcp://{in_url}:{self._inbox.bind_to_random_port('tcp://*')}"
-        """For other islands."""
-        self._peers: dict[str, zmq.Socket[bytes]] = {}
-        self._waiting: dict[tuple[int, str, str], list[bytes]] = {}
-        """What has come before it was asked for, by rendezvous, kind and sender."""
+    def __init__(
+        self, host: str, codec: Codec, *, most_bytes: int = MOST_PART_BYTES, silent_seconds: float = 60.0
+    ) -> None:
+        self._codec, self._most_bytes, self._silent_seconds = codec, most_bytes, silent_seconds
         self._nonce = ""
-        """Of the server: what has another is no message of an island."""
+        """Of the server and this rendezvous' islands: who does not know it is none of them."""
+        self._news = threading.Condition()
+        self._waiting: dict[_Key, list[bytes]] = {}
+        """What has come before it was asked for."""
+        self._heard: dict[str, float] = {}
+        """By sender: when something has come, by the clock."""
+        self._oldest = 0
+        """Rendezvous whose messages are still taken."""
+        # Until it is told which server's islands may speak to it, none may.
+        self._door = Door(secrets.token_hex(16), self._hear)
+        listener = listen(host, 0)
+        self._served = DoorThread(self._door, listener, "islands-inbox")
+        in_url = f"[{host}]" if ":" in host else host
+        self.address = f"tcp://{in_url}:{self._served.port}"
+        """For other islands."""
+        self._peers: dict[str, _Sender] = {}
         self.sent_bytes = 0
 
     def mean(
@@ -61,6 +106,7 @@ class Transport:
 
         Raises:
             AbortedError: the rendezvous has been aborted.
+            BadPartError: a member's part is of another length, is not finite, or does not come.
         """
         means = [
             self._mean_of_chunk(number, f"{place}", chunk, members, is_aborted)
@@ -73,91 +119,180 @@ class Transport:
     ) -> torch.Tensor:
         own, parts = members.index(self.address), torch.tensor_split(chunk, len(members))
         encoded = [encode(self._codec, part.contiguous()) for part in parts]
+        sizes = [len(parts[own])] * len(members)
+        swapped = self._swap(number, f"part {name}", members, encoded, sizes, is_aborted)
         total = torch.zeros_like(parts[own])
         # In the members' order, and each rounded alike, so that it does not matter who adds up.
-        for content in self._swap(number, f"part {name}", members, encoded, is_aborted):
-            total += self._decode(content, len(total))
+        for part in swapped:
+            total += part
+        if not is_finite(total):
+            largest = max(range(len(members)), key=lambda place: float(swapped[place].abs().max()))
+            raise BadPartError(members[largest], "its numbers are too large to add up")
         own_mean = encode(self._codec, total / len(members))
-        means = self._swap(number, f"mean {name}", members, [own_mean] * len(members), is_aborted)
-        return torch.cat([self._decode(mean, len(part)) for mean, part in zip(means, parts, strict=True)])
+        sizes = [len(part) for part in parts]
+        return torch.cat(self._swap(number, f"mean {name}", members, [own_mean] * len(members), sizes, is_aborted))
 
     def _swap(
-        self, number: int, kind: str, members: Sequence[str], contents: list[bytes], is_aborted: Callable[[], bool]
-    ) -> list[bytes]:
-        """Give each member its content, and take one from each."""
-        pairs = list(zip(members, contents, strict=True))
-        for address, content in pairs:
+        self,
+        number: int,
+        kind: str,
+        members: Sequence[str],
+        contents: list[bytes],
+        sizes: Sequence[int],
+        is_aborted: Callable[[], bool],
+    ) -> list[torch.Tensor]:
+        """Give each member its content, and take from each one that has so many numbers."""
+        for address, content in zip(members, contents, strict=True):
             if address != self.address:
                 self.send(address, number, kind, content)
-        return [
-            content if address == self.address else b"".join(self.receive(address, number, kind, is_aborted))
-            for address, content in pairs
-        ]
-
-    def _decode(self, content: bytes, num_elements: int) -> torch.Tensor:
-        try:
-            return decode(self._codec, content, num_elements)
-        except ValueError as error:
-            raise AbortedError from error
+        # Who waits for a part of another cannot give its mean: the other one is to be named first.
+        patience = self._silent_seconds * (1 if kind.startswith("part") else 2)
+        found = []
+        for address, content, size in zip(members, contents, sizes, strict=True):
+            if address != self.address:
+                content = b"".join(self.receive(address, number, kind, is_aborted, patience))
+            try:
+                values = decode(self._codec, content, size)
+            except ValueError as error:
+                raise BadPartError(address, str(error)) from error
+            if not is_finite(values):
+                raise BadPartError(address, "its numbers are not finite")
+            found.append(values)
+        return found
 
     def send(self, address: str, number: int, kind: str, *contents: bytes) -> None:
         """Begin to send; it goes on beside what follows."""
         if address not in self._peers:
-            self._peers[address] = self._socket(zmq.DEALER)
-            self._peers[address].connect(address)
-        header = json.dumps([self._nonce, number, kind, self.address]).encode()
-        self._peers[address].send_multipart([header, *contents], copy=False)
+            self._peers[address] = _Sender(address, self._nonce, self.address)
+        self._peers[address].put(number, kind, contents)
         self.sent_bytes += sum(map(len, contents))
 
-    def receive(self, address: str, number: int, kind: str, is_aborted: Callable[[], bool]) -> list[bytes]:
+    def receive(
+        self, address: str, number: int, kind: str, is_aborted: Callable[[], bool], patience_seconds: float = math.inf
+    ) -> list[bytes]:
         """Wait for what a member has sent.
 
         Raises:
             AbortedError: the rendezvous has been aborted.
+            BadPartError: nothing has come for so long.
         """
-        while (number, kind, address) not in self._waiting:
-            if self._inbox.poll(_POLL_MILLISECONDS):
-                self._take(self._inbox.recv_multipart())
-            elif is_aborted():
-                raise AbortedError
-        return self._waiting.pop((number, kind, address))
-
-    def _take(self, frames: list[bytes]) -> None:
-        try:
-            _, header, *contents = frames
-            nonce, number, kind, sender = json.loads(header)
-            if nonce == self._nonce:
-                self._waiting[int(number), str(kind), str(sender)] = contents
-        except (ValueError, TypeError):
-            # Of no island.
-            return
+        begin, key = time.monotonic(), (number, kind, address)
+        with self._news:
+            while key not in self._waiting:
+                if is_aborted():
+                    raise AbortedError
+                silent = time.monotonic() - max(begin, self._heard.get(address, begin))
+                if silent > patience_seconds:
+                    raise BadPartError(address, f"nothing has come for {silent:.0f} s")
+                self._news.wait(_POLL_SECONDS)
+            return self._waiting.pop(key)
 
     def begin(self, nonce: str) -> None:
         """Speak to those who know this server."""
         if nonce != self._nonce:
-            self._nonce, self._waiting = nonce, {}
+            with self._news:
+                self._nonce, self._waiting, self._oldest = nonce, {}, 0
+            self._door.secret = nonce
+            self.keep(())
 
     def keep(self, addresses: Sequence[str]) -> None:
         """Drop what is still under way to ranks that are gone."""
         for address in [one for one in self._peers if one not in addresses]:
-            self._peers.pop(address).close(linger=0)
+            self._peers.pop(address).close(0.0)
 
     def forget(self, number: int) -> None:
         """Drop what has come of rendezvous up to this one."""
-        self._waiting = {key: contents for key, contents in self._waiting.items() if key[0] > number}
+        with self._news:
+            self._oldest = number + 1
+            self._waiting = {key: contents for key, contents in self._waiting.items() if key[0] > number}
 
     def close(self) -> None:
         """Close all; what is under way has a moment to arrive."""
+        until = time.monotonic() + _LINGER_SECONDS
         for peer in self._peers.values():
-            peer.close()
-        self._inbox.close()
-        self._context.term()
+            peer.close(max(0.0, until - time.monotonic()))
+        self._peers = {}
+        self._served.close()
 
-    def _socket(self, kind: int) -> Any:
-        made = self._context.socket(kind)
-        made.setsockopt(zmq.IPV6, 1)
-        # None is dropped while a peer is slow; and of one that is gone no process waits long.
-        made.setsockopt(zmq.SNDHWM, 0)
-        made.setsockopt(zmq.RCVHWM, 0)
-        made.setsockopt(zmq.LINGER, 5000)
-        return made
+    async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take what a rank of another island sends, in the thread of the door."""
+        nonce, sender = self._nonce, hello.text(_SENDER)
+
+        def heard() -> None:
+            self._heard[sender] = time.monotonic()
+
+        while True:
+            message = read_message(await read_line(reader))
+            number, kind, sizes = message.integer("rendezvous"), message.text("kind"), message.list("sizes")
+            given = Message({f"{place}": size for place, size in enumerate(sizes)})
+            left = self._most_bytes
+            contents = []
+            for place in range(len(sizes)):
+                size = given.integer(f"{place}", most=left)
+                left -= size
+                contents.append(await read_bytes(reader, size, heard))
+            with self._news:
+                if nonce != self._nonce or sum(key[2] == sender for key in self._waiting) >= _MOST_WAITING:
+                    raise NotAMessageError("nobody waits for it")
+                heard()
+                if number >= self._oldest:
+                    self._waiting[number, kind, sender] = contents
+                    self._news.notify_all()
+
+
+class _Sender:
+    """What is under way to one rank, and the thread that sends it: again and again, until it has arrived.
+
+    Args:
+        address: of the rank, as tcp://HOST:PORT.
+        secret: of its door.
+        own: address.
+    """
+
+    def __init__(self, address: str, secret: str, own: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._address, self._secret, self._own = (host.strip("[]"), int(port)), secret, own
+        self._queue: queue.Queue[tuple[bytes, Sequence[bytes]] | None] = queue.Queue()
+        self._is_closed = threading.Event()
+        self._connection: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name="islands-sender", daemon=True)
+        self._thread.start()
+
+    def put(self, number: int, kind: str, contents: Sequence[bytes]) -> None:
+        """Begin to send."""
+        header = {"rendezvous": number, "kind": kind, "sizes": [len(content) for content in contents]}
+        self._queue.put((write_message(header), contents))
+
+    def close(self, linger_seconds: float) -> None:
+        """End, once all has arrived or the time is over."""
+        self._queue.put(None)
+        if linger_seconds > 0:
+            self._thread.join(linger_seconds)
+        self._is_closed.set()
+        connection = self._connection
+        if connection is not None:
+            with suppress(OSError):  # ended before
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None and not self._is_closed.is_set():
+            while not self._is_closed.is_set() and not self._is_sent(*message):
+                self._is_closed.wait(_RETRY_SECONDS)
+        if self._connection is not None:
+            self._connection.close()
+
+    def _is_sent(self, header: bytes, contents: Sequence[bytes]) -> bool:
+        try:
+            if self._connection is None:
+                self._connection, _ = knock(self._address, self._secret, {_SENDER: self._own}, {}, _CONNECT_SECONDS)
+                # How long a slow network takes is for who waits to judge.
+                self._connection.settimeout(None)
+            self._connection.sendall(header)
+            for content in contents:
+                self._connection.sendall(content)
+        except (OSError, NotAMessageError, RefusedError):
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            return False
+        return True

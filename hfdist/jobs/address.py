@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
 WAIT_SECONDS = 300.0
 """A name of Kubernetes is known once its pod has an address."""
 _POLL_SECONDS = 2.0

@@ -28,6 +28,8 @@ _NAMES = (_HOST, "localhost")
 _EVERY_SECONDS = 1.0
 _LEAST_REST = 10.0
 """Between two drawings lies this many times what a drawing takes: a long run must not keep a core busy."""
+_MOST_BROWSERS = 64
+"""Connections at a time. One that says nothing ends after `_Handler.timeout`."""
 _PING_SECONDS = 15.0
 """A browser that has gone is noticed when something is sent to it."""
 
@@ -110,6 +112,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, live: LivePage, port: int) -> None:
         self.live = live
         self.secret = secrets.token_urlsafe(12)
+        self._places = threading.BoundedSemaphore(_MOST_BROWSERS)
         try:
             super().__init__((_HOST, port), _Handler)
         except OSError as error:
@@ -120,6 +123,20 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         """The page's address."""
         return f"http://{_HOST}:{self.server_address[1]}/{self.secret}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give each browser a thread, as long as there are not too many."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one browser."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that has gone is no error; what is one is said in a line."""
@@ -133,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "hfdist"
     sys_version = ""
-    timeout = 60
+    timeout = 20
 
     def do_GET(self) -> None:
         """Give the page, or its events as they come."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -15,14 +15,14 @@ from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.schema import plain
 from hfdist.data.cache import digest_of
+from hfdist.errors import CheckpointError, PeerError, first_line
 from hfdist.islands.data_share import DataShare
 from hfdist.islands.outer import OuterOptimizer
 from hfdist.islands.parameter_client import GradientRecorder, ParameterClient
 from hfdist.islands.proximal import ProximalTerm
+from hfdist.islands.rounds import Rounds
+from hfdist.messages.message import Message
 from hfdist.watch.diagnosis import MEETING
-
-if TYPE_CHECKING:
-    from hfdist.islands.rounds import Rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,16 @@ class Island(TrainerCallback):
         return
 
     def _go_on_from(self, found: dict[str, Any], state: TrainerState, control: TrainerControl) -> None:
-        """Go on where another island is."""
-        trainer = self._trainer
-        trainer.checkpointer.load_progress(found)
-        state.global_step = int(found["step"])
+        """Go on where another island is; PeerError: what it says of that cannot be."""
+        trainer, given = self._trainer, Message(found)
+        try:
+            step = given.integer("step", most=state.max_steps)
+            given.integer("schedule_steps", most=state.max_steps)
+            trainer.checkpointer.load_progress(found)
+        except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+            what, hint = "the state of another island cannot be used", "the same command goes on from its checkpoint"
+            raise PeerError(what, where="islands.index", found=first_line(error), hint=hint) from error
+        state.global_step = step
         control.should_training_stop |= state.global_step >= state.max_steps
         trainer.restart_figures()
 
@@ -123,9 +129,6 @@ class RoundIsland(Island):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Meet the others, to begin together or where they are."""
-        # It needs a package that other runs do without.
-        from hfdist.islands.rounds import Rounds
-
         assert self._outer is not None
         self._outer.begin(state.global_step)
         trainer = self._trainer
@@ -241,8 +244,10 @@ class ParameterIsland(Island):
         """Take the weights of the server, or bring it the own ones."""
         assert self._client is not None
         trainer, server = self._trainer, self._trainer.options.server_optimizer
+        # The server has the schedule, and neither the size of a batch nor what the warm-up was written as.
+        warmup = {"warmup_steps": trainer.args.get_warmup_steps(state.max_steps), "warmup_tokens": None}
         job = self._job(self._client.layout, "staleness") | {
-            "optimizer": plain(server.config),
+            "optimizer": plain(replace(server.config, **warmup, warmup_fraction=None)),
             "train.max_grad_norm": server.max_grad_norm,
         }
         with self._trainer.waiting(MEETING):

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import json
 import os
 import platform
 import secrets
 import socket
-import threading
 from collections.abc import Sequence
+from typing import TypeVar, get_type_hints
 
 from hfdist.collectives import gather_json, rank, world_size
-from hfdist.jobs.address import find_route, is_loopback, listen
+from hfdist.jobs.address import LOOPBACK, find_route, is_loopback, listen
+from hfdist.messages.door import MOST_STRANGERS, Door, DoorThread, hear_answer, knock, read_line
+from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
+from hfdist.topology import read_launcher
 from hfdist.watch.diagnosis import Diagnosis, Heartbeat
+
+T = TypeVar("T", Heartbeat, Diagnosis)
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
@@ -39,8 +42,10 @@ def open_store() -> HostedStore | JoinedStore:
     own, size = rank(), world_size()
     # Who is lost before its first beat has come must have a name, too.
     known = [Heartbeat(number=0, host=host, pid=pid) for host, pid in gather_json([platform.node(), os.getpid()])]
-    host = HostedStore(size, known) if own == 0 else None
-    address, port, token = gather_json(None if host is None else [_own_address(), host.port, host.token])[0]
+    is_here = len({beat.host for beat in known}) == 1 and not read_launcher().has_other_machines
+    own_address, listens_at = (LOOPBACK, LOOPBACK) if is_here else _own_address() if own == 0 else ("", "")
+    host = HostedStore(size, known, listens_at) if own == 0 else None
+    address, port, token = gather_json(None if host is None else [own_address, host.port, host.token])[0]
     store: HostedStore | JoinedStore | None = host
     problem = None
     if store is None:
@@ -58,60 +63,48 @@ def open_store() -> HostedStore | JoinedStore:
 
 
 class HostedStore:
-    """That of rank 0: served by a thread of its own, which answers every beat with rank 0's and the verdict."""
+    """That of rank 0: served by a thread of its own, which answers every beat with rank 0's and the verdict.
+
+    Args:
+        world_size: how many ranks there are.
+        known: a heartbeat of each.
+        host: where the others reach this process.
+    """
 
     rank = 0
 
-    def __init__(self, world_size: int, known: Sequence[Heartbeat] | None = None) -> None:
+    def __init__(self, world_size: int, known: Sequence[Heartbeat] | None = None, host: str = LOOPBACK) -> None:
         known = known or [Heartbeat(number=0)] * world_size
         self.world_size = world_size
         self.token = secrets.token_hex(16)
-        """The first word of whoever is a rank of this run."""
-        self._beats = {place: json.dumps(beat).encode() for place, beat in enumerate(known)}
+        """Known to the ranks of this run."""
+        self._beats = dict(enumerate(known))
         self._verdict: Diagnosis | None = None
         self._answer = b""
         self.exchange(known[0], None)
-        self._listener = listen("", 0)
-        self.port = int(self._listener.getsockname()[1])
-        self._loop = asyncio.new_event_loop()
-        self._closed = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="watch-store", daemon=True)
-        self._thread.start()
+        # All ranks come at once.
+        door = Door(self.token, self._hear, most_strangers=MOST_STRANGERS + 2 * world_size)
+        self._served = DoorThread(door, listen(host, 0), "watch-store")
+        self.port = self._served.port
 
     def exchange(self, own: Heartbeat, verdict: Diagnosis | None) -> Exchanged:
         """Publish rank 0's heartbeat and verdict, and give the heartbeats of all ranks. Never waits."""
         self._verdict = verdict or self._verdict
-        self._beats[0] = json.dumps(own).encode()
-        self._answer = json.dumps([own, self._verdict]).encode() + b"\n"
-        return {other: Heartbeat(*json.loads(text)) for other, text in list(self._beats.items())}, self._verdict
+        self._beats[0] = own
+        self._answer = write_message({"beat": own, "verdict": self._verdict})
+        return dict(self._beats), self._verdict
 
     def close(self) -> None:
         """Serve no more."""
-        with contextlib.suppress(RuntimeError):  # closed before
-            self._loop.call_soon_threadsafe(self._closed.set)
-        self._thread.join()
+        self._served.close()
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._hear, sock=self._listener, limit=_MOST_BYTES, backlog=self.world_size)
-        await self._closed.wait()
-        server.close()
-
-    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one rank's beats, until it ends the connection or sends what no rank would."""
-        # Cancelled where the store closes: that ends it as well.
-        with contextlib.suppress(OSError, ValueError, asyncio.CancelledError):
-            token, _, number = (await reader.readline()).partition(b" ")
-            if not hmac.compare_digest(token, self.token.encode()):
-                raise ValueError("not a rank of this run")
-            while (beat := await reader.readline()).endswith(b"\n"):
-                self._beats[int(number)] = beat
-                writer.write(self._answer)
-                await writer.drain()
-        writer.close()
+        rank = hello.integer("rank", least=1, most=self.world_size - 1)
+        while True:
+            self._beats[rank] = _read_tuple(Heartbeat, read_message(await read_line(reader, _MOST_BYTES)), "beat")
+            writer.write(self._answer)
+            await writer.drain()
 
 
 class JoinedStore:
@@ -123,11 +116,12 @@ class JoinedStore:
 
     def __init__(self, address: str, port: int, token: str, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+        try:
+            self._connection, self._answers = knock((address, port), token, {"rank": rank}, {}, _CONNECT_SECONDS)
+        except (NotAMessageError, RefusedError) as error:
+            raise ConnectionRefusedError(f"that is not rank 0 of this run: {error}") from error
         # A link that comes back goes on where it was: who is lost is for others to judge, by the clock.
         self._connection.settimeout(None)
-        self._connection.sendall(f"{token} {rank}\n".encode())
-        self._answers = self._connection.makefile("rb")
 
     def exchange(self, own: Heartbeat, verdict: Diagnosis | None) -> Exchanged:
         """Send a heartbeat, and wait for that of rank 0 and its verdict.
@@ -137,12 +131,14 @@ class JoinedStore:
         Raises:
             OSError: the connection has ended.
         """
-        self._connection.sendall(json.dumps(own).encode() + b"\n")
-        answer = self._answers.readline(_MOST_BYTES)
-        if not answer.endswith(b"\n"):
-            raise ConnectionResetError("rank 0 has ended the connection")
-        beat, published = json.loads(answer)
-        return {0: Heartbeat(*beat)}, verdict if published is None else Diagnosis(*published)
+        self._connection.sendall(write_message({"beat": own}))
+        try:
+            answer = hear_answer(self._answers)
+            beat = _read_tuple(Heartbeat, answer, "beat")
+            published = None if answer.get("verdict") is None else _read_tuple(Diagnosis, answer, "verdict")
+        except (NotAMessageError, RefusedError) as error:
+            raise ConnectionResetError(f"rank 0 has sent what it should not: {error}") from error
+        return {0: beat}, published or verdict
 
     def close(self) -> None:
         """End the connection, and with it whatever waits for it."""
@@ -151,15 +147,23 @@ class JoinedStore:
         self._connection.close()
 
 
-def _own_address() -> str:
-    """Give the address under which others reach this process: the one from which it reaches MASTER_ADDR.
+def _read_tuple(kind: type[T], message: Message, key: str) -> T:
+    """Take a named tuple; NotAMessageError: it is none of this kind."""
+    values, hints = message.list(key), get_type_hints(kind).values()
+    if len(values) != len(hints) or not all(map(isinstance, values, hints)):
+        raise NotAMessageError(f"{key} is no {kind.__name__}")
+    return kind(*values)
 
-    That is not always MASTER_ADDR: torchrun's may be another machine than that of rank 0. Where it leads to this very
-    machine by its loopback, its name is what the others know.
+
+def _own_address() -> tuple[str, str]:
+    """Give the address under which others reach this process, and that at which it listens; "": at all.
+
+    It is the one from which it reaches MASTER_ADDR. That is not always MASTER_ADDR: torchrun's may be another machine
+    than that of rank 0. Where it leads to this very machine by its loopback, its name is what the others know.
     """
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         _, own = find_route(master, wait_seconds=0.0)
     except OSError:
-        return master
-    return master if is_loopback(own) else own
+        return master, ""
+    return (master, "") if is_loopback(own) else (own, own)

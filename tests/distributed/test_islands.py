@@ -5,11 +5,13 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
+from hfdist.islands import rounds, transport
 from hfdist.islands.member import Member
 from hfdist.islands.outer import share_out
 from hfdist.islands.transport import Transport
@@ -278,3 +280,42 @@ def test_an_island_that_stood_still_is_left_and_comes_back_in_the_same_process(t
     # It comes at the end of its round, and goes on at that of the other.
     assert steps[:5] == [1, 2, 3, 4, 5]
     assert steps[5:] in (list(range(9, 19)), list(range(12, 19)))
+
+
+def sends(change):
+    """Something else in place of what it has learned."""
+
+    def at_start():
+        encode = transport.encode
+        transport.encode = lambda codec, values: change(encode(codec, values))
+        rounds.is_finite = lambda values: True
+
+    return at_start
+
+
+BAD_PARTS = {
+    "too short": (lambda content: content[:-4], "bytes are not"),
+    "not finite": (lambda content: np.full(len(content) // 4, np.nan, np.float32).tobytes(), "not finite"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), BAD_PARTS.values(), ids=BAD_PARTS)
+def test_an_island_whose_parts_cannot_be_used_is_left_out_and_then_ended(tmp_path, change, why):
+    keys = (*SHORT, "train.max_steps=9", "islands.every=3", "checkpoint=none")
+    log = tmp_path / "log"
+    with served(log) as address:
+        own = [overrides_of(address, index, 2, *keys) for index in range(2)]
+        honest = Island(tmp_path / "honest", 1, *own[0])
+        other = Island(tmp_path / "other", 1, *own[1], at_start=sends(change))
+        ends = [honest.wait(), other.wait()]
+        honest.kill()
+        other.kill()
+    assert ends[0] is None
+    assert "the server has ended this island" in ends[1]
+    lines = [line for line in read_lines(tmp_path / "honest" / METRICS) if "islands/members" in line]
+    assert [line["islands/members"] for line in lines] == [1, 1, 1]
+    said = [line for line in log.read_text().splitlines() if "island 1 is left out of the exchange" in line]
+    assert len(said) == 3
+    assert why in said[0]
+    # Each was tried twice.
+    assert log.read_text().count("is aborted") == 3

@@ -16,7 +16,6 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
-from hfdist.config.islands import IslandMethod
 from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
@@ -59,11 +58,9 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
 
 def _check_packages(config: RunConfig) -> None:
     """Check that the package is installed of each value that needs one besides hfdist's own."""
-    precision, method, generators = config.train.precision, config.islands.method, config.task.generators
-    has_rounds = method in (IslandMethod.diloco, IslandMethod.federated)
+    precision, generators = config.train.precision, config.task.generators
     needs = [
         (precision is Precision.fp8, "train.precision", precision.value, "torchao", "'torchao>=0.18,<0.19'", "bf16"),
-        (has_rounds, "islands.method", method.value, "zmq", "'pyzmq>=26'", "none"),
         (generators > 0, "task.generators", generators, "zmq", "'pyzmq>=26'", "0"),
     ]
     for is_needed, key, value, module, package, instead in needs:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hfdist.config.checks.preflight import OFFLINE_FLAG
 from hfdist.config.cli.arguments import find_run
 from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
@@ -87,6 +88,7 @@ def read_line(
         if given.keys() & {*_VALUE_FLAGS}:
             raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")
         folder: Path = find_run(own.pop("run"), ("config.yaml",), "run")
+        refuse_references(folder / "config.yaml")
         given |= {"--config-dir": str(folder), "--config-name": "config"}
     return LineAboutRun(own=own, of_group=of_group, recipe=recipe, flags=given, overrides=overrides)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
 from hfdist.config.cli.command import go_offline
 from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
@@ -53,6 +54,8 @@ def audit_recipe(main: Callable[[AuditRequest, dict[Path, RunConfig]], None]) ->
         request = parse_request(arguments)
         if request.is_offline:
             go_offline()
+        for run in request.runs:
+            refuse_references(run / f"{_CONFIG}.yaml")
         main(request, {run: compose_config(name=_CONFIG, extra_dir=run) for run in request.runs})
 
     return as_command(_HELP, audit)

@@ -91,6 +91,11 @@ def to_run_config(config: DictConfig) -> RunConfig:
     except RecursionError as error:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
+    return complete(values)
+
+
+def complete(values: RunConfig) -> RunConfig:
+    """Fill in what follows from other values, and check all; ConfigError: a failed check."""
     _expand_home(values)
     _fit_to_task(values)
     check_config(values)

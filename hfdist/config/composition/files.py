@@ -171,6 +171,23 @@ def refuse_resolver(text: str, where: str) -> None:
         raise ConfigError(what, where=where, found=text, allowed="${section.key}", hint=hint)
 
 
+def refuse_references(path: Path) -> None:
+    """Refuse `${...}` in the config of a run, perhaps of somebody else's: what a run has written is resolved.
+
+    References to references unfold to any size, of any file.
+    """
+    place = display(path)
+    root = _parse(read_config_text(path), place)
+    assert root is not None
+    for names, key, value in _pairs(root, (), place):
+        for node in (key, value):
+            if isinstance(node, yaml.ScalarNode) and re.search(r"(?<!\\)(\\\\)*\$\{", node.value):
+                what = "the config of a run has no references to other keys: they were resolved when it was written"
+                where = f"{'.'.join((*names, str(key.value)))} ({_at(node, place)})"
+                hint = "the file as the run has written it"
+                raise ConfigError(what, where=where, found=node.value, allowed=r"\${ for the text itself", hint=hint)
+
+
 def refuse_target(key: str, where: str) -> None:
     """Refuse a key that Hydra would take for the name of Python code to call."""
     if key.rpartition(".")[2] == "_target_":

@@ -7,7 +7,8 @@ import threading
 import time
 from typing import Any
 
-from hfdist.errors import PeerError
+from hfdist.errors import PeerError, printable
+from hfdist.messages.message import Message, NotAMessageError
 from hfdist.trainer.generators.dispatcher import Dispatcher
 from hfdist.trainer.generators.messages import pack, unpack
 from hfdist.trainer.generators.policy_files import PolicyFiles
@@ -16,6 +17,7 @@ from hfdist.trainer.generators.processes import Processes
 logger = logging.getLogger(__name__)
 
 _POLL_MILLISECONDS = 50
+_MOST_SAID = 100
 
 
 class Broker:
@@ -75,8 +77,8 @@ class Broker:
                 # A pause only where nothing has come: a burst is taken at once.
                 pause = _POLL_MILLISECONDS
                 while self._socket.poll(pause):
-                    sender, content = self._socket.recv_multipart()
-                    self._hear(sender, unpack(content))
+                    sender, *contents = self._socket.recv_multipart()
+                    self._hear_or_drop(sender, b"".join(contents))
                     pause = 0
                 self._go_on()
             except PeerError as error:
@@ -87,48 +89,67 @@ class Broker:
                 self._error = PeerError("prompts cannot be passed to generators any more", found=repr(error))
             self._answer_ranks()
 
-    def _hear(self, sender: bytes, message: dict[str, Any]) -> None:
-        now, kind = time.monotonic(), message["kind"]
+    def _hear_or_drop(self, sender: bytes, content: bytes) -> None:
+        name = sender.decode(errors="replace")
+        try:
+            self._hear(sender, name, unpack(content))
+        except NotAMessageError as error:
+            logger.warning("%s is not heard any more: %s", printable(name, _MOST_SAID), error)
+            self._drop(name)
+
+    def _hear(self, sender: bytes, name: str, message: Message) -> None:
+        now, kind, rollback = time.monotonic(), message.text("kind"), message.integer("rollback", default=0)
         if kind in ("ready", "answers"):
+            self._take_answers(name, message, rollback)
             self._heard_seconds = now
-            generator = sender.decode()
-            if generator not in self._ended:
-                self._idle.append(generator)
-            self._take_answers(generator, message)
+            if name not in self._ended and name not in self._idle:
+                self._idle.append(name)
             return
-        if message["rollback"] > self._rollback:
-            self._rollback, self._needed = message["rollback"], {}
+        if kind not in ("publish", "want", "need"):
+            raise NotAMessageError("nobody says that here")
+        if rollback > self._rollback:
+            self._rollback, self._needed = rollback, {}
             self._dispatcher.forget()
-        if message["rollback"] < self._rollback:
+        if rollback < self._rollback:
             return
         if kind == "publish":
-            self._dispatcher.publish(message["version"])
+            self._dispatcher.publish(message.integer("version"))
             self._files.remove_others(self._rollback, self._dispatcher.versions_in_use())
         elif kind == "want":
-            for prompt in message["prompts"]:
-                self._dispatcher.add(prompt["number"], prompt["step"], prompt)
-        elif kind == "need":
+            for prompt in map(_as_message, message.list("prompts")):
+                self._dispatcher.add(prompt.integer("number"), prompt.integer("step"), prompt)
+        else:
+            numbers = {f"{place}": number for place, number in enumerate(message.list("numbers"))}
+            asked = [Message(numbers).integer(place) for place in numbers]
+            step, first = message.integer("step"), message.integer("first")
             # Whoever had nothing to wait for was not late.
             self._heard_seconds = max(self._heard_seconds, now) if not self._needed else self._heard_seconds
-            self._needed |= dict.fromkeys(message["numbers"], (sender, message["step"]))
+            self._needed |= dict.fromkeys(asked, (sender, step))
             # All ranks have left the step before by now.
-            self._dispatcher.drop_before(message["first"])
+            self._dispatcher.drop_before(first)
 
-    def _take_answers(self, generator: str, message: dict[str, Any]) -> None:
-        for answers in message.get("answers", ()):
-            self.num_tokens += sum(map(len, answers["completions"]))
-            if message["rollback"] == self._rollback:
-                self._dispatcher.answer(generator, answers["number"], message["version"], answers)
+    def _take_answers(self, generator: str, message: Message, rollback: int) -> None:
+        given = [_as_message(one) for one in message.list("answers")] if "answers" in message else []
+        numbers = [answers.integer("number") for answers in given]
+        num_tokens = sum(_count_tokens(answers) for answers in given)
+        version = message.integer("version") if given else 0
+        self.num_tokens += num_tokens
+        for number, answers in zip(numbers, given, strict=True):
+            if rollback == self._rollback:
+                self._dispatcher.answer(generator, number, version, answers)
         # Of a generator that could not read its policy, or that was started anew.
         self._dispatcher.lose(generator)
+
+    def _drop(self, name: str) -> None:
+        self._ended.add(name)
+        self._dispatcher.lose(name)
+        self._idle = [one for one in self._idle if one != name]
 
     def _go_on(self) -> None:
         now = time.monotonic()
         for name in self._processes.restart_dead():
             logger.warning("%s has ended: its prompts go to others", name)
-            self._ended.add(name)
-            self._dispatcher.lose(name)
-            self._idle = [one for one in self._idle if one != name]
+            self._drop(name)
         if self._needed and now - self._heard_seconds > 2 * self._answer_seconds:
             what = f"no generator has answered for {now - self._heard_seconds:.0f} s"
             hint = f"a longer time, as task.answer_seconds={2 * self._answer_seconds:g}"
@@ -156,3 +177,17 @@ class Broker:
 
     def _send(self, receiver: bytes, message: dict[str, Any]) -> None:
         self._socket.send_multipart([receiver, pack(message)])
+
+
+def _as_message(value: Any) -> Message:
+    if not isinstance(value, dict):
+        raise NotAMessageError("a list holds what is no object")
+    return Message(value)
+
+
+def _count_tokens(answers: Message) -> int:
+    """Count those of a prompt's completions; NotAMessageError: they are none."""
+    completions = answers.list("completions")
+    if not all(isinstance(own, list) and all(type(token) is int for token in own) for own in completions):
+        raise NotAMessageError("completions are no tokens")
+    return sum(map(len, completions))

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-from hfdist.config.composition.compose import to_run_config
+from hfdist.config.composition.compose import complete
 from hfdist.config.data import cache_dir
 from hfdist.config.run import RunConfig
+from hfdist.config.schema import from_plain
 from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
@@ -62,12 +62,12 @@ class Settings:
     def read(cls, path: Path) -> Settings:
         """Read the file."""
         content = json.loads(path.read_text(encoding="utf-8"))
-        config: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), content["config"])
+        config: RunConfig = from_plain(RunConfig, content["config"])
         # No file may set it, so that it is not among a config's values: this one is of the run itself.
         config.model.trust_remote_code = content["trust_remote_code"]
         names = ("max_new_tokens", "most_tokens")
         return cls(
-            config=to_run_config(config),
+            config=complete(config),
             vocabulary=content["vocabulary"],
             limits=Limits(end_ids=frozenset(content["end_ids"]), **{name: content[name] for name in names}),
             policy=Path(content["policy"]),

@@ -9,12 +9,17 @@ from typing import Any
 
 import zmq
 
+from hfdist.messages.message import Message, read_message
+
 _NAME = "broker"
+_MOST_BYTES = 2**28
+"""Of the prompts of a step, or of their answers."""
 
 
 def open_broker(folder: Path) -> Any:
     """Open the socket that all others connect to, in a folder that only this user can enter."""
     made: Any = zmq.Context.instance().socket(zmq.ROUTER)
+    made.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
     _keep_all(made)
     made.bind(f"ipc://{folder / _NAME}")
     return made
@@ -41,7 +46,6 @@ def pack(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode()
 
 
-def unpack(content: bytes) -> dict[str, Any]:
-    """Read a message."""
-    message: dict[str, Any] = json.loads(content)
-    return message
+def unpack(content: bytes) -> Message:
+    """Read a message; NotAMessageError: it is none."""
+    return read_message(content, _MOST_BYTES)

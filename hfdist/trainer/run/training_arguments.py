@@ -9,11 +9,12 @@ import torch
 from transformers import TrainingArguments
 
 from hfdist.config.batch import BatchPlan, num_warmup_steps
-from hfdist.config.optimizer import OptimizerConfig, Schedule
+from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, PeerError, first_line, nearest
 from hfdist.optim.registry import name_for_arguments
+from hfdist.optim.schedule import scheduler_of
 from hfdist.strategies.base import Strategy
 from hfdist.topology import read_launcher
 from hfdist.trainer.fault_tolerance.gloo_interface import VARIABLE, choose_gloo_interface
@@ -82,7 +83,7 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
 
 
 def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
-    scheduler_type, scheduler_kwargs = _schedule(optimizer, max_steps)
+    scheduler_type, scheduler_kwargs = scheduler_of(optimizer, max_steps)
     return {
         "optim": name_for_arguments(optimizer),
         "learning_rate": optimizer.lr,
@@ -94,21 +95,6 @@ def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> 
         "lr_scheduler_kwargs": scheduler_kwargs,
         "warmup_steps": num_warmup_steps(optimizer, tokens_per_step=batch.tokens_per_step, max_steps=max_steps),
     }
-
-
-def _schedule(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str, Any]]:
-    min_lr_ratio = 0.1 if optimizer.min_lr_ratio is None else optimizer.min_lr_ratio
-    match optimizer.schedule:
-        case Schedule.cosine:
-            return "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
-        case Schedule.wsd:
-            num_decay_steps = max(1, round(max_steps * optimizer.decay_fraction))
-            return "warmup_stable_decay", {"num_decay_steps": num_decay_steps, "min_lr_ratio": min_lr_ratio}
-        case Schedule.linear:
-            return "linear", {}
-        case Schedule.constant:
-            # Schedule-free optimizers warm up by themselves.
-            return "constant" if optimizer.name.is_schedule_free else "constant_with_warmup", {}
 
 
 # Fields that other keys stand for, though they are not always among the generated ones.

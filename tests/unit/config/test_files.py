@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.files import MAX_BYTES, refuse_resolver
+from hfdist.config.cli.about_run import read_line
+from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.files import MAX_BYTES, refuse_references, refuse_resolver
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF
 
@@ -161,3 +162,18 @@ def test_shipped_files_are_readable_by_all():
     for folder, _, files in os.walk(CONF):
         for name in files:
             assert name.endswith(".yaml"), f"{folder}/{name}"
+
+
+def test_the_config_of_a_run_has_no_references_and_so_cannot_unfold(tmp_path):
+    own = tmp_path / "config.yaml"
+    own.write_text(to_yaml(compose_config([r"data.sources.x.path=/data/\${x}", "train.max_steps=3"])))
+    refuse_references(own)
+    doubling = "\n".join(f"    a{i}: ${{.a{i - 1}}}${{.a{i - 1}}}" for i in range(1, 40))
+    own.write_text(f"defaults: [run_schema, _self_]\noptimizer:\n  arguments:\n    a0: x\n{doubling}\n")
+    with pytest.raises(ConfigError, match="no references") as caught:
+        read_line([f"run={tmp_path}"], "plan", ())
+    assert caught.value.where.startswith("optimizer.arguments.a1 (")
+    for text in (r"${a.b}", r"x\\${a}", "${.a}", "${oc.env:HOME}"):
+        own.write_text(f"model:\n  name: '{text}'\n")
+        with pytest.raises(ConfigError):
+            refuse_references(own)

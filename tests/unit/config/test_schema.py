@@ -1,6 +1,7 @@
 """The catalogue of keys: nearest names, words for types, names that other trainers use, and what --help says."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -8,8 +9,9 @@ from hfdist.config.composition.aliases import OVERRIDES, REASONS, override_for, 
 from hfdist.config.composition.compose import compose_config, compose_untyped, make_request
 from hfdist.config.composition.files import list_options
 from hfdist.config.composition.help import describe, descriptions
+from hfdist.config.optimizer import OptimizerChange, OptimizerConfig
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
+from hfdist.config.schema import all_keys, find_key, from_plain, members, nearest_key, plain, unknown_keys
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF, GROUPS
 from tests.unit.config.test_hints import exists
@@ -105,3 +107,27 @@ def test_a_key_stands_with_its_value_and_its_line():
         "3d, ddp, fsdp2, hsdp, long_context, moe, pipeline, pipeline_zero1, single, tensor, zero1, zero2, zero3"
     )
     assert f"  strategy: {strategies}, zero3_offload" in lines
+
+
+def test_plain_values_are_read_as_they_were_and_nothing_in_them_is_interpolated():
+    text = r"${oc.env:HOME} \${x} \\${y}"
+    change = OptimizerChange(step=3, lr=1e-3)
+    optimizer = OptimizerConfig(plugin=text, arguments={"a": [text, 1.5, None]}, changes=[change])
+    run = compose_config(["data.sources.x.path=/data", "model.config={hidden_size: 8}"])
+    for values in (optimizer, run):
+        assert from_plain(type(values), json.loads(json.dumps(plain(values)))) == values
+    assert from_plain(OptimizerConfig, {"plugin": "${oc.env:HOME}"}).plugin == "${oc.env:HOME}"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr": "0.1"}, {"lr": float("nan")}, {"lr": True}, {"lr": None}, {"lr": -1}, {"name": "none"}, {"name": []},
+        {"unknown": 1}, {"changes": {}}, {"changes": [{"step": 0}]}, {"changes": [[]]}, {"arguments": []},
+        {"plugin": 3}, {"warmup_steps": 1.0}, {"fused": 1}, [], None, "adamw",
+    ],
+)  # fmt: skip
+def test_plain_values_of_another_kind_are_refused(values):
+    with pytest.raises(ConfigError) as error:
+        from_plain(OptimizerConfig, values, "optimizer")
+    assert error.value.where.startswith("optimizer")

@@ -21,6 +21,9 @@ def served(**options):
 
     async def serve():
         server = IslandServer(listener, say=lines.append, **options)
+        # What nobody expects is a line, so that a test sees it.
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: lines.append(f"Traceback: {context}"))
         started.put((asyncio.get_running_loop(), asyncio.current_task()))
         with suppress(asyncio.CancelledError):
             await server.serve()
@@ -35,11 +38,15 @@ def served(**options):
         thread.join()
 
 
+def at(island, rank=0):
+    """The address of a rank, at which nobody listens."""
+    return f"tcp://127.0.0.1:{7000 + 10 * island + rank}"
+
+
 def member(address, island, *, rank=0, ranks=1, job=JOB, start="1", secret="", seconds=2.0):
-    hello = {"island": island, "rank": rank, "start": start, "secret": secret}
-    if rank == 0:
-        hello |= {"job": job, "addresses": [f"{island}.{place}" for place in range(ranks)]}
-    made = Member(address, hello, seconds)
+    hello = {"island": island, "rank": rank, "start": start}
+    more = {"job": job, "addresses": [at(island, place) for place in range(ranks)]} if rank == 0 else {}
+    made = Member(address, secret, hello, more, seconds)
     made.connect()
     return made
 

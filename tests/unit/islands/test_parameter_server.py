@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from hfdist.config.optimizer import OptimizerConfig, OptimizerName
+from hfdist.config.optimizer import OptimizerConfig, OptimizerName, Schedule
 from hfdist.config.schema import plain
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, PeerError
 from hfdist.islands.parameter_store import find_slots
 from tests.unit.islands.servers import member, served, together
 
-SGD = plain(OptimizerConfig(name=OptimizerName.sgd, weight_decay=0.0))
+SGD = plain(OptimizerConfig(name=OptimizerName.sgd, weight_decay=0.0, lr=1.0, schedule=Schedule.constant))
 SEGMENTS = [["weight", [2], 0, 0, 0, 2]]
 START = [1.0, 2.0]
 
@@ -23,6 +23,7 @@ def job(staleness, **more):
         "islands.staleness": staleness,
         "optimizer": SGD,
         "train.max_grad_norm": 1e9,
+        "train.max_steps": 100,
     } | more
 
 
@@ -40,9 +41,9 @@ class Worker:
         self._member.send(message, np.array(weights, np.float32).tobytes())
         return self.take()
 
-    def push(self, gradient, targets=1.0, lr=1.0):
+    def push(self, gradient, targets=1.0, **more):
         self.step += 1
-        message = {"push": self.step, "lr": lr, "targets": targets, "state": {"of": self.step}}
+        message = {"push": self.step, "targets": targets, "state": {"of": self.step}} | more
         self._member.send(message, np.array([gradient] * 2, np.float32).tobytes())
 
     def pull(self):
@@ -138,24 +139,85 @@ def test_a_server_that_was_started_anew_does_not_begin_behind_a_step():
         assert "island 0 must go on from its checkpoint: this server has no weights" in lines
 
 
-def test_what_is_no_gradient_ends_the_connection_and_a_gradient_that_is_not_finite_is_left_out():
+LEFT_OUT = "island 0 is left out of a step: what it has pushed is not finite"
+
+
+def test_what_is_no_gradient_ends_an_island_and_what_is_not_finite_is_left_out():
     with served() as (address, lines):
-        one, two = begin_both(address, None)
+        one, two = begin_both(address, 0)
         one.push(float("nan"))
-        assert one.take() == START
-        assert "update 0: a gradient is not finite, and is left out" in lines
-        two._member.send({"push": 1, "lr": 1.0, "targets": 1.0, "state": None}, b"123")
+        two.push(1.0)
+        assert one.take() == two.take() == [0.0, 1.0]
+        assert lines[-1] == LEFT_OUT
+        one.push(float("inf"))
+        two._member.send({"push": 2, "targets": 1.0, "state": {}}, b"123")
         assert two._member.wait_for("weights") is None
-        one.push(1.0)
+        # Nothing is left to step with.
         assert one.take() == [0.0, 1.0]
+        with pytest.raises(PeerError, match="has ended this island") as error:
+            two._member.connect()
+        assert "3 bytes follow, and 8 should" in error.value.found
+        for _ in range(3):
+            one.push(float("nan"))
+            one.answer = one._member.wait_for("weights")
+        with pytest.raises(PeerError) as error:
+            one._member.connect()
+        assert error.value.found == "what it has pushed is not finite, 5 times in a row"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"targets": float("nan")},
+        {"targets": -1.0},
+        {"targets": 1e999},
+        {"push": 1e30},
+        {"push": 3},
+        {"push": True},
+        {"push": 0},
+        {"state": 1},
+    ],
+)
+def test_numbers_of_an_island_cannot_move_the_weights_of_others(wrong, parameters):
+    address, lines = parameters
+    one, two = begin_both(address, None)
+    one.push(1.0, **wrong)
+    assert one._member.wait_for("weights") is None
+    assert "island 0 has left: rank 0 has sent what is not a message" in lines[-1]
+    two.push(0.5, lr=float("nan"))
+    assert two.take() == [0.5, 1.5]
+    two.leave()
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    with served() as found:
+        yield found
+
+
+def test_the_rate_of_a_step_is_that_of_the_schedule():
+    optimizer = OptimizerConfig(
+        name=OptimizerName.sgd, lr=0.5, weight_decay=0.0, schedule=Schedule.linear, warmup_steps=2
+    )
+    with served(least=1) as (address, _):
+        worker = Worker(address, 0, 0, **{"optimizer": plain(optimizer), "train.max_steps": 4})
+        worker.begin()
+        rates, before = [], START[0]
+        for _ in range(4):
+            worker.push(1.0)
+            now = worker.take()[0]
+            rates.append(before - now)
+            before = now
+        # Of a step by the number of those before it, as a Trainer has it.
+        assert rates == pytest.approx([0.0, 0.25, 0.5, 0.25])
 
 
 def test_what_the_optimizer_keeps_comes_with_a_pull():
-    adam = plain(OptimizerConfig(fused=False, weight_decay=0.0))
+    adam = plain(OptimizerConfig(fused=False, weight_decay=0.0, lr=0.5, schedule=Schedule.constant))
     with served(least=1) as (address, _):
         worker = Worker(address, 0, 0, optimizer=adam)
         assert worker.begin(weights=[*START, 0, 0, 0, 0]) == [*START, 0, 0, 0, 0]
-        worker.push(2.0, lr=0.5)
+        worker.push(2.0)
         weights = worker.take()
         assert weights == pytest.approx([0.5, 1.5])
         worker.pull()

@@ -10,6 +10,7 @@ from hfdist.errors import ConfigError, PeerError
 from hfdist.islands.member import Participants
 from hfdist.islands.rendezvous import Arrival
 from tests.unit.islands.servers import JOB, member, served, together, until
+from tests.unit.islands.servers import at as place
 
 
 def arrive(*arrivals):
@@ -44,7 +45,7 @@ def test_the_first_rendezvous_waits_for_all_and_the_next_exchange():
         first.join(10)
         assert start.members == {}
         rendezvous = arrive((one, at(10, read="a")), (two, at(10, read="b")))
-        assert [dict(participants.members) for participants in rendezvous] == [{0: ["0.0"], 1: ["1.0"]}] * 2
+        assert [dict(participants.members) for participants in rendezvous] == [{0: [place(0)], 1: [place(1)]}] * 2
         assert (start.there, rendezvous[0].there) == ([0, 1], [0, 1])
         number, read = rendezvous[0].number, {0: "a", 1: "b"}
         assert together(lambda: one.finish(number, is_ok=True), lambda: two.finish(number, is_ok=True)) == [read, read]
@@ -56,8 +57,8 @@ def test_who_has_other_outer_weights_gets_the_state_of_a_member():
     with served(least=1) as (address, _lines):
         old, new, late = member(address, 0), member(address, 1), member(address, 2)
         rendezvous = arrive((old, at(20, 10, "b")), (new, at(20, 10, "b")), (late, at(0)))
-        assert dict(rendezvous[2].members) == {0: ["0.0"], 1: ["1.0"]}
-        assert dict(rendezvous[2].sources) == {2: (0, ["2.0"])}
+        assert dict(rendezvous[2].members) == {0: [place(0)], 1: [place(1)]}
+        assert dict(rendezvous[2].sources) == {2: (0, [place(2)])}
         number = rendezvous[0].number
         read = {0: None, 1: None}
         assert together(lambda: old.finish(number, is_ok=True), lambda: new.finish(number, is_ok=True)) == [read, read]
@@ -66,7 +67,7 @@ def test_who_has_other_outer_weights_gets_the_state_of_a_member():
         next_one.start()
         time.sleep(0.2)
         assert next_one.is_alive()
-        late.tell_done(number)
+        late.tell_done(number, is_ok=True)
         assert arrive((late, at(30, 20, "c")))[0].sources == {}
         next_one.join(10)
         for one in (old, new, late):
