@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from hfdist.errors import ConfigError
+from hfdist.models.adapter import inject_adapter
 
 WIDTH, HEADS, HEAD_SIZE, ROTARY_SIZE = 64, 4, 16, 8
 WINDOW_TOKENS, POSITIONS, TOWER_BLOCKS, LONGEST_PERIOD = 8, 512, 2, 4
@@ -308,6 +309,14 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel:
     return small.float().eval()
 
 
+def small_with_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a small model of the same class with the adapters that the model has."""
+    small = small_model(model)
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        inject_adapter(small, copy.deepcopy(adapter), name)
+    return small
+
+
 def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
     """Loss and all gradients of a few tokens, of which some are no targets."""
     generator = torch.Generator().manual_seed(0)
@@ -380,16 +389,126 @@ def class_keeps_documents_apart(model: PreTrainedModel) -> bool | None:
 
 
 @unset_fake_temporarily()
-def uses_all_parameters(model: PreTrainedModel) -> bool:
+def unused_parameters(model: PreTrainedModel) -> frozenset[str] | None:
     """Run a small model of the same class on a few tokens, here and alone: all ranks find the same.
 
     Returns:
-        False also where it cannot be tried.
+        The kinds of names (`kind_of_name`) of which no gradient reaches some parameter; None: it cannot be tried.
     """
     with torch.random.fork_rng(devices=[]):
         try:
-            small = small_model(model)
+            small = small_with_adapters(model)
             run_small(small)
         except Exception:  # whatever a model raises that cannot be made small, or has another kind of loss
-            return False
-    return all(parameter.grad is not None for parameter in small.parameters() if parameter.requires_grad)
+            return None
+    return frozenset(kind_of_name(name) for name, p in small.named_parameters() if p.requires_grad and p.grad is None)
+
+
+def kind_of_name(name: str) -> str:
+    """Give a name without its numbers: one for all blocks."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def uses_all_parameters(model: PreTrainedModel) -> bool:
+    """Whether `unused_parameters` is known to be empty."""
+    return unused_parameters(model) == frozenset()
+
+
+# ---- positions that a model makes by itself, of the whole sequence, where it is given none ----
+
+Positions = Callable[[torch.Tensor, torch.Tensor | None, int | None], torch.Tensor]
+"""(token ids, mask or None, id of the padding token or None) -> positions; all of shape [sequences, tokens]."""
+
+_NUM_TOKENS, _NUM_HIDDEN = 11, 3
+
+
+def all_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
+    """Count from 0, as most models do."""
+    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+
+def _shown_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
+    """As of OPT."""
+    return all_tokens(ids, mask, padding) if mask is None else (mask.long().cumsum(1) * mask - 1).clamp(min=0)
+
+
+def _behind_padding(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
+    """As of RoBERTa."""
+    if padding is None:
+        return all_tokens(ids, mask, padding)
+    is_text = ids.ne(padding).long()
+    return is_text.cumsum(1) * is_text + padding
+
+
+_RULES: tuple[Positions, ...] = (all_tokens, _shown_tokens, _behind_padding)
+
+
+def padding_id(model: PreTrainedModel) -> int | None:
+    """Give the id of the model's padding token, if it has one."""
+    padding: int | None = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+    return padding
+
+
+@torch.no_grad()
+def find_positions(model: PreTrainedModel) -> Positions | None:
+    """Find by trying, with and without padding and a mask, which positions a model makes by itself.
+
+    Args:
+        model: whole and small, on the CPU.
+
+    Returns:
+        None: by no rule that is known here, or the model takes no positions.
+    """
+    padding = padding_id(model)
+    ids = torch.arange(2 * _NUM_TOKENS).add(2).remainder(model.config.get_text_config(decoder=True).vocab_size)
+    ids = ids.view(2, _NUM_TOKENS)
+    mask = torch.ones_like(ids)
+    mask[0, :_NUM_HIDDEN] = mask[1, -_NUM_HIDDEN:] = 0
+    if padding is not None and padding >= 0:
+        # One that is nothing but a token, and what a mask hides.
+        ids[1, _NUM_TOKENS // 2] = padding
+        ids[mask == 0] = padding
+    was_training = model.training
+    model.eval()
+    try:
+        wanted = [(shown, _states(model, ids, shown)) for shown in (None, mask)]
+        rules = (rule for rule in _RULES if all(_agrees(model, ids, *pair, rule) for pair in wanted))
+        return next(rules, None)
+    except (TypeError, ValueError, RuntimeError, IndexError, ImportError):
+        return None
+    finally:
+        model.train(was_training)
+
+
+def _agrees(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, wanted: torch.Tensor, rule: Positions
+) -> bool:
+    is_shown = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    found = _states(model, ids, mask, position_ids=rule(ids, mask, padding_id(model)))[is_shown]
+    return torch.allclose(found, wanted[is_shown], rtol=1e-3, atol=1e-4 * float(wanted[is_shown].abs().max()))
+
+
+def _states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, **more: Any) -> torch.Tensor:
+    # One that scores sequences gives nothing for each token itself.
+    reader = model.base_model if scores_sequences(model) else model
+    masked = {} if mask is None else {"attention_mask": mask}
+    states: torch.Tensor = reader(input_ids=ids, **masked, **more, use_cache=False)[0]
+    return states
+
+
+@unset_fake_temporarily()
+def counts_from_zero(model: PreTrainedModel) -> bool:
+    """Whether positions from 0, as packed documents have, are those of a document alone. A small model is asked.
+
+    Returns:
+        True also where it cannot be asked.
+    """
+    # By this name all of RoBERTa's family make theirs; most models need no trial.
+    if not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return True
+    with torch.random.fork_rng(devices=[]):
+        try:
+            found = find_positions(small_model(model))
+        except Exception:  # whatever a model raises that cannot be made small
+            return True
+    return found is not _behind_padding

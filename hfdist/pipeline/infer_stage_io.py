@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import HfdistError, PartitionError
-from hfdist.models.probing import scores_sequences
+from hfdist.models.probing import kind_of_name, scores_sequences, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, unpack
@@ -80,29 +80,57 @@ def infer_stage_io(
     batch = {"input_ids": tokens, "labels": labels}
     with _portable_attention(split.model):
         carry, found = _find_carry(split, batch, channel, group)
-        problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel))
+        problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel), group)
     if problem is not None:
         raise _refusal(split, [problem])
     holders = _planned_holders(split, rank_of_stage, topology) if is_planned() else _find_holders(split, topology)
     return StageIO(carry, *_group_holders(holders, topology))
 
 
-def _keep_only(split: SplitModel, found: ProbeResult, try_again: Callable[[], ProbeResult]) -> str | None:
+def _keep_only(
+    split: SplitModel, found: ProbeResult, try_again: Callable[[], ProbeResult], group: dist.ProcessGroup
+) -> str | None:
     """Free the parameters that no gradient reaches in this rank's stages; hold them again if the probe fails then.
 
-    Returns the problem that is left, if any.
+    What no rank of the pipeline needs stays on one. Returns the problem that is left, if any.
     """
     needed = found.needed
     unneeded = {name: p.detach() for name, p in split.surrounding().items() if name not in needed}
     split.remove(unneeded)
     problem = _first(_difference(found, try_again()))
-    if problem is None:
-        return None
-    # Then something is read that is never trained, such as a table of positions: hold all that no rank trains.
-    trained = set().union(*gather_json(sorted(needed)))
-    for name in unneeded.keys() - trained:
+    if problem is not None:
+        # Then something is read that is never trained, such as a table of positions: hold all that no rank trains.
+        trained = set().union(*gather_json(sorted(needed)))
+        for name in unneeded.keys() - trained:
+            split.restore(name, unneeded[name])
+        problem = _first(_difference(found, try_again()))
+    for name in _share_unused(split, unneeded, group):
         split.restore(name, unneeded[name])
-    return _first(_difference(found, try_again()))
+    return problem
+
+
+def _share_unused(split: SplitModel, unneeded: dict[str, torch.Tensor], group: dist.ProcessGroup) -> list[str]:
+    """Choose what this rank holds of what no rank of its pipeline needs, such as a tower for images in front of text.
+
+    Each such parameter goes to one rank, so that the ranks hold about the same. It has no gradient, so the optimizer
+    passes it by, as in one process; it is there for what is saved.
+    """
+    freed = {name: tensor.numel() for name, tensor in unneeded.items() if name in split.removed}
+    if is_planned():
+        unused = unused_parameters(split.model)
+        freed = {name: count for name, count in freed.items() if kind_of_name(name) in unused}
+    num_held = sum(parameter.numel() for parameter in split.model.parameters())
+    of_ranks = gather_json([num_held, sorted(split.surrounding()), freed], group)
+    held = {name for _, names, _ in of_ranks for name in names}
+    counts = {name: count for *_, of_rank in of_ranks for name, count in of_rank.items() if name not in held}
+    loads, own = [load for load, *_ in of_ranks], []
+    for name in sorted(counts, key=lambda name: (-counts[name], name)):
+        holders = [rank for rank, (*_, of_rank) in enumerate(of_ranks) if name in of_rank]
+        holder = min(holders, key=lambda rank: (loads[rank], rank))
+        loads[holder] += counts[name]
+        if holder == group.rank():
+            own.append(name)
+    return own
 
 
 def _difference(before: ProbeResult, after: ProbeResult) -> str | None:

@@ -35,7 +35,7 @@ from hfdist.strategies.gradients.reduction import local_tensor, total_norm
 from hfdist.strategies.held import state_tensors, storage_bytes
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
-from hfdist.strategies.pieces import StateReader, list_pieces
+from hfdist.strategies.pieces import StateReader, list_pieces, list_shapes
 from hfdist.strategies.traffic import BACKWARD, Axes, Sent, StepSizes
 from hfdist.strategies.whole import ShardedParameter, WholeSteps
 from hfdist.topology import Topology
@@ -346,6 +346,10 @@ class Engine:
         if self.compressor is not None:
             yield from self.compressor.pieces()
 
+    def weights(self) -> Iterable[Piece]:
+        """List the pieces of weights alone, without what `pieces` makes of an optimizer's state."""
+        return (own for piece in list_pieces(self.model, None) for own in self._own_pieces(piece))
+
     def _own_pieces(self, piece: Piece) -> Iterable[Piece]:
         """Give pieces of the whole model, from one of this rank's model."""
         return [piece] if self._parts is None else self._parts.own_pieces(piece)
@@ -396,6 +400,8 @@ class Strategy(Partitioning):
         self._partitioned: nn.Module | None = None
         self._plans: list[Plans] = []
         """For the parameters of the partitioned model, the best first; empty: ranks share none."""
+        self.whole: dict[str, tuple[int, ...]] = {}
+        """Shapes of all that the model saves, by name, as it was before it was partitioned."""
         if config.compression is not Compression.none and topology.world_size == 1:
             found = f"{config.compression.value}, with one process"
             hint = "strategy.compression=none, or launch.processes=2"
@@ -433,7 +439,7 @@ class Strategy(Partitioning):
             ConfigError: they cannot.
         """
         topology = self.topology
-        self._partitioned, self._plans = model, []
+        self._partitioned, self._plans, self.whole = model, [], list_shapes(model)
         if topology.tensor * topology.expert > 1:
             # It takes time that other layouts save.
             from hfdist.strategies.parallel_plans import make_plans

@@ -26,10 +26,11 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
-from hfdist.models.probing import uses_all_parameters
+from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.models.quantize import hold_as_floats
 from hfdist.optim.probe import Reach, describe, state_after_step
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
+from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.held import have_room
 from hfdist.strategies.parameter_shards import TENSOR
 from hfdist.strategies.parts import ModelParts
@@ -72,8 +73,8 @@ class FsdpStrategy(Strategy):
         if self.topology.data * self.topology.context == 1:
             engine = Engine(model, context, parts)
         else:
-            shard_model(model, self.mesh, self.config, parts)
-            engine = FsdpEngine(model, self.mesh, context, parts, self.config.frees_behind_forward)
+            unused = shard_model(model, self.mesh, self.config, parts)
+            engine = FsdpEngine(model, self.mesh, context, parts, self.config.frees_behind_forward, unused)
         self._count_fractions(engine)
         return engine
 
@@ -83,26 +84,32 @@ class FsdpStrategy(Strategy):
         return axes.shard_weights(again=again, microbatches=self.batch.num_microbatches, begins=FORWARD, ends=BACKWARD)
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None) -> None:
-    """Shard a model over the data ranks in place; ConfigError: a parameter that FSDP2 cannot shard."""
+def shard_model(
+    model: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None
+) -> frozenset[str]:
+    """Shard a model over the data ranks in place; as `shard_by_blocks`."""
     check_no_scalars(model, "FSDP2")
     name = type(model).__name__
-    shard_by_blocks(model, model, mesh, config, parts)
+    unused = shard_by_blocks(model, model, mesh, config, parts)
     # Exported configs name the class, and the Trainer knows causal models by it.
     type(model).__name__ = name
+    return unused
 
 
 def shard_by_blocks(
     model: nn.Module, root: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None
-) -> None:
+) -> frozenset[str]:
     """Shard a model over the data ranks in place: a unit a block, and the rest with `root`, which is or has the model.
 
     Experts that ranks share are units of their own, sharded over the ranks that hold the same.
 
+    Returns:
+        The kinds of names of parameters that a step may not use (`unused_parameters`), as far as that is known.
+
     Raises:
         ConfigError: a parameter that FSDP2 cannot shard.
     """
-    uses_all = uses_all_parameters(cast(PreTrainedModel, model))
+    unused = unused_parameters(cast(PreTrainedModel, model))
     units = list(_list_units(cast(PreTrainedModel, model)))
     axes = _with_replicas(mesh, "sharded")
     offloads = config.offload is Offload.cpu
@@ -119,9 +126,10 @@ def shard_by_blocks(
         cast(Any, root).to = lambda *_, **__: root
     # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
-    if not uses_all:
+    if unused is None or unused:
         # Else ranks that use other parameters would reduce buffers of other sizes.
         cast(Any, root).set_reduce_scatter_unused_params(True)
+    return unused or frozenset()
 
 
 def _list_units(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -208,9 +216,13 @@ class ShardedEngine(Engine):
     # FSDP2 has sharded what is whole on the ranks of an expert group.
     axes_of_parts = (TENSOR,)
 
-    def _use(self, root: nn.Module, mesh: DeviceMesh, frees_behind_forward: bool) -> None:
-        """Take the module that FSDP knows as its root; the blocks in it are freed behind their forwards, or are not."""
+    def _use(self, root: nn.Module, mesh: DeviceMesh, frees_behind_forward: bool, unused: frozenset[str]) -> None:
+        """Take the module that FSDP knows as its root; the blocks in it are freed behind their forwards, or are not.
+
+        `unused` is what `shard_by_blocks` gave.
+        """
         self._root: Any = root
+        self._unused = unused
         self._frees_behind_forward = frees_behind_forward
         self._is_gathered = False
         self._sharded_group = mesh.get_group("sharded")
@@ -244,6 +256,26 @@ class ShardedEngine(Engine):
     def _free_behind_forward(self, frees: bool) -> None:
         for unit in self._units:
             unit.set_reshard_after_forward(frees and unit is not self._root, recurse=False)
+
+    def _drop_unused_gradients(self) -> None:
+        """Take zeros away that FSDP made where no rank has a gradient: the optimizer would decay such a parameter.
+
+        A collective where the model has any.
+        """
+        suspects = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and kind_of_name(name) in self._unused
+        ]
+        if not suspects:
+            return
+        group = self._group_of_parts or self._sharded_group
+        counts = [local_tensor(cast(torch.Tensor, parameter.grad)).count_nonzero() for parameter in suspects]
+        used = torch.stack(counts).to(device_of(group))
+        dist.all_reduce(used, group=group)
+        for parameter, count in zip(suspects, used.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
 
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         return [self._sharded_group, *super()._norm_groups()]
@@ -287,6 +319,11 @@ class ShardedEngine(Engine):
         self._reshard()
         return super()._held_pieces()
 
+    def weights(self) -> Iterable[Piece]:
+        """See the base class."""
+        self._reshard()
+        return super().weights()
+
     def _own_pieces(self, piece: Piece) -> Iterable[Piece]:
         view = piece.view
         own = replace(piece, start=self._start(view), view=view.to_local()) if isinstance(view, DTensor) else piece
@@ -317,9 +354,10 @@ class FsdpEngine(ShardedEngine):
         context: ContextParallel | None = None,
         parts: ModelParts | None = None,
         frees_behind_forward: bool = True,
+        unused: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(model, context, parts)
-        self._use(model, mesh, frees_behind_forward)
+        self._use(model, mesh, frees_behind_forward, unused)
         # Behind FSDP's own hook.
         model.register_forward_hook(self._after_forward)
 
@@ -342,5 +380,6 @@ class FsdpEngine(ShardedEngine):
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """As the Trainer does, or over tensor ranks; the norm is that of the whole model."""
+        self._drop_unused_gradients()
         norm = super().clip_grad_norm(max_norm, default)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

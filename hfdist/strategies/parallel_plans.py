@@ -7,7 +7,6 @@ model of the class is tried first, beside itself whole, with one plan after anot
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass, replace
 
@@ -20,8 +19,7 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import broadcast, gather_json
 from hfdist.errors import ConfigError
-from hfdist.models.adapter import inject_adapter
-from hfdist.models.probing import small_model
+from hfdist.models.probing import small_with_adapters
 from hfdist.strategies.experts import make_expert_plan, spread_experts
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import Groups, ModelParts
@@ -165,7 +163,7 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
     if pairs.get_coordinate() is not None:
         data_ranks, data_rank = pairs[EXPERT].size(), pairs[EXPERT].get_local_rank()
         problem = find_problem(
-            lambda: _make_small(model),
+            lambda: small_with_adapters(model),
             lambda small: _distribute(small, pairs, plans),
             BatchSharding(token_ranks=data_ranks, data_ranks=data_ranks, data_rank=data_rank),
             torch.device(pairs.device_type),
@@ -178,13 +176,6 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
             found=f"{model.config.model_type}, made small: {problems[0]}",
             hint=f"{' '.join(f'strategy.{axis}=1' for axis in plans.axes)}; strategy=fsdp2 shards any model",
         )
-
-
-def _make_small(model: PreTrainedModel) -> PreTrainedModel:
-    small = small_model(model)
-    for name, adapter in getattr(model, "peft_config", {}).items():
-        inject_adapter(small, copy.deepcopy(adapter), name)
-    return small
 
 
 def _distribute(small: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> LayoutHooks:

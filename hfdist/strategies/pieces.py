@@ -58,6 +58,13 @@ def list_buffers(model: nn.Module) -> Iterator[Piece]:
             yield Piece(name=name, key=WEIGHT, shape=tuple(buffer.shape), start=0, view=buffer)
 
 
+def list_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Give the whole shape of all that `list_pieces` lists of a whole model without an optimizer, by name."""
+    # ZeRO-3 partitions parameters while the model is made.
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    return shapes | {piece.name: piece.shape for piece in list_buffers(model)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kept:
     """For one parameter or flat buffer."""

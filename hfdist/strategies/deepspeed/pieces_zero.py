@@ -10,7 +10,7 @@ layouts, so its fields are read directly; tests/distributed/test_checkpoint_zero
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,9 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
+from hfdist.collectives import device_of
 from hfdist.errors import CheckpointError
+from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.strategies.pieces import StateReader, list_buffers
 
 
@@ -83,8 +86,64 @@ def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
             yield from kept.numbers_of(name)
             for key, buffer in buffers.items():
                 yield Piece(name=name, key=key, shape=shape, start=run.start, view=buffer[part])
+    yield from list_weights(model, but=stepped_as_weights)
+
+
+def pass_by_unused(model: PreTrainedModel, zero: Any) -> None:
+    """Let the optimizer change no parameter that no rank has a gradient for, as in one process.
+
+    A flat buffer has zeros there, with which weight decay would move it. What may be unused a small model tells
+    (`unused_parameters`); an optimizer's state of such zeros stays zeros by itself.
+    """
+    kinds = unused_parameters(model)
+    if not kinds:
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    suspects: dict[int, tuple[dist.ProcessGroup, list[nn.Parameter], list[_Run]]] = {}
+    for flat, group in zip(_flats(zero), _groups(zero), strict=True):
+        suspected = [p for p in flat.parameters if kind_of_name(names[id(p)]) in kinds]
+        if suspected:
+            suspects[id(flat.stepped)] = group, suspected, flat.runs
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for stepped in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+            if id(stepped) not in suspects or stepped.grad is None:
+                continue
+            group, suspected, runs = suspects[id(stepped)]
+            parts = {id(run.parameter): slice(run.offset, run.offset + run.weight.numel()) for run in runs}
+            counts = [stepped.grad[parts.get(id(p), slice(0))].count_nonzero() for p in suspected]
+            used = torch.stack(counts).to(device_of(group))
+            dist.all_reduce(used, group=group)
+            for parameter, count in zip(suspected, used.tolist(), strict=True):
+                if not count and id(parameter) in parts:
+                    part = stepped.data[parts[id(parameter)]]
+                    kept.append((part, part.clone()))
+
+    def put_back(*_: Any) -> None:
+        for part, before in kept:
+            part.copy_(before)
+        kept.clear()
+
+    zero.optimizer.register_step_pre_hook(keep)
+    zero.optimizer.register_step_post_hook(put_back)
+
+
+def _groups(zero: Any) -> Iterator[dist.ProcessGroup]:
+    """Give the ranks that share each flat buffer."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        yield from (zero.dp_process_group for _ in zero.fp32_partitioned_groups_flat)
+    else:
+        yield from zero.real_dp_process_group
+
+
+def list_weights(model: nn.Module, but: Collection[int] = ()) -> Iterator[Piece]:
+    """List what this rank holds of the weights that the model computes with, and of persistent buffers.
+
+    Without the parameters of the identities `but`.
+    """
     for name, parameter in model.named_parameters():
-        if id(parameter) not in stepped_as_weights:
+        if id(parameter) not in but:
             start, view = _held_weight(name, parameter)
             yield Piece(name=name, key=WEIGHT, shape=whole_shape(parameter), start=start, view=view)
     yield from list_buffers(model)

@@ -6,12 +6,12 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from hfdist.checkpoint.piece import Piece
@@ -114,6 +114,7 @@ class ZeroStrategy(Strategy):
             ConfigError: a parameter that DeepSpeed cannot send.
         """
         check_no_scalars(model, "DeepSpeed")
+        self._partition_once(model)
         return ZeroEngine(model)
 
 
@@ -185,6 +186,7 @@ class ZeroEngine(Engine):
         if hasattr(scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.
             scaler.raise_error_at_min_scale = False
+        pieces_zero.pass_by_unused(cast(PreTrainedModel, self.model), own)
         return optimizer
 
     def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
@@ -218,6 +220,10 @@ class ZeroEngine(Engine):
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine)
+
+    def weights(self) -> Iterable[Piece]:
+        """This rank's part of the weights that the model computes with; under ZeRO-1 and 2 all of them."""
+        return pieces_zero.list_weights(self.model)
 
     def held_bytes(self, device: torch.device) -> dict[str, int]:
         """Of weights, and of what the optimizer steps with its state; gradients lie in buckets of DeepSpeed's own."""

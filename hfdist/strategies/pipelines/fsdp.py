@@ -48,8 +48,8 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     ) -> None:
         super().__init__(strategy, split, *found, mesh=mesh, parts=parts, **axes)
         step = _Step(split.model)
-        shard_by_blocks(split.model, step, mesh, strategy.config, parts)
-        self._use(step, mesh, strategy.config.frees_behind_forward)
+        unused = shard_by_blocks(split.model, step, mesh, strategy.config, parts)
+        self._use(step, mesh, strategy.config.frees_behind_forward, unused)
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()
@@ -114,6 +114,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         # Behind a backward FSDP reduces all gradients that are left.
         self._end.backward()
         self._sum_shared()
+        self._drop_unused_gradients()
 
 
 class PipelineFsdpStrategy(PipelineStrategy):

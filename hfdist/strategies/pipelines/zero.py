@@ -53,6 +53,7 @@ class PipelineZeroEngine(PipelineEngine):
             config=self._strategy.deepspeed_config,
             dist_init_required=False,
         )
+        pieces_zero.pass_by_unused(self._split.model, self._engine.optimizer)
         self._norm = torch.zeros(())
         return DeepSpeedOptimizerWrapper(self._engine.optimizer)
 

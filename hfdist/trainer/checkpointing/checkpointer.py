@@ -31,11 +31,13 @@ from hfdist.checkpoint import (
 from hfdist.checkpoint.folder import HELD_OUT_LOSS, by_held_out_loss, original_name, remove_unfinished, step_name
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
+from hfdist.checkpoint.whole import check_holds_whole
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.data import LEDGER, Cursor, PoolReport, TokenStream, report
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.models.names.hub_names import HubNames, find_hub_names
+from hfdist.models.quantize import packed_shapes
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,14 @@ class Checkpointer:
             replicas=self._trainer.options.replicas,
         )
         self._model_files, self._kept_step = None, -1
+        self._check_holds_whole()
+
+    def _check_holds_whole(self) -> None:
+        """Raise a CheckpointError where ranks have lost a part of the model: before a training, and at each save."""
+        trainer = self._trainer
+        packed = packed_shapes(trainer.model)
+        names = {name for name, parameter in trainer.model.named_parameters() if parameter in packed}
+        check_holds_whole(trainer.engine.weights(), trainer.strategy.whole, names)
 
     # ---- saving ----
 
@@ -144,6 +154,7 @@ class Checkpointer:
     def _save(self, path: Path | None, cursor: Cursor | None, begin_seconds: float, files: dict[str, bytes]) -> None:
         trainer = self._trainer
         assert self.saver is not None
+        self._check_holds_whole()
         if (ledger := self._ledger) is not None:
             ledger.count()
         if trainer.islands is not None:
@@ -240,6 +251,7 @@ class Checkpointer:
 
     def export(self, folder: Path) -> None:
         """Write a Hub folder with the weights as they are, or a PEFT folder of an adapter."""
+        self._check_holds_whole()
         export_model(folder, self.pieces(), self._write_model_files, stem=self._stem, names=self._names)
 
     def is_saved(self) -> bool:
