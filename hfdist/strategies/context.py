@@ -29,10 +29,10 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.strategy import ContextMethod
 from hfdist.errors import ConfigError
 from hfdist.models.architecture import count_heads
-from hfdist.models.probing import keeps_documents_apart, small_model
+from hfdist.models.probing import Positions, all_tokens, find_positions, keeps_documents_apart, padding_id, small_model
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.gradients.reduction import sum_gradients
-from hfdist.strategies.self_check import BatchSharding, LayoutHooks, find_problem
+from hfdist.strategies.self_check import MASK, POSITIONS, BatchSharding, LayoutHooks, find_problem
 
 # Not public; these collectives alone have a backward and can be compiled.
 _collectives: Any = torch.distributed._functional_collectives
@@ -70,14 +70,22 @@ class ContextParallel:
         group: the ranks that read the same sequences.
         method: not `auto`.
         keeps_apart: whether the model keeps packed documents apart.
+        positions: those of sequences that come without.
     """
 
     def __init__(
-        self, model: PreTrainedModel, group: dist.ProcessGroup, method: ContextMethod, *, keeps_apart: bool
+        self,
+        model: PreTrainedModel,
+        group: dist.ProcessGroup,
+        method: ContextMethod,
+        *,
+        keeps_apart: bool,
+        positions: Positions,
     ) -> None:
         self._group, self._size, self._rank = group, group.size(), group.rank()
         self._by_heads = method is ContextMethod.ulysses
         self._keeps_apart = keeps_apart
+        self._positions, self._padding_id = positions, padding_id(model)
         self._base = model.config.get_text_config(decoder=True)._attn_implementation
         self.method = method
         self.description = f"{self._base} of sequences shared by {self._size} ranks ({method.value})"
@@ -118,8 +126,12 @@ class ContextParallel:
         batch = {name: tensor.to(device_of(self._group)) for name, tensor in batch.items()}
         ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
         counted, num_tokens = batch.get(COUNTED), ids.shape[1]
-        positions = batch.get("position_ids", torch.arange(num_tokens, device=ids.device))
-        positions = positions.expand_as(ids)
+        given = batch.get(POSITIONS)
+        positions = self._positions(ids, mask, self._padding_id) if given is None else given.expand_as(ids)
+        starts = torch.zeros_like(ids).bool()
+        if given is not None and self._keeps_apart and mask is None:
+            # As transformers finds documents.
+            starts = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
         # Padding is a document of its own behind all others; of ordinary tokens, as gemma3n divides by embeddings.
         num_added = -num_tokens % (2 * self._size)
         if num_added:
@@ -127,9 +139,11 @@ class ContextParallel:
             labels = functional.pad(labels, (0, num_added), value=IGNORED)
             added = torch.arange(num_added, device=ids.device).expand(len(ids), -1)
             positions = torch.cat([positions, added], 1)
+            starts = torch.cat([starts, added == 0], 1)
             mask = None if mask is None else functional.pad(mask, (0, num_added))
             counted = None if counted is None else functional.pad(counted, (0, num_added))
-        sequence = self._describe(positions, mask)
+        is_apart = self._keeps_apart and mask is None and bool(starts.any())
+        sequence = self._describe(positions, starts.cumsum(-1) if is_apart else None, mask)
         targets = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         whole = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
         whole |= {} if counted is None else {COUNTED: counted}
@@ -137,16 +151,13 @@ class ContextParallel:
         # With a mask of its own a model does not look for documents in the positions of this rank.
         return shared | {"attention_mask": torch.ones_like(shared["input_ids"])}, sequence
 
-    def _describe(self, positions: torch.Tensor, mask: torch.Tensor | None) -> _Sequence:
+    def _describe(
+        self, positions: torch.Tensor, documents: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> _Sequence:
         # What comes late in a sequence sees more keys: by gathering, each rank has an early and a late part.
         size, rank, device = self._size, self._rank, positions.device
         parts = torch.arange(positions.shape[1], device=device).chunk(size if self._by_heads else 2 * size)
         of_ranks = [[part] if self._by_heads else [part, parts[-1 - r]] for r, part in enumerate(parts[:size])]
-        documents = None
-        if self._keeps_apart and mask is None:
-            # As transformers finds them.
-            starts = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
-            documents = starts.cumsum(-1) if starts.any() else None
         return _Sequence(
             places=torch.cat(of_ranks[rank]),
             order=torch.cat([part for own in of_ranks for part in own]).argsort(),
@@ -293,8 +304,8 @@ def make_context_parallel(
         raise _refused(type(model).__name__, "a model that is not one of transformers")
     # Ulysses shares out the heads that a tensor rank has.
     method = _choose_method(model, group.size() * num_tensor_ranks, method)
-    keeps_apart = _check_small(model, group, method)
-    return ContextParallel(model, group, method, keeps_apart=keeps_apart)
+    keeps_apart, positions = _check_small(model, group, method)
+    return ContextParallel(model, group, method, keeps_apart=keeps_apart, positions=positions)
 
 
 def _choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> ContextMethod:
@@ -323,29 +334,31 @@ def _choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> 
     return ContextMethod.ulysses
 
 
-def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: ContextMethod) -> bool:
+def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: ContextMethod) -> tuple[bool, Positions]:
     """Compare a small model of the same class on the ranks of the group with itself in one process.
 
     Returns:
-        Whether it keeps packed documents apart.
+        Whether it keeps packed documents apart, and the positions that it makes by itself.
     """
     keeps_apart = True
+    positions: Positions = all_tokens
     size = group.size()
 
     def make() -> PreTrainedModel:
-        nonlocal keeps_apart
+        nonlocal keeps_apart, positions
         small = small_model(model)
         base = model.config.get_text_config(decoder=True)._attn_implementation
         if base in _GATHERABLE:
             small.set_attn_implementation(base)
         keeps_apart = keeps_documents_apart(small) is not False
+        positions = find_positions(small) or all_tokens
         return small
 
     def distribute(small: PreTrainedModel) -> LayoutHooks:
         by_heads = method is ContextMethod.ulysses
         # It has fewer heads.
         own_method = _choose_method(small, size, ContextMethod.auto) if by_heads else method
-        context = ContextParallel(small, group, own_method, keeps_apart=keeps_apart)
+        context = ContextParallel(small, group, own_method, keeps_apart=keeps_apart, positions=positions)
 
         def reduce(loss: torch.Tensor) -> None:
             # A rank may not use parameters that others use.
@@ -359,10 +372,17 @@ def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: Conte
 
     # A number that the ranks do not divide.
     num_tokens = 2 * size * max(1, _CHECKED_TOKENS // (2 * size)) - 1
-    problem = find_problem(make, distribute, BatchSharding(token_ranks=size), device_of(group), num_tokens=num_tokens)
+    problem = find_problem(
+        make,
+        distribute,
+        BatchSharding(token_ranks=size),
+        device_of(group),
+        num_tokens=num_tokens,
+        inputs=(POSITIONS, MASK),
+    )
     if problem is not None:
         raise _refused(type(model).__name__, problem)
-    return keeps_apart
+    return keeps_apart, positions
 
 
 def _refused(kind: str, found: str) -> ConfigError:

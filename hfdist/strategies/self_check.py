@@ -1,6 +1,8 @@
 """Before training: does a small model of the class train on these ranks as it does whole? For every axis of the mesh.
 
-Two micro batches of packed documents are accumulated, whole and in the layout; the loss and every gradient must agree.
+Some micro batches are accumulated, whole and in the layout; the losses and every gradient must agree. The first has
+tokens alone, so that what the model makes by itself is compared, too; the others also have positions of packed
+documents, a mask, or types of tokens.
 Plans that come with transformers, and models that mix tokens elsewhere than in attention, are wrong without a word.
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,13 +24,16 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import is_planned
 from hfdist.config.batch import IGNORED
 from hfdist.errors import first_line
-from hfdist.models.probing import keeps_documents_apart, scores_sequences
+from hfdist.models.probing import keeps_documents_apart, padding_id, scores_sequences
 
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 """Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
 differ by 1e-15; plans that are wrong make 1e-2 and more."""
 
-_NUM_MICROBATCHES, _NUM_TOKENS = 2, 31
+POSITIONS, MASK, TYPES = "position_ids", "attention_mask", "token_type_ids"
+"""What a model may be given besides tokens."""
+
+_NUM_TOKENS = 31
 _NOTHING = 1e-3
 """A gradient whose norm is below this share of the largest may be nothing but rounding, as that of a key's bias."""
 
@@ -51,6 +56,8 @@ class _Differences(NamedTuple):
     """Largest relative differences from the whole model."""
 
     loss: float
+    inputs: str
+    """What the model was given where the loss differs most, for people."""
     gradient: float
     first_wrong: str
     """The first parameter, in the order of the model, whose gradient differs by more than the bound."""
@@ -75,6 +82,7 @@ def find_problem(
     device: torch.device,
     *,
     num_tokens: int = _NUM_TOKENS,
+    inputs: Sequence[str] = (POSITIONS, MASK, TYPES),
 ) -> str | None:
     """Say why a small model does not train in a layout as it does whole; None: it does, or the ranks are planned only.
 
@@ -86,18 +94,19 @@ def find_problem(
         sharding: how the ranks that try it share micro batches.
         device: to train on.
         num_tokens: of a sequence.
+        inputs: what is tried besides tokens alone, one after the other, as far as the model takes it.
     """
     if is_planned():
         # There is nobody to compare with.
         return None
     try:
-        found = _compare_small(make, distribute, sharding, device, num_tokens)
+        found = _compare_small(make, distribute, sharding, device, num_tokens, inputs)
     except Exception as error:  # whatever a model raises that cannot be made small, or is not made for the layout
         return f"it cannot be tried: {first_line(error)}"
     if found.loss <= LOSS_BOUND and found.gradient <= GRADIENT_BOUND:
         return None
     where = found.first_wrong or "no parameter"
-    differences = f"the loss differs by {found.loss:.0e}, gradients by up to {found.gradient:.0e}"
+    differences = f"the loss differs by {found.loss:.0e} with {found.inputs}, gradients by up to {found.gradient:.0e}"
     return f"{differences}; the first that is wrong: {where}"
 
 
@@ -107,6 +116,7 @@ def _compare_small(
     sharding: BatchSharding,
     device: torch.device,
     num_tokens: int,
+    inputs: Sequence[str],
 ) -> _Differences:
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would seed GPUs, too, which are not set back.
@@ -116,38 +126,77 @@ def _compare_small(
             for parameter in small.parameters():
                 # Else ones and zeros, as of norms and biases, would hide what is wrong.
                 parameter.add_(0.02 * torch.randn(parameter.shape))
-    # Some take no positions, or cannot be asked without a GPU.
-    takes_positions = keeps_documents_apart(small) is not None
+    given = [None, *(name for name in inputs if _takes(small, name, num_tokens))]
     nn.Module.to(small, device)
     distributed = copy.deepcopy(small)
     batches = [
-        _packed_batch(small, num_tokens, seed, takes_positions=takes_positions)
-        for seed in range(_NUM_MICROBATCHES * sharding.data_ranks)
+        _make_batch(small, num_tokens, name, seed=number * sharding.data_ranks + rank)
+        for number, name in enumerate(given)
+        for rank in range(sharding.data_ranks)
     ]
     num_items = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum()
-    whole_loss = _accumulate(small, batches, num_items)
+    whole_losses = _accumulate(small, batches, num_items).view(len(given), -1).sum(1)
     hooks = distribute(distributed)
     own = batches[sharding.data_rank :: sharding.data_ranks]
     # As the Trainer does, for gradients that are averaged.
-    loss = _accumulate(distributed, own, num_items, hooks.sharded, factor=sharding.token_ranks)
-    hooks.reduce(loss)
-    return _compare(hooks, distributed, small, float((loss - whole_loss).abs() / whole_loss.abs()))
+    losses = _accumulate(distributed, own, num_items, hooks.sharded, factor=sharding.token_ranks)
+    hooks.reduce(losses)
+    differences = ((losses - whole_losses).abs() / whole_losses.abs()).tolist()
+    loss, number = max((_ordered(difference), number) for number, difference in enumerate(differences))
+    gradient, first_wrong = _compare_gradients(hooks, distributed, small)
+    return _Differences(loss, given[number] or "tokens alone", gradient, first_wrong)
 
 
-def _packed_batch(model: PreTrainedModel, num_tokens: int, seed: int, *, takes_positions: bool) -> Batch:
-    """Two sequences of three documents, of which not all tokens are targets."""
+def _ordered(difference: float) -> float:
+    return math.inf if math.isnan(difference) else difference
+
+
+def _takes(model: PreTrainedModel, name: str, num_tokens: int) -> bool:
+    """Whether the model can be given an input; `model` is whole and on the CPU."""
+    if name == POSITIONS:
+        # Some take none, or cannot be asked without a GPU.
+        return keeps_documents_apart(model) is not None
+    if name not in inspect.signature(model.forward).parameters:
+        return False
+    try:
+        with torch.no_grad():
+            model(**_make_batch(model, num_tokens, name, seed=0), use_cache=False)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False
+    return True
+
+
+def _make_batch(model: PreTrainedModel, num_tokens: int, given: str | None, *, seed: int) -> Batch:
+    """Two sequences, of which not all tokens are targets, with one input besides, if any is to be given.
+
+    With `POSITIONS` each is three documents.
+    """
     generator = torch.Generator().manual_seed(seed)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(min(vocab_size, 100), (2, num_tokens), generator=generator)
-    labels, positions = ids.clone(), torch.arange(num_tokens).repeat(2, 1)
+    labels, places = ids.clone(), torch.arange(num_tokens).repeat(2, 1)
     labels[0, 4:7] = IGNORED
-    for row, starts in enumerate(((5, 19), (11, 14))):
-        for start in starts:
-            positions[row, start:] = torch.arange(num_tokens - start)
-            labels[row, start] = IGNORED
+    padding = padding_id(model)
+    if padding is not None and padding >= 0 and not scores_sequences(model):
+        # Some models make positions or masks of it.
+        ids[0, 5] = padding
+    more: Batch = {}
+    if given == POSITIONS:
+        for row, starts in enumerate(((5, 19), (11, 14))):
+            for start in starts:
+                places[row, start:] = torch.arange(num_tokens - start)
+                labels[row, start] = IGNORED
+        more = {POSITIONS: places}
+    elif given == MASK:
+        # Filled up on either side.
+        mask = torch.stack([places[0] >= 4, places[1] < num_tokens - 6])
+        labels[~mask] = IGNORED
+        more = {MASK: mask.long()}
+    elif given == TYPES:
+        more = {TYPES: (places >= num_tokens // 2).long()}
     if scores_sequences(model):
         labels = ids[:, 0] / 100
-    batch = {"input_ids": ids, "labels": labels} | ({"position_ids": positions} if takes_positions else {})
+    batch = {"input_ids": ids, "labels": labels} | more
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
@@ -158,20 +207,20 @@ def _accumulate(
     sharded: Callable[[Batch], AbstractContextManager[Batch]] = nullcontext,
     factor: int = 1,
 ) -> torch.Tensor:
-    """Run several micro batches and give the sum of their losses."""
+    """Run several micro batches and give the loss of each."""
     takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
     counted = {"num_items_in_batch": num_items} if takes_any and not scores_sequences(model) else {}
-    total = torch.zeros((), device=model.device)
+    losses = []
     for batch in batches:
         with sharded(batch) as own:
             loss = factor * model(**own, **counted, use_cache=False).loss
             loss.backward()
-        total += loss.detach()
-    return total
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
-def _compare(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module, loss: float) -> _Differences:
-    """Compare this rank's part of each gradient with that part of the whole one's."""
+def _compare_gradients(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module) -> tuple[float, str]:
+    """Compare this rank's part of each gradient with that part of the whole one's: the largest, and the first wrong."""
     gradients = {name: p.grad for name, p in whole.named_parameters()}
     norms = {name: float(gradient.norm()) for name, gradient in gradients.items() if gradient is not None}
     least = _NOTHING * max(norms.values())
@@ -184,6 +233,6 @@ def _compare(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module, loss:
         pieces = hooks.own_pieces(Piece(name=name, key=WEIGHT, shape=tuple(own.shape), start=0, view=own))
         squared: Any = sum((piece.view - piece.of_whole(reference)).norm() ** 2 for piece in pieces)
         found.append((float(squared.sqrt()) / max(norms[name], least), name))
-    worst = max((difference for difference, _ in found), key=lambda difference: (math.isnan(difference), difference))
+    worst = max(_ordered(difference) for difference, _ in found)
     first = next((name for difference, name in found if not difference <= GRADIENT_BOUND), "")
-    return _Differences(loss, worst, first)
+    return worst, first

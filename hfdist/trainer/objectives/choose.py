@@ -14,7 +14,7 @@ from hfdist.config.schema import plain
 from hfdist.config.task import REWARD_MODEL, TaskName
 from hfdist.data.documents.held_out import take_examples
 from hfdist.errors import ConfigError
-from hfdist.models.probing import class_keeps_documents_apart
+from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
 from hfdist.rewards import Reward, load_rewards
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.objectives.base import Objective
@@ -78,11 +78,15 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
     """Switch dropout off, in place: answers are compared, and must not differ by chance.
 
     Raises:
-        ConfigError: the model sees through from one packed answer to the next.
+        ConfigError: the model sees through from one packed answer to the next, or its positions do not begin with 0.
     """
     if class_keeps_documents_apart(model) is False:
         what = "answers are packed, and this model sees through from one to the next"
         hint = "a model that masks by positions, with model.attention=auto"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+    if not counts_from_zero(model):
+        what = "answers are packed at positions from 0, and this model counts otherwise in one answer"
+        hint = "a model whose positions begin with 0"
         raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
     if model.config.pad_token_id is None:
         # A model that scores sequences asks for it, though none is padded.

@@ -28,7 +28,7 @@ from hfdist.collectives import on_rank_zero
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.checks.values import check_schedule
 from hfdist.config.composition.compose import to_values, to_yaml
-from hfdist.config.data import cache_dir
+from hfdist.config.data import Packing, cache_dir
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
@@ -55,7 +55,7 @@ from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
 from hfdist.models.float8 import use_float8
 from hfdist.models.loss import choose_loss
-from hfdist.models.probing import class_keeps_documents_apart
+from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.optim.registry import ClassAndSettings, check_optimizer, find_optimizer
@@ -234,6 +234,11 @@ class Run:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
             )
+        if data.stream.plan.packing is not Packing.none and not counts_from_zero(model):
+            what = "packed documents have positions from 0, and this model counts otherwise in one document"
+            found = f"{data.stream.plan.packing.value}, with {type(model).__name__}"
+            hint = "data.packing=none"
+            raise ConfigError(what, where="data.packing", found=found, allowed="none for this model", hint=hint)
         objective = make_objective(config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments)
         if objective is not None:
             fit_model(model, data.tokenizer)
