@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.errors import CheckpointError, ConfigError, DataError, HfdistError, NumericsError, PeerError, ResourceError
+from hfdist.open_files import TOO_MANY, too_many_open
 
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 1016
@@ -130,6 +131,8 @@ def _for_the_reader(error: Exception) -> Exception:
         readable: HfdistError = ResourceError(
             "no space is left for the checkpoint", where=where, hint="free space, or a smaller checkpoint.keep"
         )
+    elif error.errno in TOO_MANY:
+        readable = too_many_open(error)
     else:
         readable = CheckpointError(
             "a file of the checkpoint cannot be read or written",

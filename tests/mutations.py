@@ -104,8 +104,8 @@ MUTATIONS = [
     ),
     Mutation(
         "hashes of the manifest are not compared",
-        "part.begin, part.num_bytes) != part.xxh128:\n",
-        'part.begin, part.num_bytes) == "":\n',
+        "part.begin, part.num_bytes) == part.xxh128\n",
+        'part.begin, part.num_bytes) != ""\n',
         f"{UNIT}/checkpoint/test_folder.py",
     ),
     Mutation(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint.folder import Keep, commit, prune, remove_unfinished, temporary
-from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part
+from hfdist.checkpoint.manifest import FORMAT, Part, write_json
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState
 from hfdist.checkpoint.replicas import Replicas
@@ -206,7 +206,8 @@ class Saver:
         content = {"format": FORMAT, "step": step, "world_size": world_size()}
         text, problem = "", None
         try:
-            # Now, as training changes the state; without line breaks, which json makes ten times as slowly.
+            # Now, as training changes the state; without line breaks, which json makes ten times as slowly, and which
+            # would be half of the file.
             text = json.dumps(content | numbers_as_json(numbers) | {"state": state}) if rank() == 0 else ""
         except (TypeError, ValueError) as error:
             # Raised in `write_files`, where all ranks hear of it.
@@ -216,7 +217,7 @@ class Saver:
             if problem is not None:
                 raise problem
             (folder / STATE_FILE).parent.mkdir(exist_ok=True)
-            (folder / STATE_FILE).write_text(json.dumps(json.loads(text), indent=1), encoding="utf-8")
+            write_json(folder / STATE_FILE, text)
 
         return Contents(plan=plan, elements=elements, write_files=write_state, random_state=RandomState())
 
@@ -276,9 +277,8 @@ class Saver:
             remove_unfinished(path.parent)
             return temporary(path)
 
-        def finish(unfinished: Path, parts: list[Part], _: list[Part]) -> None:
-            manifest = Manifest.of_parts(step, parts)
-            (unfinished / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
+        def finish(unfinished: Path, written: list[Part]) -> None:
+            contents.manifest(step, written).write(unfinished)
             commit(unfinished, path)
 
         write_folder(contents, path.parent, start, finish, self._group)

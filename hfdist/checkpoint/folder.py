@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfdist.checkpoint.manifest import MANIFEST, NO_MANIFEST, DamagedError, check_files, read_manifest
-from hfdist.checkpoint.read import read_state
+from hfdist.checkpoint.manifest import (
+    NO_MANIFEST,
+    DamagedError,
+    Manifest,
+    Part,
+    check_files,
+    read_hashes,
+    read_manifest,
+)
+from hfdist.checkpoint.read import check_readable, read_state
 from hfdist.checkpoint.regions import balance_by_bytes
 from hfdist.checkpoint.save_plan import TRAINING_STATE
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
@@ -108,8 +116,23 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
-def commit(unfinished: Path, final: Path) -> None:
-    """Give a finished checkpoint its name, in one step; an older one of the same step goes only afterwards."""
+def commit(unfinished: Path, final: Path, *, is_whole: bool = True) -> None:
+    """Give a finished checkpoint its name, in one step; an older one of the same step goes only afterwards.
+
+    Only one that was read back counts: it is a CheckpointError if a resume could not read it, or files are missing;
+    of a replica that is not `is_whole`, other machines have some.
+    """
+    try:
+        manifest = check_readable(unfinished)
+        if is_whole:
+            check_files(unfinished, manifest, ())
+    except DamagedError as error:
+        raise CheckpointError(
+            "what was written cannot be read again, so it does not become a checkpoint",
+            where=error.where,
+            found=f"{error.what}: {error.found}",
+            hint="the checkpoints before it stay, and the same command goes on from the newest",
+        ) from error
     sync_tree(unfinished)
     replaced = None
     if os.path.lexists(final):
@@ -181,8 +204,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def _damage(path: Path) -> dict[str, Any] | None:
     """Verify one checkpoint, its files shared among the ranks, and say what is wrong with it. A collective."""
-    reports = on_all_ranks(lambda: _damage_of_share(path))
-    damage = next((report for report in reports if report is not None), None)
+    checked = on_all_ranks(lambda: _check_share(path))
+    reports = [report for report, *_ in checked]
     lacking = [number for number, report in enumerate(reports) if report and report["reason"] == NO_MANIFEST]
     if 0 < len(lacking) < len(reports):
         raise CheckpointError(
@@ -191,20 +214,44 @@ def _damage(path: Path) -> dict[str, Any] | None:
             found=f"no manifest on rank {', '.join(map(str, lacking))}",
             hint="all processes need the same folder, on a file system that all machines share",
         )
+    damage: dict[str, Any] | None = next((report for report in reports if report is not None), None)
+    (_, _, num_bytes), hashed = checked[0], sum(hashed for _, hashed, _ in checked)
+    if damage is None and hashed != num_bytes:
+        damage = _describe(DamagedError("parts", "not all bytes have a hash", where=path, found=num_bytes - hashed))
     return damage
 
 
-def _damage_of_share(path: Path) -> dict[str, Any] | None:
+def _check_share(path: Path) -> tuple[dict[str, Any] | None, int, int]:
+    """Check this rank's share: what is wrong, the bytes that have the right hash, and the bytes of all files."""
     try:
         manifest = read_manifest(path)
         if manifest.step != step_of(path.name):
             raise DamagedError("step", "the manifest is of another step", where=path, found=manifest.step)
-        all_ranks = range(world_size())
-        shares = balance_by_bytes([(part, part.num_bytes, all_ranks) for part in manifest.parts()], len(all_ranks))
-        check_files(path, manifest, shares[rank()])
+        # Before hashes are read: of what is no file, reading might never end.
+        check_files(path, manifest, ())
+        parts = _list_share(path, manifest, rank(), world_size())
+        check_files(path, manifest, parts)
     except DamagedError as error:
-        return {"reason": error.reason, "what": error.what, "message": str(error)}
-    return None
+        return _describe(error), 0, 0
+    return None, sum(part.num_bytes for part in parts), manifest.num_bytes
+
+
+def _list_share(path: Path, manifest: Manifest, own: int, num_ranks: int) -> list[Part]:
+    """Give the parts that a rank verifies. Of the files of hashes it reads only those that it needs."""
+    shares = balance_by_bytes([(part, part.num_bytes, range(num_ranks)) for part in manifest.parts], num_ranks)
+    parts = shares[own]
+    files = manifest.files_of_hashes
+    for number, file in enumerate(files):
+        # Several ranks, where fewer have written; or else one.
+        readers = range(number, num_ranks, len(files)) or range(number % num_ranks, number % num_ranks + 1)
+        if own in readers:
+            items = [(part, part.num_bytes, range(len(readers))) for part in read_hashes(path, file)]
+            parts += balance_by_bytes(items, len(readers))[readers.index(own)]
+    return parts
+
+
+def _describe(error: DamagedError) -> dict[str, Any]:
+    return {"reason": error.reason, "what": error.what, "message": str(error)}
 
 
 def _move_aside(damaged: dict[Path, dict[str, Any]]) -> None:
@@ -221,23 +268,26 @@ def _move_aside(damaged: dict[Path, dict[str, Any]]) -> None:
 
 
 def prune(folder: Path, keep: Keep) -> None:
-    """Remove the complete checkpoints that nothing keeps. Any rank may call it; rank 0 acts."""
+    """Remove the complete checkpoints that nothing keeps. Any rank may call it; rank 0 acts.
+
+    One that is not whole takes nobody's place: it stays beside as many others as if it were not there.
+    """
     if rank() != 0:
         return
     try:
-        complete = _list_complete(folder)
+        whole = _list_whole(folder)
         best = {path for path, _ in by_held_out_loss(folder)[:1]} if keep.best else set()
     except OSError as error:
         # The checkpoint that was just saved is whole, and the next save tries again.
         logger.warning("the checkpoints in %s cannot be listed, and none is removed: %s", folder, error)
         return
-    kept = {path for path in complete if path.name in keep.named}
+    kept = {path for path in whole if path.name in keep.named}
     # As many as there is room for beside them, and the newest in any case: the run goes on from it.
-    newest_first = [path for path in reversed(complete) if path not in kept]
-    kept |= set(newest_first[: max(keep.newest - len(kept), 0)]) | set(complete[-1:]) | best
+    newest_first = [path for path in reversed(whole) if path not in kept]
+    kept |= set(newest_first[: max(keep.newest - len(kept), 0)]) | set(whole[-1:]) | best
     if keep.every is not None:
-        kept |= {path for path in complete if step_of(path.name) % keep.every == 0}
-    for path in complete:
+        kept |= {path for path in whole if step_of(path.name) % keep.every == 0}
+    for path in whole:
         if path not in kept:
             remove(path)
 
@@ -253,9 +303,9 @@ def remove(path: Path) -> None:
 
 
 def by_held_out_loss(folder: Path) -> list[tuple[Path, float]]:
-    """Give the complete checkpoints that were evaluated, each with its held-out loss, the lowest first."""
+    """Give the whole checkpoints that were evaluated, each with its held-out loss, the lowest first."""
     losses = []
-    for path in _list_complete(folder):
+    for path in _list_whole(folder):
         try:
             loss = read_state(path).get(HELD_OUT_LOSS)
         except (CheckpointError, OSError) as error:
@@ -266,5 +316,14 @@ def by_held_out_loss(folder: Path) -> list[tuple[Path, float]]:
     return sorted(losses, key=lambda item: item[1])
 
 
-def _list_complete(folder: Path) -> list[Path]:
-    return [path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()]
+def _list_whole(folder: Path) -> list[Path]:
+    """Those whose manifest can be read, and whose files have its sizes. Hashes would take as long as the save did."""
+    return [path for path in list_checkpoints(folder) if _is_whole(path)]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        check_files(path, read_manifest(path), ())
+    except CheckpointError:
+        return False
+    return True

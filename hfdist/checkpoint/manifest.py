@@ -1,8 +1,9 @@
 """The manifest: sizes and hashes of all files of a checkpoint, written last, so that its presence means complete.
 
-A file that several ranks have written has a hash for each of their parts: each hashes what it writes, on the way. XXH3
-finds damage as surely as SHA-256, at ten times its speed; neither would keep out somebody who can write a manifest.
-docs/checkpoints.md describes the format.
+It grows with the files, and not with the parts of which ranks make them. Each rank hashes what it writes, on the way,
+and has a file for the hashes of its parts; the manifest holds the hash of that file. XXH3 finds damage as surely as
+SHA-256, at ten times its speed; neither would keep out somebody who can write a manifest. docs/checkpoints.md describes
+the format.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -21,10 +23,14 @@ from hfdist.version import __version__
 MANIFEST = "manifest.json"
 NO_MANIFEST = "no-manifest"
 """Reason of a folder without one."""
-FORMAT = 2
-"""Version of the folder's layout; a reader refuses any other. `format` stays in all of them."""
+FORMAT = 3
+"""Version of the folder's layout. `format` stays in all of them."""
+FORMATS = (2, FORMAT)
+"""Those that can be read. In format 2 the manifest itself holds the hashes of all parts."""
+_HASHES_STEM = "training_state/hashes-"
 
 _MAX_JSON_BYTES = 64 * 2**20
+"""Of a JSON file, written or read: nobody's file takes more memory than that."""
 _READ_BYTES = 4 * 2**20
 _MAX_NAME_BYTES = 255
 
@@ -52,7 +58,7 @@ class FormatError(CheckpointError):
             "a checkpoint of another format",
             where=str(where),
             found=f"format {version}, written by hfdist {written_by}",
-            allowed=f"format {FORMAT}, which hfdist {__version__} reads",
+            allowed=f"format {' or '.join(map(str, FORMATS))}, which hfdist {__version__} reads",
             hint="the version of hfdist that wrote it, or another run.name (in Python: output_dir) for a new run",
         )
 
@@ -77,33 +83,29 @@ class Manifest:
     """What the files of a checkpoint must be."""
 
     step: int
-    files: dict[str, list[Part]]
-    """Parts by file, in order, without gaps."""
+    files: dict[str, int]
+    """Bytes of each file, by name."""
+    parts: list[Part]
+    """Of which the manifest itself has the hashes; `list_parts` gives all."""
+    digest: str = ""
+    """Its hash of itself, if it was read."""
 
-    @classmethod
-    def of_parts(cls, step: int, parts: Iterable[Part]) -> Manifest:
-        """Put the parts of all ranks together."""
-        files: dict[str, list[Part]] = {}
-        for part in sorted(parts):
-            files.setdefault(part.file, []).append(part)
-        return cls(step=step, files=files)
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(self.files.values())
 
-    def parts(self) -> list[Part]:
-        """Give those of all files."""
-        return [part for of_file in self.files.values() for part in of_file]
+    @property
+    def files_of_hashes(self) -> list[Part]:
+        """These files, in order of the ranks that wrote them."""
+        return sorted(part for part in self.parts if part.file.startswith(_HASHES_STEM))
 
-    def to_json(self) -> dict[str, Any]:
-        """Give the content of the file."""
-        files = {
-            name: {"bytes": _size(parts), "parts": [[part.num_bytes, part.xxh128] for part in parts]}
-            for name, parts in self.files.items()
-        }
+    def write(self, folder: Path) -> None:
+        """Write it into `folder`, whose other files are whole. Each of its own parts is a whole file."""
+        hashes = {part.file: {"xxh128": part.xxh128} for part in self.parts}
+        files = {name: {"bytes": self.files[name]} | hashes.get(name, {}) for name in sorted(self.files)}
         content = {"format": FORMAT, "hfdist": __version__, "step": self.step, "files": files}
-        return content | {"xxh128": hash_of_content(content)}
-
-
-def _size(parts: list[Part]) -> int:
-    return parts[-1].begin + parts[-1].num_bytes if parts else 0
+        write_json(folder / MANIFEST, json.dumps(content | {"xxh128": hash_of_content(content)}, indent=1))
 
 
 def hash_of_content(content: dict[str, Any]) -> str:
@@ -124,17 +126,18 @@ def read_manifest(folder: Path) -> Manifest:
     content = read_json(path)
     try:
         version, own_hash = _count(content["format"]), content.pop("xxh128", None)
-        fits = own_hash == hash_of_content(content | {"format": FORMAT})
-        if version != FORMAT and fits:
+        written_as = [known for known in FORMATS if own_hash == hash_of_content(content | {"format": known})]
+        if written_as and version not in written_as:
             raise DamagedError("format", "the number of the format has changed", where=path, found=f"format {version}")
-        if version != FORMAT:
+        if version not in FORMATS:
             raise FormatError(version, where=path, written_by=content.get("hfdist"))
-        if not fits:
+        if not written_as:
             raise ValueError("its own hash does not fit")
-        files = {name: _parse_parts(name, record) for name, record in content["files"].items()}
+        files = {name: _count(record["bytes"]) for name, record in content["files"].items()}
         if not files:
             raise ValueError("it lists no files")
-        return Manifest(step=_count(content["step"]), files=files)
+        parts = [part for name, record in content["files"].items() for part in _parse_record(name, record)]
+        return Manifest(step=_count(content["step"]), files=files, parts=parts, digest=own_hash)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("bad-manifest", "the manifest is damaged", where=path, found=error) from error
 
@@ -145,13 +148,79 @@ def _count(value: Any) -> int:
     return value
 
 
-def _parse_parts(file: str, record: dict[str, Any]) -> list[Part]:
+def _parse_record(file: str, record: dict[str, Any]) -> list[Part]:
+    """Give the parts of a file that a manifest lists by itself: one, or none; in format 2 all."""
+    if "parts" not in record:
+        return [Part(file, 0, record["bytes"], str(record["xxh128"]))] if "xxh128" in record else []
     parts: list[Part] = []
     for num_bytes, xxh128 in record["parts"]:
-        parts.append(Part(file, _size(parts), _count(num_bytes), str(xxh128)))
-    if _count(record["bytes"]) != _size(parts):
-        raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {_size(parts)}")
+        parts.append(Part(file, _end(parts), _count(num_bytes), str(xxh128)))
+    if record["bytes"] != _end(parts):
+        raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {_end(parts)}")
     return parts
+
+
+def _end(parts: list[Part]) -> int:
+    return parts[-1].begin + parts[-1].num_bytes if parts else 0
+
+
+# ---- the hashes of what each rank wrote ----
+
+
+def write_hashes(folder: Path, of_rank: int, parts: Iterable[Part]) -> Part:
+    """Write the hashes of what a rank has written, see that they can be read, and give the file as a part."""
+    name = f"{_HASHES_STEM}{of_rank:05d}.json"
+    by_file = {
+        file: [[part.begin, part.num_bytes, part.xxh128] for part in of_file]
+        for file, of_file in groupby(sorted(parts), key=lambda part: part.file)
+    }
+    write_json(folder / name, json.dumps(by_file))
+    written = hash_file(folder, name)
+    read_hashes(folder, written)
+    return written
+
+
+def read_hashes(folder: Path, file: Part) -> list[Part]:
+    """Read the parts that a rank has written, from its file; one that has changed, or is none, is a `DamagedError`."""
+    _check_hash(folder, file)
+    path = inside(folder, file.file)
+    try:
+        return [
+            Part(name, _count(begin), _count(num_bytes), str(xxh128))
+            for name, of_file in read_json(path).items()
+            for begin, num_bytes, xxh128 in of_file
+        ]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DamagedError("bad-hashes", "a file of hashes is damaged", where=path, found=error) from error
+
+
+def list_parts(folder: Path, manifest: Manifest) -> list[Part]:
+    """Give all parts of all files in order; a `DamagedError`: the hashes are damaged, or leave something out."""
+    parts = [*manifest.parts, *chain(*(read_hashes(folder, file) for file in manifest.files_of_hashes))]
+    by_file = {file: list(of_file) for file, of_file in groupby(sorted(parts), key=lambda part: part.file)}
+    for file in by_file.keys() | manifest.files.keys():
+        of_file = by_file.get(file, [])
+        begins = [0, *(part.begin + part.num_bytes for part in of_file)]
+        if [*(part.begin for part in of_file), manifest.files.get(file)] != begins:
+            raise DamagedError("parts", "the hashes are not those of the whole file", where=folder / file)
+    return [part for of_file in by_file.values() for part in of_file]
+
+
+# ---- files of JSON ----
+
+
+def write_json(path: Path, text: str) -> None:
+    """Write a JSON file of a checkpoint; a CheckpointError: it is larger than `read_json` takes."""
+    content = text.encode()
+    if len(content) > _MAX_JSON_BYTES:
+        raise CheckpointError(
+            "a file of a checkpoint is too large to be read again, so the checkpoint is not written",
+            where=path.name,
+            found=f"{len(content):,} bytes",
+            allowed=f"{_MAX_JSON_BYTES:,} bytes",
+            hint="the checkpoints before it stay; state.json grows with data.lanes times the number of sources",
+        )
+    path.write_bytes(content)
 
 
 def read_json(path: Path) -> Any:
@@ -190,20 +259,23 @@ def check_files(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> None
 
     It is a `DamagedError` if a file is missing, shorter, longer or outside, or the content of a part has changed.
     """
-    for name, of_file in manifest.files.items():
+    for name, num_bytes in manifest.files.items():
         path = inside(folder, name)
         if not path.is_file():
             raise DamagedError("missing-file", "a file of the checkpoint is missing", where=path)
         size = path.stat().st_size
-        if size != _size(of_file):
-            found = f"{size} of {_size(of_file)} B"
+        if size != num_bytes:
+            found = f"{size} of {num_bytes} B"
             raise DamagedError("size", "a file of the checkpoint was cut or grew", where=path, found=found)
     for part in parts:
-        path = inside(folder, part.file)
-        if not is_intact(folder, part):
-            what = "the content of a file of the checkpoint has changed"
-            found = f"other bytes between {part.begin} and {part.begin + part.num_bytes}"
-            raise DamagedError("hash", what, where=path, found=found)
+        _check_hash(folder, part)
+
+
+def _check_hash(folder: Path, part: Part) -> None:
+    if not is_intact(folder, part):
+        what = "the content of a file of the checkpoint has changed"
+        found = f"other bytes between {part.begin} and {part.begin + part.num_bytes}"
+        raise DamagedError("hash", what, where=inside(folder, part.file), found=found)
 
 
 def is_intact(folder: Path, part: Part) -> bool:
@@ -219,7 +291,7 @@ def verify(path: Path) -> None:
         CheckpointError: it is unfinished, damaged, or of another format.
     """
     manifest = read_manifest(path)
-    check_files(path, manifest, manifest.parts())
+    check_files(path, manifest, list_parts(path, manifest))
 
 
 def hash_file(folder: Path, name: str) -> Part:

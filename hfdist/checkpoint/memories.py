@@ -8,7 +8,6 @@ A checkpoint on the disk is one folder for all ranks. A replica in memory has a 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 from collections import deque
@@ -86,15 +85,20 @@ class Memories:
         """The ranks whose shares are kept in this rank's folder."""
         return [number for number, own in enumerate(self.of_rank) if own in {self.own, (self.own - 1) % self.count}]
 
-    def list_spread(self, common: Sequence[Part], shares: Sequence[Sequence[Part]]) -> list[Transfer]:
-        """Give how each folder gets what it keeps: `common` of rank 0, and the shares of the machine before.
+    def list_for_all(self, parts: Sequence[Sequence[Part]]) -> list[Transfer]:
+        """Give how each folder gets what every one keeps: parts by the rank that has written them."""
+        leaders = [self.ranks(memory)[0] for memory in range(self.count)]
+        return [
+            Transfer(part, sender, leader)
+            for sender, own in enumerate(parts)
+            for memory, leader in enumerate(leaders)
+            for part in own
+            if memory != self.of_rank[sender]
+        ]
 
-        Args:
-            common: parts of small files, which rank 0 has written, and which each folder gets.
-            shares: parts that each rank has written.
-        """
-        leaders = [self.ranks(memory)[0] for memory in range(1, self.count)]
-        transfers = [Transfer(part, 0, leader) for leader in leaders for part in common]
+    def list_spread(self, shares: Sequence[Sequence[Part]]) -> list[Transfer]:
+        """Give how each folder gets the shares of the machine before: parts by the rank that has written them."""
+        transfers = []
         for memory in range(self.count if self.count > 1 else 0):
             receivers = self.ranks((memory + 1) % self.count)
             for place, sender in enumerate(self.ranks(memory)):
@@ -116,57 +120,60 @@ def move_parts(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessG
 def _move(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup | None) -> None:
     failure: OSError | None = None
     number = 0
-    with contextlib.ExitStack() as stack:
-        opened: dict[str, int] = {}
-        # Begun in the same order on both sides, so that the oldest of all transfers is always under way on both.
-        under_way: deque[tuple[dist.Work, torch.Tensor, int | None, int]] = deque()
+    # Begun in the same order on both sides, so that the oldest of all transfers is always under way on both.
+    under_way: deque[tuple[dist.Work, torch.Tensor, Path | None, int]] = deque()
 
-        def end_oldest() -> OSError | None:
-            work, data, descriptor, begin = under_way.popleft()
-            work.wait()
-            try:
-                _write(descriptor, data.numpy().data, begin)
-            except OSError as error:
-                return error
-            return None
+    def end_oldest() -> OSError | None:
+        work, data, path, begin = under_way.popleft()
+        work.wait()
+        try:
+            if path is not None:
+                _write(path, data.numpy().data, begin)
+        except OSError as error:
+            return error
+        return None
 
-        for part, sender, receiver in transfers:
-            chunks = range(part.begin, part.begin + part.num_bytes, _CHUNK_BYTES)
-            number += len(chunks)
-            if rank() not in (sender, receiver):
-                continue
-            for tag, begin in enumerate(chunks, start=number - len(chunks)):
-                data = torch.zeros(min(_CHUNK_BYTES, part.begin + part.num_bytes - begin), dtype=torch.uint8)
-                descriptor: int | None = None
+    for part, sender, receiver in transfers:
+        chunks = range(part.begin, part.begin + part.num_bytes, _CHUNK_BYTES)
+        number += len(chunks)
+        if rank() not in (sender, receiver):
+            continue
+        for tag, begin in enumerate(chunks, start=number - len(chunks)):
+            data = torch.zeros(min(_CHUNK_BYTES, part.begin + part.num_bytes - begin), dtype=torch.uint8)
+            if rank() == sender:
                 try:
-                    if part.file not in opened:
-                        opened[part.file] = os.open(folder / part.file, os.O_RDWR | os.O_CREAT, 0o600)
-                        stack.callback(os.close, opened[part.file])
-                    descriptor = opened[part.file]
-                    if rank() == sender:
-                        # Of a file that has become shorter zeros are sent, whose hash is another.
-                        os.preadv(descriptor, [data.numpy().data], begin)
+                    # Of a file that has become shorter zeros are sent, whose hash is another.
+                    _read(folder / part.file, data.numpy().data, begin)
                 except OSError as error:
                     # The peer waits for what was announced: the failure is told when all has travelled.
                     failure = failure or error
-                if rank() == sender:
-                    work, descriptor = dist.isend(data, receiver, group, tag), None
-                else:
-                    work = dist.irecv(data, sender, group, tag)
-                assert work is not None  # this rank is in the group
-                under_way.append((work, data, descriptor, begin))
-                if len(under_way) >= _MOST_UNDER_WAY:
-                    failure = end_oldest() or failure
-        while under_way:
-            failure = end_oldest() or failure
+                work = dist.isend(data, receiver, group, tag)
+            else:
+                work = dist.irecv(data, sender, group, tag)
+            assert work is not None  # this rank is in the group
+            under_way.append((work, data, folder / part.file if rank() == receiver else None, begin))
+            if len(under_way) >= _MOST_UNDER_WAY:
+                failure = end_oldest() or failure
+    while under_way:
+        failure = end_oldest() or failure
     if failure is not None:
         raise failure
 
 
-def _write(descriptor: int | None, data: memoryview, position: int) -> None:
-    while descriptor is not None and data:
-        written = os.pwrite(descriptor, data, position)
-        data, position = data[written:], position + written
+def _read(path: Path, data: memoryview, position: int) -> None:
+    # Each time anew: a process may have only so many files open, and one more call costs nothing beside a chunk.
+    with path.open("rb", buffering=0) as file:
+        os.preadv(file.fileno(), [data], position)
+
+
+def _write(path: Path, data: memoryview, position: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        while data:
+            written = os.pwrite(descriptor, data, position)
+            data, position = data[written:], position + written
+    finally:
+        os.close(descriptor)
 
 
 def gather_sets(own: set[int]) -> list[set[int]]:

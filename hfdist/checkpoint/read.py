@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +11,7 @@ import torch
 
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.hub_pieces import hub_pieces
-from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
+from hfdist.checkpoint.manifest import FORMATS, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, OPTIONAL, STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region, list_first, merge_specs
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
@@ -76,7 +74,7 @@ def read_checkpoint(
     names_in_it: list[HubNames | None] = []
 
     def open_and_declare() -> list[Region]:
-        saved.append(_open(path))
+        saved.append(_open(path, read_manifest(path)))
         names_in_it.append(_names_in(saved[0], names))
         for piece in hub_pieces(pieces, names_in_it[0]):
             (numbers if is_number(piece.key) else own).append(piece)
@@ -133,7 +131,7 @@ def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], 
         state, version = dict(content["state"]), _whole_number(content["format"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("state", "the training state is damaged", where=path / STATE_FILE, found=error) from error
-    if version != FORMAT:
+    if version not in FORMATS:
         raise FormatError(version, where=path)
     return numbers, state
 
@@ -151,8 +149,14 @@ def _whole_number(value: Any) -> int:
     return value
 
 
-def _open(path: Path) -> _Saved:
+def check_readable(path: Path) -> Manifest:
+    """Read all of a checkpoint but its tensors, as a resume does, and give its manifest."""
     manifest = read_manifest(path)
+    _open(path, manifest)
+    return manifest
+
+
+def _open(path: Path, manifest: Manifest) -> _Saved:
     numbers, state = _read_state(path, manifest)
     entries = {(name, WEIGHT): entry for name, entry in _model_entries(path, manifest).items()}
     for file_name in manifest.files:
@@ -258,19 +262,20 @@ def _range_of(piece: Piece, entry: Entry) -> ByteRange:
 
 @torch.no_grad()
 def _fill(own: list[Piece], sources: dict[TensorId, Entry]) -> None:
-    with contextlib.ExitStack() as stack:
-        opened: dict[Path, int] = {}
-        for piece in own:
-            entry = sources[piece.name, piece.key]
-            if entry.path not in opened:
-                opened[entry.path] = os.open(entry.path, os.O_RDONLY)
-                stack.callback(os.close, opened[entry.path])
-            # A view that cannot be flattened in place is read through a copy.
-            elements = piece.view.detach().reshape(-1)
-            begin = entry.begin + piece.start * entry.dtype.itemsize
-            safetensors_io.read_elements(opened[entry.path], begin, entry.dtype, elements, piece.run, piece.pitch)
-            if elements.data_ptr() != piece.view.data_ptr():
-                piece.view.detach().copy_(elements.view(piece.view.shape))
+    by_file: dict[Path, list[Piece]] = {}
+    for piece in own:
+        by_file.setdefault(sources[piece.name, piece.key].path, []).append(piece)
+    # One after the other: a process may have only so many open.
+    for path, of_file in by_file.items():
+        with path.open("rb", buffering=0) as file:
+            for piece in of_file:
+                entry = sources[piece.name, piece.key]
+                # A view that cannot be flattened in place is read through a copy.
+                elements = piece.view.detach().reshape(-1)
+                begin = entry.begin + piece.start * entry.dtype.itemsize
+                safetensors_io.read_elements(file.fileno(), begin, entry.dtype, elements, piece.run, piece.pitch)
+                if elements.data_ptr() != piece.view.data_ptr():
+                    piece.view.detach().copy_(elements.view(piece.view.shape))
 
 
 def _set_numbers(pieces: list[Piece], numbers: dict[TensorId, float]) -> None:

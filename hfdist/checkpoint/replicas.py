@@ -25,7 +25,17 @@ import torch.distributed as dist
 from hfdist.atomic_write import write_atomically
 from hfdist.checkpoint import folder as folders
 from hfdist.checkpoint.folder import commit, list_checkpoints, remove_unfinished, step_name, temporary
-from hfdist.checkpoint.manifest import MANIFEST, Manifest, Part, is_intact, read_json, read_manifest
+from hfdist.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Part,
+    is_intact,
+    list_parts,
+    read_hashes,
+    read_json,
+    read_manifest,
+    write_json,
+)
 from hfdist.checkpoint.memories import Memories, Transfer, gather_sets, move_parts
 from hfdist.checkpoint.random_state import RANDOM_STEM, random_file
 from hfdist.checkpoint.read import ByteRange
@@ -39,7 +49,7 @@ logger = logging.getLogger(__name__)
 NAMES_FILE = "replicas.json"
 """In the run's folder of checkpoints: which folders in memory are its own."""
 _HELD = "held.json"
-"""In a replica: the numbers of the parts that this machine holds, as the manifest lists them."""
+"""In a replica: the numbers of the parts that this machine holds, as `list_parts` gives them."""
 _HEX_NAME = re.compile("[0-9a-f]{16}")
 
 
@@ -143,15 +153,16 @@ class Replicas:
             remove_unfinished(self.folder)
             return temporary(path)
 
-        def finish(unfinished: Path, parts: list[Part], held: list[Part]) -> None:
+        def finish(unfinished: Path, written: list[Part]) -> None:
+            manifest = contents.manifest(step, written)
+            manifest.write(unfinished)
+            parts = list_parts(unfinished, manifest)
+            held = self._list_held(unfinished, manifest, parts)
             # One that is there, as behind a start from it, is still there when the next is written.
             if not self.has_written and not list_checkpoints(self.folder):
-                self._check_room(sum(part.num_bytes for part in held))
-            manifest = Manifest.of_parts(step, parts)
-            numbers = {part: number for number, part in enumerate(manifest.parts())}
-            (unfinished / MANIFEST).write_text(json.dumps(manifest.to_json()), encoding="utf-8")
-            (unfinished / _HELD).write_text(json.dumps(sorted(numbers[part] for part in held)), encoding="ascii")
-            commit(unfinished, path)
+                self._check_room(sum(parts[number].num_bytes for number in held))
+            write_json(unfinished / _HELD, json.dumps(held))
+            commit(unfinished, path, is_whole=self._memories.count == 1)
 
         def remove_others() -> None:
             if self._memories.leads:
@@ -172,6 +183,13 @@ class Replicas:
         on_all_ranks(remove_others, group)
         self.has_written = True
         return contents.plan.num_bytes
+
+    def _list_held(self, unfinished: Path, manifest: Manifest, parts: list[Part]) -> list[int]:
+        """Numbers of the parts that this machine has got: what each one gets, and the shares that it keeps."""
+        ranks = self._memories.held()
+        own = {random_file(number) for number in ranks}
+        shares = {part for number in ranks for part in read_hashes(unfinished, manifest.files_of_hashes[number])}
+        return [n for n, part in enumerate(parts) if part in shares or part.file in own or _is_everywhere(part)]
 
     def _check_room(self, num_bytes: int) -> None:
         # While the next replica is written, this one stays.
@@ -199,7 +217,7 @@ class Replicas:
                 continue
             try:
                 self._lay_out(path, holders)
-                parts = read_manifest(path).parts()
+                parts = list_parts(path, read_manifest(path))
                 self._bring(path, parts, {number for number, part in enumerate(parts) if _is_small(part)})
             except (HfdistError, OSError) as error:
                 # All ranks have raised, each in its own words.
@@ -217,10 +235,11 @@ class Replicas:
         for path in list_checkpoints(self.folder):
             try:
                 manifest = read_manifest(path)
-            except CheckpointError as error:
+                list_parts(path, manifest)
+            except (CheckpointError, OSError) as error:
                 logger.warning("a replica in memory cannot be used: %s", error)
             else:
-                replicas.append((manifest.step, str(manifest.to_json()["xxh128"])))
+                replicas.append((manifest.step, manifest.digest))
         return replicas
 
     def _verify(self, path: Path, holders: Sequence[int]) -> bool:
@@ -229,7 +248,7 @@ class Replicas:
         def check() -> list[Any]:
             if self._memories.own not in holders:
                 return [0, [], []]
-            parts, own_ranks = read_manifest(path).parts(), self._memories.ranks(self._memories.own)
+            parts, own_ranks = list_parts(path, read_manifest(path)), self._memories.ranks(self._memories.own)
             numbers = [(n, parts[n].num_bytes, range(len(own_ranks))) for n in _read_held(path, len(parts))]
             own = balance_by_bytes(numbers, len(own_ranks))[own_ranks.index(rank())]
             good = [number for number in own if _can_be_read(path, parts[number])]
@@ -256,7 +275,12 @@ class Replicas:
         if len(holders) == self._memories.count:
             return
         source = self._memories.ranks(holders[0])[0]
-        texts = on_all_ranks(lambda: (path / MANIFEST).read_text(encoding="utf-8") if rank() == source else None)
+
+        def read() -> dict[str, str]:
+            names = [MANIFEST, *(part.file for part in read_manifest(path).files_of_hashes)]
+            return {name: (path / name).read_text(encoding="utf-8") for name in names}
+
+        texts = on_all_ranks(lambda: read() if rank() == source else {})[source]
 
         def make() -> None:
             if not self._memories.leads or self._memories.own in holders:
@@ -264,11 +288,12 @@ class Replicas:
             shutil.rmtree(path, ignore_errors=True)  # of the same step, but not the same bytes
             unfinished = temporary(path)
             unfinished.mkdir(parents=True)
-            (unfinished / MANIFEST).write_text(texts[source], encoding="utf-8")
-            for name, parts in read_manifest(unfinished).files.items():
+            (unfinished / MANIFEST).write_text(texts.pop(MANIFEST), encoding="utf-8")
+            for name, num_bytes in read_manifest(unfinished).files.items():
                 (unfinished / name).parent.mkdir(exist_ok=True)
                 with (unfinished / name).open("wb") as file:
-                    file.truncate(sum(part.num_bytes for part in parts))
+                    file.write(texts.get(name, "").encode())
+                    file.truncate(num_bytes)
             (unfinished / _HELD).write_text("[]", encoding="ascii")
             unfinished.rename(path)
 
@@ -276,7 +301,7 @@ class Replicas:
 
     def fetch(self, path: Path, ranges: Sequence[ByteRange]) -> None:
         """Get what this rank is about to read, where its machine does not hold it."""
-        parts = read_manifest(path).parts()
+        parts = list_parts(path, read_manifest(path))
         begins: dict[str, list[tuple[int, int]]] = {}
         for number, part in enumerate(parts):
             begins.setdefault(part.file, []).append((part.begin, number))
@@ -344,10 +369,14 @@ def _can_be_read(path: Path, part: Part) -> bool:
     return False
 
 
+def _is_everywhere(part: Part) -> bool:
+    """Whether each machine gets a part: headers of tensors, and other files that are not of a single rank."""
+    return (part.begin == 0 or not _is_tensors(part.file)) and not part.file.startswith(RANDOM_STEM)
+
+
 def _is_small(part: Part) -> bool:
-    """Whether each start needs a part before it knows what its ranks read: other files, and headers of tensors."""
-    is_random = part.file.startswith(RANDOM_STEM)
-    return part.file == random_file(rank()) or (not is_random and (part.begin == 0 or not _is_tensors(part.file)))
+    """Whether each start needs a part before it knows what its ranks read."""
+    return part.file == random_file(rank()) or _is_everywhere(part)
 
 
 def _is_tensors(file: str) -> bool:

@@ -98,7 +98,10 @@ class FilePlan:
 
 
 def plan_file(tensors: Mapping[str, TensorSpec]) -> FilePlan:
-    """Lay out a file of these tensors, by name in the file, as the library does: by type, then by name."""
+    """Lay out a file of these tensors, by name in the file, as the library does: by type, then by name.
+
+    It is a `CheckpointError` if there are too many for a header that can be read.
+    """
     order = list(DTYPES)
     ordered = sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
     description: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -109,6 +112,12 @@ def plan_file(tensors: Mapping[str, TensorSpec]) -> FilePlan:
         position = offsets[1]
     text = json.dumps(description, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            "a file of tensors would have a header that safetensors cannot read",
+            found=f"{len(text):,} bytes for {len(tensors):,} tensors",
+            allowed=f"{_MAX_HEADER_BYTES:,} bytes",
+        )
     header = len(text).to_bytes(8, "little") + text
     begins = {name: len(header) + description[name]["data_offsets"][0] for name, _ in ordered}
     return FilePlan(header=header, begins=begins, num_bytes=len(header) + position)

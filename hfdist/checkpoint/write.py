@@ -10,6 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import xxhash
 from hfdist.checkpoint import folder as folders
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.columns import gloo_group, join_columns
-from hfdist.checkpoint.manifest import Part, hash_file
+from hfdist.checkpoint.manifest import Manifest, Part, hash_file, read_hashes, write_hashes, write_json
 from hfdist.checkpoint.memories import Memories, move_parts
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
@@ -55,7 +56,12 @@ class Contents:
     write_files: Callable[[Path], object]
     """Writes all other files; called on rank 0."""
     random_state: RandomState | None = None
-    """None: an export, which has none."""
+    """None: an export, which has neither this nor hashes."""
+
+    def manifest(self, step: int, written: list[Part]) -> Manifest:
+        """Give the manifest of a checkpoint, from the hashes of the files that a single process has written."""
+        shared = {name: file.num_bytes for name, file in self.plan.files.items()}
+        return Manifest(step=step, files=shared | {part.file: part.num_bytes for part in written}, parts=written)
 
 
 def export_model(
@@ -76,7 +82,7 @@ def export_model(
     """
     plan, elements, _ = Planner(weights_only=True, stem=stem, names=names).plan(pieces)
     contents = Contents(plan=plan, elements=elements, write_files=write_model_files)
-    write_folder(contents, folder, lambda: _unfinished_export(folder), lambda made, *_: _move_into(made, folder))
+    write_folder(contents, folder, lambda: _unfinished_export(folder), lambda made, _: _move_into(made, folder))
 
 
 def replace_model(folder: Path, write_files: Callable[[Path], object]) -> None:
@@ -92,7 +98,7 @@ def write_folder(
     contents: Contents,
     parent: Path,
     start: Callable[[], Path],
-    finish: Callable[[Path, list[Part], list[Part]], None],
+    finish: Callable[[Path, list[Part]], None],
     group: dist.ProcessGroup | None = None,
     memories: Memories | None = None,
 ) -> None:
@@ -102,8 +108,8 @@ def write_folder(
         contents: as this rank has them.
         parent: of the folder, on a file system that all ranks share, if `memories` does not say otherwise.
         start: gives the folder's name while it is unfinished, in `parent`; called on the first rank of each memory.
-        finish: gets that folder, the hashes of all that is in it, and those of what is kept in this rank's; puts it
-            into its place; called on the first rank of each memory.
+        finish: gets that folder, and the hashes of the files that a single process has written; puts it into its
+            place; called on the first rank of each memory.
         group: another group of all ranks than the default one.
         memories: which ranks share `parent`; None: all.
 
@@ -113,7 +119,6 @@ def write_folder(
         ResourceError: the disk is full; on all ranks alike.
     """
     plan, memories = contents.plan, memories or Memories.shared()
-    headers = [Part.first(name, file.header) for name, file in plan.files.items()]
     between = gloo_group(group) if plan.has_transfers or memories.count > 1 else group
 
     def begin() -> list[object]:
@@ -136,16 +141,30 @@ def write_folder(
 
     begun = on_all_ranks(begin, group)
     unfinished = parent / begun[0][0]
-    num_bytes = sum(part.num_bytes for part in headers) + sum(begun[number][1] for number in memories.held())
+    headers = sum(len(file.header) for file in plan.files.values())
+    num_bytes = headers + sum(begun[number][1] for number in memories.held())
     small = _parts(on_all_ranks(lay_out, group))[0]
     with _removed_on_failure(unfinished, memories):
-        shares = _parts(on_all_ranks(write_own, group))
+        of_ranks = _parts(on_all_ranks(write_own, group))
         if memories.count > 1:
-            move_parts(unfinished, memories.list_spread(small, shares), between)
-        common = [*headers, *small]
-        held = common + [part for number in memories.held() for part in shares[number]]
-        whole = common + [part for share in shares for part in share]
-        on_all_ranks(lambda: finish(unfinished, whole, held) if memories.leads else None, group)
+            _spread(unfinished, small, of_ranks, memories, between)
+        written = [*small, *chain(*of_ranks)]
+        on_all_ranks(lambda: finish(unfinished, written) if memories.leads else None, group)
+
+
+def _spread(
+    unfinished: Path,
+    small: list[Part],
+    of_ranks: list[list[Part]],
+    memories: Memories,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Give each folder what it keeps: the small files and all hashes, and then what these say of others' shares."""
+    for_all = [[hashes] for _, hashes in of_ranks]
+    for_all[0] += small
+    move_parts(unfinished, memories.list_for_all(for_all), group)
+    shares = [[random, *read_hashes(unfinished, hashes)] for random, hashes in of_ranks]
+    move_parts(unfinished, memories.list_spread(shares), group)
 
 
 def _lay_out(unfinished: Path, contents: Contents, *, is_sparse: bool) -> list[Part]:
@@ -155,9 +174,7 @@ def _lay_out(unfinished: Path, contents: Contents, *, is_sparse: bool) -> list[P
     if rank() == 0:
         contents.write_files(unfinished)
         if plan.index is not None:
-            (unfinished / INDEX_FILE).write_text(
-                json.dumps(plan.index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-            )
+            write_json(unfinished / INDEX_FILE, json.dumps(plan.index, indent=2, sort_keys=True) + "\n")
     small = list_files(unfinished)
     for name in [*plan.files, *([] if contents.random_state is None else [random_file(0)])]:
         (unfinished / name).parent.mkdir(exist_ok=True)
@@ -167,12 +184,18 @@ def _lay_out(unfinished: Path, contents: Contents, *, is_sparse: bool) -> list[P
 
 
 def _write_own(unfinished: Path, contents: Contents, elements: list[torch.Tensor]) -> list[Part]:
+    """Write this rank's share; give the hashes of the files that it alone has written, that of its hashes last."""
     parts = _write_shard(unfinished, contents.plan.items, elements)
-    if contents.random_state is not None:
-        name, content = random_file(rank()), contents.random_state.to_bytes()
-        (unfinished / name).write_bytes(content)
-        parts.append(Part.first(name, content))
-    return parts
+    if contents.random_state is None:
+        return []
+    if rank() == 0:
+        parts += [Part.first(name, file.header) for name, file in contents.plan.files.items()]
+    name, content = random_file(rank()), contents.random_state.to_bytes()
+    (unfinished / name).write_bytes(content)
+    written = [Part.first(name, content), write_hashes(unfinished, rank(), parts)]
+    for part in written:
+        folders.sync(unfinished / part.file)
+    return written
 
 
 def _parts(of_ranks: list[list[list[Any]]]) -> list[list[Part]]:
@@ -246,19 +269,15 @@ def _write_shard(folder: Path, items: Sequence[WriteItem], elements: Sequence[to
 
     It is a `NumericsError` if an element of a trained parameter or of its state is not finite.
     """
-    parts = []
-    with contextlib.ExitStack() as stack:
-        opened: dict[str, int] = {}
-        for run in _runs(zip(items, elements, strict=True)):
-            file = run[0][0].file
-            with _named(folder / file):
-                if file not in opened:
-                    opened[file] = os.open(folder / file, os.O_WRONLY)
-                    stack.callback(os.close, opened[file])
-                parts.append(_write_run(opened[file], run))
-        for file, descriptor in opened.items():
-            with _named(folder / file):
-                os.fsync(descriptor)
+    parts: list[Part] = []
+    # One file after the other: a process may have only so many open.
+    for file, runs in groupby(_runs(zip(items, elements, strict=True)), key=lambda run: run[0][0].file):
+        with _named(folder / file), (folder / file).open("rb+", buffering=0) as opened:
+            parts += [_write_run(opened.fileno(), run) for run in runs]
+    # Afterwards: meanwhile the disk has had something to do.
+    for file in dict.fromkeys(part.file for part in parts):
+        with _named(folder / file):
+            folders.sync(folder / file)
     return parts
 
 

@@ -18,7 +18,7 @@ from hfdist.planning.timing.host_memory import of_cgroup
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM = "/dev/shm"
 _LEAST_SHM, _ENOUGH_SHM = 64 * _MIB, 1 * _GIB
-_LEAST_FILES, _ENOUGH_FILES, _MANY_FILES = 1024, 4096, 65536
+_LEAST_FILES, _ENOUGH_FILES = 1024, 4096
 _LEAST_PROCESSES, _ENOUGH_PROCESSES = 512, 4096
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -65,14 +65,11 @@ def _check_shared_memory() -> Finding:
 
 
 def _check_open_files() -> Finding:
-    soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
-    target = min(hard, _MANY_FILES)
-    if hard < _ENOUGH_FILES:
-        hint = f"nofile in /etc/security/limits.conf, or LimitNOFILE of the service: the hard limit is {hard}"
-    else:
-        hint = f"ulimit -n {target}, in the script that starts the job"
-    text = f"a process may open {soft}" if soft < 1 << 30 else "a process may open any number"
-    return Finding.of("open files", text, error=soft < _LEAST_FILES, warning=soft < _ENOUGH_FILES, hint=hint)
+    # The soft limit is raised to this one by each run.
+    _, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
+    hint = "nofile in /etc/security/limits.conf, LimitNOFILE of the service; of a container: --ulimit nofile=65536"
+    text = f"a process may open {hard}" if hard < 1 << 30 else "a process may open any number"
+    return Finding.of("open files", text, error=hard < _LEAST_FILES, warning=hard < _ENOUGH_FILES, hint=hint)
 
 
 def _check_processes() -> Finding:

@@ -20,6 +20,7 @@ from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import read_names
 from hfdist.models.routers import leave_out_router_loss
+from hfdist.open_files import raise_limit
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.model_files import has_adapter
@@ -72,7 +73,8 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
             found=f"that of {owner_of_loss(kind).__name__}",
             hint="compute_loss_func=..., or strategy.tensor=1 with strategy=fsdp2",
         )
-    # A recipe has started it already; from Python nobody else would.
+    # A recipe has done both already; from Python nobody else would.
+    raise_limit()
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments, strategy)
     check_trl_arguments(kind, arguments, strategy)

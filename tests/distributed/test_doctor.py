@@ -109,7 +109,7 @@ def lead_own_name_to_loopback(number, folder):
 def break_machine(number, folder, runs):
     """Do what goes wrong on real ones."""
     if number == 1:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
         # The kernel has no clock for each namespace.
         links.time = SimpleNamespace(time=lambda: time.time() + 5, monotonic=time.monotonic)
     elif number == 2:
@@ -171,7 +171,7 @@ def examine(folder, names, world_size=None):
 
 
 BROKEN = {
-    ("open files", "error", "node-1"): "ulimit -n",
+    ("open files", "error", "node-1"): "limits.conf",
     ("shared memory", "error", "node-2"): "--shm-size",
     ("threads", "warning", "node-3"): "OMP_NUM_THREADS=",
     ("run.dir", "error", "node-3"): "run.dir=FOLDER",

@@ -81,7 +81,7 @@ def snapshot(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: edit_manifest(path, lambda content: content.update(format=3)), "format 3, written by hfdist"),
+        (lambda path: edit_manifest(path, lambda content: content.update(format=4)), "format 4, written by hfdist"),
         (lambda path: (path / "model.safetensors").write_bytes(b""), "none of the run's checkpoints can be used"),
     ],
 )

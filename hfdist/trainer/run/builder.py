@@ -58,6 +58,7 @@ from hfdist.models.loss import choose_loss
 from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
+from hfdist.open_files import raise_limit
 from hfdist.optim.registry import ClassAndSettings, check_optimizer, find_optimizer
 from hfdist.planning.machines import STEPS
 from hfdist.planning.plan import Plan
@@ -140,6 +141,7 @@ class Run:
     """On rank 0, once the Trainer is built."""
 
     def __init__(self, config: RunConfig) -> None:
+        raise_limit()
         self.config = config
         self.topology, batch = check_run(config)
         check_further_arguments(config, batch)

@@ -7,17 +7,40 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import xxhash
 
 import hfdist
-from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, read_state, save_plan, verify
-from hfdist.checkpoint.manifest import MANIFEST, FormatError
+from hfdist.checkpoint import (
+    Keep,
+    find_newest,
+    prune,
+    read_checkpoint,
+    read_state,
+    safetensors_io,
+    save_plan,
+    verify,
+    write,
+)
+from hfdist.checkpoint.manifest import MANIFEST, FormatError, Manifest, Part, list_parts, read_manifest
+from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError
 from hfdist.testing import RankFailed, run_ranks
-from tests.unit.checkpoint.pieces import blank, edit_manifest, files_of, flip_a_bit, save, small_pieces
+from tests.unit.checkpoint.pieces import (
+    blank,
+    edit_manifest,
+    files_of,
+    flip_a_bit,
+    save,
+    small_pieces,
+    whole,
+    write_checkpoint,
+)
 
 OPTIMIZER = "training_state/optimizer-00001-of-00001.safetensors"
+HASHES = "training_state/hashes-00000.json"
+FORMAT_2 = Path(__file__).with_name("format2") / "step-00000002"
 
 
 def cut(path):
@@ -31,6 +54,18 @@ def tell(change):
 def replace_text(old, new):
     """Without a new hash. In a checkpoint of another format the manifest's hash would be of its number."""
     return lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace(old, new))
+
+
+def replace_hashes(content):
+    """With a manifest that agrees."""
+
+    def replace(path):
+        text = json.dumps(content)
+        (path / HASHES).write_text(text)
+        record = {"bytes": len(text), "xxh128": xxhash.xxh3_128(text.encode()).hexdigest()}
+        edit_manifest(path, lambda manifest: manifest["files"].update({HASHES: record}))
+
+    return replace
 
 
 def link_outside(name):
@@ -49,19 +84,21 @@ def move_record(to):
 DAMAGE = {
     "no-manifest": [lambda path: (path / MANIFEST).unlink()],
     "missing-file": [lambda path: (path / "config.json").unlink()],
-    "size": [cut],
-    "hash": [lambda path: flip_a_bit(path / "model.safetensors")],
+    "size": [cut, tell(lambda content: content["files"]["model.safetensors"].update(bytes=1))],
+    "hash": [lambda path: flip_a_bit(path / "model.safetensors"), lambda path: flip_a_bit(path / HASHES)],
+    "bad-hashes": [replace_hashes([1]), replace_hashes({"model.safetensors": [[-1, 1, ""]]}), replace_hashes({"a": 1})],
+    "parts": [replace_hashes({}), tell(lambda content: content["files"][HASHES].pop("xxh128"))],
     "bad-json": [lambda path: (path / MANIFEST).write_text("{"), lambda path: (path / MANIFEST).write_bytes(b"\xff")],
     "bad-manifest": [
         lambda path: (path / MANIFEST).write_text("[]"),
         tell(lambda content: content.pop("files")),
         tell(lambda content: content["files"].update(x=1)),
-        tell(lambda content: content["files"]["model.safetensors"]["parts"][0].__setitem__(0, -1)),
-        tell(lambda content: content["files"]["model.safetensors"].update(bytes=1)),
+        tell(lambda content: content["files"]["model.safetensors"].update(bytes=-1)),
+        tell(lambda content: content["files"]["model.safetensors"].update(parts=[[1, ""]])),
         replace_text('"step": 2', '"step": 3'),
     ],
     "step": [tell(lambda content: content.update(step=8))],
-    "format": [replace_text('"format": 2', '"format": 3')],
+    "format": [replace_text('"format": 3', '"format": 2'), replace_text('"format": 3', '"format": 4')],
     "outside": [
         link_outside("model.safetensors"),
         link_outside("training_state"),
@@ -160,7 +197,7 @@ def test_where_none_can_be_used_nothing_is_touched(tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "written_by", "said"),
-    [(1, None, "hfdist an earlier version"), (3, None, "hfdist a later version"), (3, "7.1.0", "hfdist 7.1.0")],
+    [(1, None, "hfdist an earlier version"), (4, None, "hfdist a later version"), (4, "7.1.0", "hfdist 7.1.0")],
 )
 def test_another_format_is_no_damage(tmp_path, version, written_by, said):
     folder = tmp_path / "checkpoints"
@@ -176,7 +213,7 @@ def test_another_format_is_no_damage(tmp_path, version, written_by, said):
     with pytest.raises(FormatError) as caught:
         find_newest(folder)
     assert f"format {version}, written by {said}" in str(caught.value)
-    assert f"format 2, which hfdist {hfdist.__version__} reads" in str(caught.value)
+    assert f"format 2 or 3, which hfdist {hfdist.__version__} reads" in str(caught.value)
     assert files_of(folder) == before
     with pytest.raises(FormatError):
         read_checkpoint(folder / "step-00000002", blank(small_pieces(2)))
@@ -226,13 +263,27 @@ def test_what_cannot_be_removed_stops_nothing(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize(("newest", "names_the_latest"), [(1, False), (2, True), (9, False)])
 def test_as_many_stay_as_there_is_room_for(tmp_path, newest, names_the_latest):
-    (tmp_path / "step-00000000").mkdir()  # unfinished
+    one = save(tmp_path / "one", 1)
     for step in range(1, 6):
-        path = tmp_path / f"step-{step:08d}"
-        path.mkdir()
-        (path / MANIFEST).touch()
-        prune(tmp_path, Keep(newest=newest, named=frozenset({path.name} if names_the_latest else ())))
-        assert steps(tmp_path) == [0, *range(max(step - newest, 0) + 1, step + 1)]
+        path = shutil.copytree(one, tmp_path / "all" / f"step-{step:08d}")
+        prune(path.parent, Keep(newest=newest, named=frozenset({path.name} if names_the_latest else ())))
+        assert steps(path.parent) == [*range(max(step - newest, 0) + 1, step + 1)]
+
+
+def unlist(path):
+    (path / MANIFEST).write_text("{")
+
+
+@pytest.mark.parametrize("damage", [cut, unlist, lambda path: (path / "config.json").unlink()])
+@pytest.mark.parametrize("best", [False, True])
+def test_what_cannot_be_read_takes_the_place_of_nothing_that_can(tmp_path, damage, best):
+    for step, loss in enumerate([2.0, 3.0, 1.0, 0.5], start=1):
+        save(tmp_path, step, state={"held_out_loss": loss})
+    for step in (3, 4):
+        damage(tmp_path / f"step-{step:08d}")
+    prune(tmp_path, Keep(newest=1, best=best))
+    assert steps(tmp_path) == [1, 2, 3, 4] if best else [2, 3, 4]
+    assert find_newest(tmp_path).name == "step-00000002"
 
 
 def test_more_than_the_newest_may_be_kept(tmp_path):
@@ -244,7 +295,11 @@ def test_more_than_the_newest_may_be_kept(tmp_path):
     assert steps(tmp_path) == [2, 6]
     (tmp_path / "step-00000002" / "training_state" / "state.json").write_text("{")
     prune(tmp_path, Keep(newest=1, best=True))
-    assert steps(tmp_path) == [6]
+    # Left as it is: it is damaged, and nobody's best.
+    assert steps(tmp_path) == [2, 6]
+    save(tmp_path, 7)
+    prune(tmp_path, Keep(newest=1, best=True))
+    assert steps(tmp_path) == [2, 6, 7]
 
 
 def steps(folder):
@@ -296,10 +351,93 @@ def test_a_damaged_state_is_refused(tmp_path, text):
 
 def test_hashes_are_those_of_the_bytes(tmp_path):
     path = save(tmp_path, 1)
-    for name, record in json.loads((path / MANIFEST).read_text())["files"].items():
-        content = (path / name).read_bytes()
-        assert len(content) == record["bytes"]
-        for num_bytes, digest in record["parts"]:
-            assert xxhash.xxh3_128(content[:num_bytes]).hexdigest() == digest
-            content = content[num_bytes:]
-        assert content == b""
+    files, found = json.loads((path / MANIFEST).read_text())["files"], json.loads((path / HASHES).read_text())
+    found |= {name: [[0, record["bytes"], record["xxh128"]]] for name, record in files.items() if "xxh128" in record}
+    assert found.keys() == files.keys() == files_of(path).keys() - {MANIFEST}
+    for name, record in files.items():
+        content, end = (path / name).read_bytes(), 0
+        for begin, num_bytes, digest in found[name]:
+            assert begin == end
+            end += num_bytes
+            assert xxhash.xxh3_128(content[begin:end]).hexdigest() == digest
+        assert len(content) == end == record["bytes"]
+
+
+# ---- checkpoints of the format before ----
+
+
+@pytest.fixture
+def of_format_2(tmp_path):
+    """Of step 2, by two ranks; written by the code of that format."""
+    return shutil.copytree(FORMAT_2, tmp_path / "step-00000002")
+
+
+def test_the_format_before_is_read(of_format_2):
+    assert find_newest(of_format_2.parent) == of_format_2
+    verify(of_format_2)
+    loaded = blank(small_pieces())
+    assert read_checkpoint(of_format_2, loaded) == {"step": 2}
+    assert all(torch.equal(a.view, b.view) for a, b in zip(loaded, small_pieces(2), strict=True))
+    save(of_format_2.parent, 3)
+    prune(of_format_2.parent, Keep(newest=2))
+    assert steps(of_format_2.parent) == [2, 3]
+
+
+@pytest.mark.parametrize("name", sorted(files_of(FORMAT_2)))
+def test_what_changes_in_the_format_before_is_noticed(of_format_2, name):
+    flip_a_bit(of_format_2 / name)
+    with pytest.raises(CheckpointError):
+        verify(of_format_2)
+    with pytest.raises(CheckpointError, match="none of the run's checkpoints can be used"):
+        find_newest(of_format_2.parent)
+
+
+# ---- what is written can be read ----
+
+
+def test_the_manifest_grows_with_files_and_not_with_what_the_ranks_write_of_them(tmp_path, monkeypatch):
+    pieces = [whole(f"w{number:03d}", WEIGHT, torch.ones(3)) for number in range(300)]
+    usual = save(tmp_path / "usual", 1, pieces)
+    monkeypatch.setattr(write, "PART_BYTES", 1)
+    path = save(tmp_path / "parts", 1, pieces)
+    assert len(list_parts(path, read_manifest(path))) > 300 > 10 > len(list_parts(usual, read_manifest(usual)))
+    assert abs((path / MANIFEST).stat().st_size - (usual / MANIFEST).stat().st_size) < 10
+    verify(path)
+
+
+def test_the_manifest_of_the_largest_models_is_small(tmp_path):
+    """Llama 405B with Adam in float32, on 1,024 ranks: 2,435 files of tensors, and 3.5 million parts."""
+    shared = {f"training_state/optimizer-{number:05d}-of-02435.safetensors": 2_000_000_000 for number in range(2435)}
+    names = [f"training_state/{kind}-{rank:05d}.x" for kind in ("rng", "hashes") for rank in range(1024)]
+    parts = [Part(name, 0, 300_000, "0" * 32) for name in names]
+    Manifest(step=1, files=shared | {part.file: part.num_bytes for part in parts}, parts=parts).write(tmp_path)
+    assert (tmp_path / MANIFEST).stat().st_size < 2**20
+    manifest = read_manifest(tmp_path)
+    assert (len(manifest.files), len(manifest.files_of_hashes)) == (2435 + 2048, 1024)
+
+
+def link(path):
+    (path / "vocab.txt").symlink_to(Path(__file__))
+
+
+@pytest.mark.parametrize(
+    ("largest", "write_files", "message"),
+    [(10_000, str, "state.json.*10,000 bytes"), (300, str, "manifest.json"), (2**20, link, "vocab.txt")],
+)
+def test_what_could_not_be_read_again_is_no_checkpoint(tmp_path, monkeypatch, largest, write_files, message):
+    """Neither what is too large for the reader, nor what it refuses; and those before it stay."""
+    older = save(tmp_path, 1)
+    before = files_of(tmp_path)
+    monkeypatch.setattr("hfdist.checkpoint.manifest._MAX_JSON_BYTES", largest)
+    state = {"lanes": "x" * largest} if write_files is str and largest > 1000 else {}
+    with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
+        write_checkpoint(tmp_path, step=2, pieces=small_pieces(), state=state, write_model_files=write_files)
+    assert "before it stay" in caught.value.hint
+    assert os.listdir(tmp_path) == [older.name]
+    assert files_of(tmp_path) == before
+
+
+def test_a_file_whose_header_could_not_be_read_is_not_planned(monkeypatch):
+    monkeypatch.setattr(safetensors_io, "_MAX_HEADER_BYTES", 100)
+    with pytest.raises(CheckpointError, match="header"):
+        safetensors_io.plan_file({"w" * 100: safetensors_io.TensorSpec("w", WEIGHT, (1,), "F32")})

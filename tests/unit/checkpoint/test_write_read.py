@@ -31,6 +31,7 @@ def test_what_was_saved_is_read(tmp_path):
         "config.json",
         MANIFEST,
         "model.safetensors",
+        "training_state/hashes-00000.json",
         "training_state/optimizer-00001-of-00001.safetensors",
         "training_state/rng-00000.safetensors",
         "training_state/state.json",

@@ -1,0 +1,78 @@
+"""A checkpoint may have more files than a process may open, and the limit is named where it is too low all the same."""
+
+import os
+import resource
+import shutil
+import time
+
+import pytest
+import torch
+
+from hfdist.checkpoint import Replicas, Saver, find_newest, read_checkpoint, save_plan
+from hfdist.checkpoint.piece import WEIGHT
+from hfdist.collectives import on_all_ranks, rank
+from hfdist.errors import ResourceError
+from hfdist.open_files import raise_limit
+from hfdist.testing import run_ranks
+from tests.unit.checkpoint.pieces import blank, whole, write_checkpoint
+
+MORE = 16
+"""Beside those that are open already."""
+FILES = 40
+
+
+def allow(more):
+    soft = len(os.listdir("/proc/self/fd")) + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return soft
+
+
+def save_and_read(folder):
+    save_plan.MAX_MODEL_FILE_BYTES = 8
+    pieces = [whole(f"w{number:02d}", WEIGHT, torch.full((2,), float(number))) for number in range(FILES)]
+    memory = folder / f"memory-{rank()}"
+    memory.mkdir()
+    replicas = Replicas(memory, folder / "checkpoints")
+    replicas.begin_line(None)
+    saver = Saver(in_background=False, replicas=replicas)
+    path, found = folder / "step-00000001", []
+    allow(MORE)
+    saver.save(path, step=1, pieces=pieces, state={}, begin_seconds=time.monotonic())
+    replica = replicas.folder / path.name
+    for checkpoint in (find_newest(folder), replica):
+        loaded = blank(pieces)
+        read_checkpoint(checkpoint, loaded)
+        found.append(all(torch.equal(a.view, b.view) for a, b in zip(loaded, pieces, strict=True)))
+    # Gone from one machine, and back from the other.
+    on_all_ranks(lambda: shutil.rmtree(replica) if rank() else None)
+    found.append(replicas.find(1) == replica)
+    loaded = blank(pieces)
+    read_checkpoint(replica, loaded, lambda ranges: replicas.fetch(replica, ranges))
+    found.append(torch.equal(loaded[-1].view, pieces[-1].view))
+    return len(list(path.glob("*.safetensors"))), found
+
+
+def test_files_are_opened_one_after_the_other(tmp_path):
+    assert run_ranks(save_and_read, 2, tmp_path) == [(FILES, [True] * 4)] * 2
+
+
+def save_with_none_left(folder):
+    soft = allow(0)
+    with pytest.raises(ResourceError, match=f"RLIMIT_NOFILE {soft}, of at most"):
+        write_checkpoint(
+            folder, step=1, pieces=[whole("w", WEIGHT, torch.ones(2))], state={}, write_model_files=lambda path: None
+        )
+
+
+def test_a_limit_that_is_too_low_is_named(tmp_path):
+    run_ranks(save_with_none_left, 1, tmp_path, group=False)
+
+
+def raise_own():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
+    raise_limit()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_process_may_open_as_many_as_the_system_lets_it():
+    assert run_ranks(raise_own, 1, group=False) == [(512, 512)]
