@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Init, ModelConfig
-from hfdist.errors import ConfigError, nearest
+from hfdist.errors import ConfigError, HfdistError, nearest
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import check_installed
@@ -129,8 +129,9 @@ def _saved_config(path: str) -> Any:
         # This fails if there is no safetensors file, so that PEFT never reads a pickle instead.
         cached_file(path, WEIGHTS)
         peft_config = PeftConfig.from_pretrained(path)
-    _find_type(peft_config.peft_type.value, where="adapter.path")
-    peft_config.inference_mode = False
+        kind = str(peft_config.peft_type.value)
+        peft_config.inference_mode = False
+    _find_type(kind, where="adapter.path")
     return peft_config
 
 
@@ -245,8 +246,10 @@ def add_adapter(
         torch.manual_seed(seed)
         try:
             inject_adapter(model, peft_config, NAME)
-        except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
-            raise refusal(error, "adapter.*") from error
+        except (HfdistError, MemoryError):
+            raise
+        except Exception as error:  # a saved adapter's config may hold anything
+            raise refusal(error, "adapter.*" if config.path is None else f"adapter.path ({config.path})") from error
     peft_config.base_model_name_or_path, peft_config.revision = base.name, base.revision
     _check_not_shared(model, "adapter.arguments")
     if config.path is not None:
@@ -331,7 +334,7 @@ def _load(model: PreTrainedModel, path: str) -> None:
     values = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
     try:
         found: Any = set_peft_model_state_dict(model, values, adapter_name=NAME)
-    except (RuntimeError, KeyError) as error:
+    except Exception as error:  # on weights of unknown origin
         raise refusal(error, "adapter.path") from error
     missing = [name for name in found.missing_keys if model.get_parameter(name).requires_grad]
     if missing or found.unexpected_keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
@@ -18,9 +21,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from hfdist.apart import do_apart
 from hfdist.config.model import Attention, Init, ModelConfig
-from hfdist.errors import ConfigError, nearest
+from hfdist.errors import ConfigError, HfdistError, first_line, nearest
+from hfdist.models.build import make_without_values
 from hfdist.models.hub_client import reading_from_hub
+
+_LARGE_CONFIG = 1 << 20
+"""Bytes; those of models have some thousands."""
 
 
 def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool = False) -> PreTrainedConfig:
@@ -32,6 +40,8 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool
         ConfigError: an unknown type or field, a model without a causal language head, or sequences longer than the
             model's positions.
     """
+    if config.name is not None and not config.trust_remote_code:
+        _try(config, scores)
     architecture = _named(config) if config.name is not None else _of_type(config)
     if architecture.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
         raise ConfigError(
@@ -109,6 +119,27 @@ def _give_embeddings(config: ModelConfig, size: int) -> str:
     return f"python -c {shlex.quote(code)}, then model.name=resized; or a tokenizer of no more tokens"
 
 
+def _try(config: ModelConfig, scores: bool) -> None:
+    """Make the model of a name, without memory for weights, in a process of its own.
+
+    Numbers in the config of somebody else may ask for more layers than any machine can make.
+    """
+    file = Path(str(config.name)).expanduser() / "config.json"
+    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
+        if file.stat().st_size < _LARGE_CONFIG:
+            # So that the fork has it: the import is most of the time.
+            kind = json.loads(file.read_bytes()).get("model_type")
+            getattr(transformers, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)))
+
+    def make() -> None:
+        architecture = _named(config)
+        if architecture.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            with torch.device("meta"):
+                make_without_values(config, architecture, scores=scores)
+
+    do_apart(make, where="model.name", found=file)
+
+
 def _named(config: ModelConfig) -> PreTrainedConfig:
     """The config of a Hub repository or a folder, with fields changed."""
     assert config.name is not None
@@ -182,7 +213,11 @@ def _naming_fields(fields: dict[str, Any], kind: str | None = None) -> Iterator[
     """Say which fields were set, where transformers' own checks find that they do not go together."""
     try:
         yield
-    except (TypeError, ValueError, StrictDataclassError) as error:
+    except (HfdistError, MemoryError):
+        raise
+    except Exception as error:  # a config may hold anything
+        if not fields:
+            raise ConfigError(f"the model's config.json is damaged: {first_line(error)}", where="model.name") from error
         # Without the names of the check and of Python's exceptions.
         reason = re.split(r"\b\w+Error: ", " ".join(str(error).split()))[-1] or type(error).__name__
         raise ConfigError(

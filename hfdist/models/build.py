@@ -19,8 +19,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from hfdist.config.model import Dtype, Init, ModelConfig
-from hfdist.errors import ConfigError
+from hfdist.apart import do_apart
+from hfdist.config.model import AdapterConfig, Dtype, Init, ModelConfig
+from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
+from hfdist.models.adapter import add_adapter
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import NameDifferences, read_names
@@ -30,6 +32,8 @@ from hfdist.models.trainable import TrainableParameters
 
 logger = logging.getLogger(__name__)
 _WHOLE = Partitioning()
+_EXPLAINED = (ImportError, ValueError)
+"""Of transformers, with a sentence for people; others may say but the name of a key."""
 
 
 def build_model(
@@ -117,16 +121,46 @@ def make_without_values(
             model: PreTrainedModel = _auto_class(scores).from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
-    except (ImportError, ValueError) as error:
+    except (HfdistError, MemoryError):
+        raise
+    except Exception as error:  # a config may hold anything
+        said = first_line(error)
         raise ConfigError(
-            f"transformers cannot make the model: {str(error).splitlines()[0]}",
+            f"transformers cannot make the model: {said if isinstance(error, _EXPLAINED) else repr(error)[:300]}",
             where="model.attention, model.config",
-            found=config.attention.value,
+            found=", of ".join([config.attention.value, *([f"{config.name}/config.json"] if config.name else [])]),
             hint="model.attention=auto",
         ) from error
     # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
     model.tie_weights()
     return model
+
+
+def try_adapter(config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig) -> None:
+    """Put an adapter into the model without values, in a process of its own, where patterns choose its layers.
+
+    A pattern may take time without end, as the sizes of a saved adapter may take memory. What else is wrong with it is
+    told when it is put into the model.
+
+    Raises:
+        ConfigError: it takes more than any adapter needs.
+    """
+    if adapter.path is None and adapter.target_pattern is None:
+        return
+
+    def put() -> None:
+        with torch.device("meta"):
+            model = make_without_values(config, architecture)
+            try:
+                add_adapter(model, adapter, config, seed=0, layout=_WHOLE)
+            except MemoryError:
+                raise
+            except Exception:  # told later
+                return
+
+    key = "adapter.target_pattern" if adapter.path is None else "adapter.path"
+    found = adapter.target_pattern if adapter.path is None else f"{adapter.path}/adapter_config.json"
+    do_apart(put, where=key, found=found)
 
 
 def _auto_class(scores: bool) -> Any:
@@ -145,6 +179,15 @@ def _draw(model: PreTrainedModel, trained: TrainableParameters, seed: int, layou
     return model
 
 
+@contextmanager
+def _naming_memory(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        what, hint = "there is not enough memory to read the model", "hfdist plan ... says what a run needs"
+        raise ResourceError(what, where="model.name", found=name, hint=hint) from error
+
+
 def _read(
     config: ModelConfig,
     architecture: PreTrainedConfig,
@@ -157,7 +200,7 @@ def _read(
     """Weights of a file."""
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
-    with reading_from_hub("model.name", config.name):
+    with reading_from_hub("model.name", config.name), _naming_memory(config.name):
         model, about = _auto_class(scores).from_pretrained(
             config.name,
             output_loading_info=True,

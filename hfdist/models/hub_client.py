@@ -99,7 +99,9 @@ def reading_from_hub(key: str, name: str) -> Iterator[None]:
     """Translate what transformers and huggingface_hub raise while they read `name`, given by config key `key`."""
     try:
         yield
-    except _FAILURES as error:
+    except (HfdistError, MemoryError):
+        raise
+    except Exception as error:  # on a file of unknown origin a library may raise anything
         raise _explained(_chain(error), key, name) from error
 
 
@@ -240,4 +242,7 @@ def _reason_of_other(error: BaseException) -> tuple[type[HfdistError], str, str 
     if "trust_remote_code" in str(error):
         hint = "a model type that transformers knows; model.trust_remote_code=true, once you have read that code"
         return ConfigError, "the repository brings Python code of its own, which is not run", hint
-    return ConfigError, f"cannot be read: {lines[0] if lines else type(error).__name__}", None
+    said = lines[0] if lines else ""
+    # Some say but the name of a key, or nothing.
+    said = said if isinstance(error, _FAILURES) and said else f"{type(error).__name__}: {said}".rstrip(": ")
+    return ConfigError, f"cannot be read: {said}", None

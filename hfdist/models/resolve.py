@@ -24,6 +24,7 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFou
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hfdist.apart import Limits, do_apart
 from hfdist.atomic_write import write_atomically
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, ResourceError
@@ -198,7 +199,7 @@ def _check_model(config: ModelConfig, names: set[str], folder: Path, found: str,
 
 
 def _shards(index: Path, found: str) -> list[str]:
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         if all(isinstance(shard, str) and "/" not in shard and "\\" not in shard for shard in shards):
             return shards
@@ -231,7 +232,7 @@ def _refuse_code(config_file: Path, found: str) -> None:
     try:
         values = json.loads(config_file.read_bytes())
         own_code, kind = "auto_map" in values, values.get("model_type")
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         # Told where it is read as a config.
         return
     if own_code and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -441,8 +442,16 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
         content.seek(max(0, status.st_size - _GGUF_SAMPLE_BYTES))
         digest.update(content.read(_GGUF_SAMPLE_BYTES))
     folder = cache_dir / "gguf" / f"{file.stem}-{digest.hexdigest()}"
+
+    def write(temporary: Path) -> None:
+        logger.info("converting %s to safetensors in float32, once", file)
+        # transformers does not read all of it: how spaces before digits are split, for one.
+        logger.info("its tokenizer is rebuilt; model.tokenizer.name=ID of the original takes the exact one")
+        limits = _limits_of_gguf(status.st_size)
+        do_apart(lambda: _write_gguf(file, temporary, key), where=key, found=file, limits=limits)
+
     try:
-        return make_once(folder, lambda temporary: _write_gguf(file, temporary, key))
+        return make_once(folder, write)
     except OSError as error:
         what, hint = f"the converted model cannot be written: {error.strerror or error}", "data.cache_dir=FOLDER"
         raise ResourceError(
@@ -450,10 +459,16 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
         ) from error
 
 
+def _limits_of_gguf(num_bytes: int) -> Limits:
+    """Of a file of two bits a parameter and more: 24 bytes of memory for each of its own, and CPU time as generous."""
+    return Limits(
+        cpu_seconds=120 + num_bytes // 10**6,
+        memory_bytes=4 * 2**30 + 32 * num_bytes,
+        wall_seconds=900 + num_bytes / 10**5,
+    )
+
+
 def _write_gguf(file: Path, folder: Path, key: str) -> None:
-    logger.info("converting %s to safetensors in float32, once", file)
-    # transformers does not read all of it: how spaces before digits are split, for one.
-    logger.info("its tokenizer is rebuilt; model.tokenizer.name=ID of the original takes the exact one")
     with reading_from_hub(key, str(file)):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         loaded: Any = AutoModelForCausalLM.from_pretrained(

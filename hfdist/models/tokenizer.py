@@ -7,10 +7,12 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hfdist.apart import do_apart
 from hfdist.config.model import ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
@@ -19,6 +21,7 @@ from hfdist.models.resolve import make_once, resolve_tokenizer
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
+_SAMPLE = "Words, 1234 numbers\n\tand\u00a0signs: {[(<|x|>)]}; \u00e4\u4e2d\U0001f600 " * 8
 
 
 def load_tokenizer(
@@ -38,8 +41,16 @@ def load_tokenizer(
     if config.tokenizer.name is None:
         return _trained(config.tokenizer, corpus_id=corpus_id, texts=texts, cache_dir=cache_dir)
     folder = resolve_tokenizer(config, cache_dir=cache_dir).name
-    with reading_from_hub("model.tokenizer.name", config.tokenizer.name):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+
+    def load() -> PreTrainedTokenizerBase:
+        with reading_from_hub("model.tokenizer.name", str(config.tokenizer.name)):
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            # Its class may be another one, where its files do not say which.
+            return _checked(tokenizer)
+
+    if not config.trust_remote_code:
+        do_apart(lambda: load()(_SAMPLE), where="model.tokenizer.name", found=folder)
+    tokenizer = load()
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end-of-text token, which separates documents",
@@ -48,6 +59,12 @@ def load_tokenizer(
             hint="set `eos_token` in its tokenizer_config.json",
         )
     return tokenizer
+
+
+def _checked(tokenizer: Any) -> PreTrainedTokenizerBase:
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and isinstance(tokenizer.eos_token_id, int | None):
+        return tokenizer
+    raise ValueError("its files make no tokenizer")
 
 
 def _trained(

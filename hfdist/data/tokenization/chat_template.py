@@ -26,6 +26,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from hfdist.apart import do_apart
 from hfdist.config.data import ChatConfig
 from hfdist.errors import ConfigError, first_line
 
@@ -43,6 +44,10 @@ _FIXED_DAY = (
     + "".join(f" | replace('%{letter}', '{_DAY.strftime('%' + letter)}')" for letter in _DIRECTIVES)
     + " }}{%- endmacro -%}"
 )
+
+
+_TRIED = set[str]()
+"""What has rendered a conversation within limits, in this process or one that has forked it."""
 
 
 class RefusedError(Exception):
@@ -75,6 +80,12 @@ class ChatTemplate:
         self.arguments = {**tokenizer.special_tokens_map, **config.template_arguments}
         self._takes_text = False
         self._contents: list[Message] = []
+        asked = json.dumps([self._given, tokenizer.chat_template, self.arguments], default=str)
+        if asked not in _TRIED:
+            # A template may loop without end.
+            do_apart(self._probe_calls, where="data.chat.template", found=config.template or
+                     f"that of {tokenizer.name_or_path}")  # fmt: skip
+            _TRIED.add(asked)
         self._probe_calls()
 
     def source(self, tools: Tools) -> str:

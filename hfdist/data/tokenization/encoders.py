@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from hfdist.apart import do_apart
 from hfdist.config.data import ChatConfig, SourceConfig, SourceKind, TrainOn
 from hfdist.data import marks
 from hfdist.data.cache import digest_of
@@ -139,6 +140,14 @@ _OURS = re.compile(f"{MARKS.pattern}|{_QUOTES.pattern}")
 _LEAF_KEYS_KEPT = ("role", "type")
 
 
+_MOST_TRIED = 16
+"""Shards whose first example is."""
+
+
+def _has_examples(shard: Shard) -> bool:
+    return shard.gives_examples and not hasattr(shard, "token_columns")
+
+
 class Encoders:
     """Makes tokens of documents and of examples; the tokenizer must have an end-of-text token."""
 
@@ -169,16 +178,22 @@ class Encoders:
         return self._examples_digest if examples else self._text_digest
 
     def check(self, shards: Sequence[tuple[str, Shard]]) -> None:
-        """Try the first example, to find a tokenizer that cannot encode it before anything is built.
+        """Try some examples, to find a tokenizer or a template that cannot encode them before anything is built.
 
-        ConfigError: see `encode_examples`.
+        ConfigError: see `encode_examples`, or a template takes time or memory without end.
         """
-        for _, shard in shards:
-            if shard.gives_examples and not hasattr(shard, "token_columns"):
-                (text,) = shard.read([0])
-                if isinstance(text, str):
-                    self.encode(shard, [0], [text])
-                return
+        first = [
+            (shard, text)
+            for _, shard in [pair for pair in shards if _has_examples(pair[1])][:_MOST_TRIED]
+            for text in shard.read([0])
+            if isinstance(text, str)
+        ]
+        if first:
+            found = self._chat.template or f"that of {self._tokenizer.name_or_path}"
+            do_apart(
+                lambda: [self.encode(shard, [0], [text]) for shard, text in first],
+                where="data.chat.template", found=found,
+            )  # fmt: skip
 
     def encode(self, shard: Shard, rows: Sequence[int], texts: Sequence[str]) -> list[Tokens | BadRow]:
         """Give the tokens of some rows of a shard; of an example, complements where a token is no target.

@@ -53,6 +53,7 @@ from hfdist.islands.parameter_store import find_slots
 from hfdist.models import TrainableParameters, build_model, check_weights, find_architecture, fit_vocabulary
 from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
+from hfdist.models.build import try_adapter
 from hfdist.models.float8 import use_float8
 from hfdist.models.loss import choose_loss
 from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
@@ -175,6 +176,7 @@ class Run:
         self.architecture = find_architecture(
             start.model, sequence_length=self.config.data.sequence_length, scores=self._scores
         )
+        try_adapter(start.model, self.architecture, self.config.adapter)
         if self.config.task.reward_model is not None:
             check_reward_model(self.config.task.reward_model)
 
