@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -321,6 +321,21 @@ class Engine:
         """Give the shape that a parameter of `model` has in the whole model."""
         shape = tuple(parameter.shape)
         return shape if self._parts is None else self._parts.whole_shape(self.model, parameter, shape)
+
+    @contextmanager
+    def showing_whole_shapes(self) -> Iterator[None]:
+        """Meanwhile, parameters of which this rank has a part have the shape of the whole, and no memory for values."""
+        hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for parameter in self.model.parameters():
+            shape = self.whole_shape(parameter)
+            if shape != tuple(parameter.shape):
+                hidden.append((parameter, parameter.data))
+                parameter.data = parameter.new_empty(1).expand(shape)
+        try:
+            yield
+        finally:
+            for parameter, own in hidden:
+                parameter.data = own
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too.

@@ -24,17 +24,11 @@ from hfdist.open_files import raise_limit
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.model_files import has_adapter
+from hfdist.trainer.hooks import OURS, check_hooks, owner_of
 from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.step.lean_step import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
-from hfdist.trainer.trl_trainers import (
-    MIXIN,
-    check_trl_arguments,
-    owner_of_loss,
-    sums_over_targets,
-    trains_causal_lm,
-    with_adapter,
-)
+from hfdist.trainer.trl_trainers import check_trl_arguments, sums_over_targets, trains_causal_lm, with_adapter
 
 _REFUSED = {
     "save_only_model": (
@@ -56,12 +50,13 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     with the engine's model. A ConfigError says what does not go with the layout.
     """
     _check_arguments(arguments.get("args"), strategy)
+    check_hooks(kind, strategy.topology)
     if strategy.topology.pipeline > 1 and not sums_over_targets(kind):
         raise ConfigError(
             "a pipeline ends the model's forward on all stages but the last, so what this class does after it may "
             "wait for the other ranks for ever",
             where=f"{kind.__name__}.compute_loss",
-            found=f"that of {owner_of_loss(kind).__name__}",
+            found=f"that of {owner_of(kind, 'compute_loss').__name__}",
             hint="compute_loss_func=..., or a strategy without a pipeline, such as zero3",
         )
     if strategy.topology.context > 1:
@@ -70,7 +65,7 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
         raise ConfigError(
             "this class gathers what all ranks have computed, and the ranks of a tensor group compute the same",
             where=f"{kind.__name__}.compute_loss",
-            found=f"that of {owner_of_loss(kind).__name__}",
+            found=f"that of {owner_of(kind, 'compute_loss').__name__}",
             hint="compute_loss_func=..., or strategy.tensor=1 with strategy=fsdp2",
         )
     # A recipe has done both already; from Python nobody else would.
@@ -115,8 +110,8 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
 def _check_loss_of_parts(kind: type, arguments: dict[str, Any]) -> None:
     """Refuse what must see whole sequences beside the model: each rank of a context group has a part."""
     args = arguments.get("args")
-    if owner_of_loss(kind) is not transformers.Trainer:
-        where, found = f"{kind.__name__}.compute_loss", f"that of {owner_of_loss(kind).__name__}"
+    if owner_of(kind, "compute_loss") is not transformers.Trainer:
+        where, found = f"{kind.__name__}.compute_loss", f"that of {owner_of(kind, 'compute_loss').__name__}"
     else:
         values = {"compute_loss_func": arguments.get("compute_loss_func")}
         names = ("label_smoothing_factor", "neftune_noise_alpha")
@@ -146,10 +141,10 @@ def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     A ConfigError says that its constructor only passes on what it is given.
     """
-    classes = list(kind.__mro__)
-    last_own = max(place for place, owner in enumerate(classes) if owner.__module__ == MIXIN)
-    for owner in classes[last_own + 1 :]:
-        if "__init__" not in vars(owner):
+    classes = kind.__mro__
+    first_own = next(place for place, owner in enumerate(classes) if owner.__module__ in OURS)
+    for owner in classes[first_own:]:
+        if owner.__module__ in OURS or "__init__" not in vars(owner):
             continue
         signature = inspect.signature(vars(owner)["__init__"])
         own = [p for p in list(signature.parameters.values())[1:] if p.kind is not Parameter.VAR_KEYWORD]

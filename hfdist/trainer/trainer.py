@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,35 +21,36 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from hfdist.checkpoint import Keep, Replicas, restore_random_state
-from hfdist.collectives import gather_json, on_rank_zero
+from hfdist.checkpoint import Keep, Replicas
+from hfdist.collectives import gather_json
 from hfdist.config.islands import IslandsConfig
-from hfdist.data import TokenStream
+from hfdist.data import HeldOutSources, TokenStream
 from hfdist.errors import ConfigError, DataError
-from hfdist.models.flops import flops_per_token
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import uses_all_parameters
 from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss, leave_out_router_loss
-from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
+from hfdist.strategies.base import Batch, Engine, Strategy
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer, drop_old, intervals_of
 from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine, check_has_logits
-from hfdist.trainer.evaluation.loop import Evaluator, Measure, sharded_batches
+from hfdist.trainer.engine_trainer import EngineTrainer
+from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
+from hfdist.trainer.hooks import owner_of
 from hfdist.trainer.islands import Island, ServerOptimizer, make_island
 from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep
-from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens, num_losses
+from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.router_loss import RouterLoss
-from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
+from hfdist.trainer.step.sharded_dataloader import Dealing, dealing, without_targets
 from hfdist.watch.callback import watches_among
 
 if TYPE_CHECKING:
-    # For mypy: the class after the mixin is a Trainer.
-    _Trainer = transformers.Trainer
+    # For mypy: the classes after the mixin are Trainers, and end in this one.
+    _Trainer = EngineTrainer
 else:
     _Trainer = object
 
@@ -95,6 +97,12 @@ class DistributedTrainerMixin(_Trainer):
         options: what the run of a recipe needs in addition.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not issubclass(cls, EngineTrainer):
+            # Under all classes that it is mixed into, so that their overrides come first and `super()` ends here.
+            cls.__bases__ = (*(base for base in cls.__bases__ if base is not transformers.Trainer), EngineTrainer)
+
     def __init__(
         self, *args: Any, strategy: Strategy | None = None, options: RunOptions | None = None, **kwargs: Any
     ) -> None:
@@ -111,7 +119,11 @@ class DistributedTrainerMixin(_Trainer):
         self.num_targets: Any = None
         """Of the step that is under way, over all ranks; None: they are not counted."""
         self._predicts = False
-        """Whether an evaluation loop must keep the outputs of the model."""
+        self._steps_run = set()
+        self._num_read = 0
+        """Batches of this pass over the data."""
+        self._evaluated: Any = None
+        """The data of the last evaluation."""
         model_init: Any = None
         has_new_adapter = False
         if strategy is not None:
@@ -168,24 +180,6 @@ class DistributedTrainerMixin(_Trainer):
         """The training data, if they are hfdist's own stream."""
         return self.train_dataset if isinstance(self.train_dataset, TokenStream) else None
 
-    @property
-    def _sums_targets(self) -> bool:
-        """Whether the loss is a sum over all targets of the global batch, divided by their number; not another mean."""
-        return trl_trainers.sums_over_targets(type(self))
-
-    def find_convention(self, batch: Any, forward: Forward | None = None) -> Convention:
-        """Find out, once, what the loss of batches like this one counts. A collective.
-
-        `forward` runs the model in evaluation mode; None: no evaluation is running, so this method makes it.
-        """
-        found = self.weighted_loss.convention
-        if found is None:
-            with Evaluator(self).forwards() if forward is None else nullcontext(forward) as run:
-                found = self.weighted_loss.convention = self.weighted_loss.find_convention(batch, run)
-            # `compute_loss` returns this micro batch's share of the loss, whether or not the model itself divides.
-            self.loss_is_scaled_for_ga = True
-        return found
-
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and change what does not fit the strategy."""
         super().create_accelerator_and_postprocess()
@@ -196,14 +190,9 @@ class DistributedTrainerMixin(_Trainer):
         """Whether each step's loss is known to need all parameters; False if the arguments decide it."""
         is_ddp = self.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         is_open = is_ddp and self.args.ddp_find_unused_parameters is None and not self._engine.reduces_gradients
-        if not is_open or trl_trainers.owner_of_loss(type(self)) is not transformers.Trainer:
+        if not is_open or owner_of(type(self), "compute_loss") is not transformers.Trainer:
             return False
         return isinstance(self.model, PreTrainedModel) and uses_all_parameters(self.model)
-
-    @property
-    def _engine(self) -> Engine:
-        assert self.engine is not None
-        return self.engine
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; each model gets its own engine."""
@@ -216,10 +205,11 @@ class DistributedTrainerMixin(_Trainer):
         return self.engine.model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Weight decay on matrices only."""
+        """As the class's own; it sees parameters in the shape that they have in the whole model."""
         if self.engine is None:
             return super().get_decay_parameter_names(model)
-        return [name for name, p in model.named_parameters() if len(self.engine.whole_shape(p)) >= 2]
+        with self.engine.showing_whole_shapes():
+            return super().get_decay_parameter_names(model)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; ConfigError: no rank has whole logits."""
@@ -231,20 +221,29 @@ class DistributedTrainerMixin(_Trainer):
         finally:
             self._predicts = False
 
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Give the sequences of a step over all data ranks; the ranks of a model replica read the same sequences."""
-        if self.strategy is None:
-            return super().get_total_train_batch_size(args)
-        return self.strategy.batch.global_batch_size
-
     def get_train_dataloader(self) -> Any:
         """A token stream reads this rank's share by itself: accelerate must not shard it again."""
         if self.strategy is not None and self.token_stream is not None:
             return self.token_stream.loader(batch_size=self.args.per_device_train_batch_size)
-        if self.strategy is None or not self._sums_targets:
+        with self._dealing(self.args.gradient_accumulation_steps, is_training=True):
             return super().get_train_dataloader()
-        with sharding_each_once(self.accelerator, self.strategy.topology, self.weighted_loss.label_names):
-            return super().get_train_dataloader()
+
+    @contextmanager
+    def _dealing(self, num_microbatches: int, *, is_training: bool) -> Iterator[None]:
+        """Meanwhile, loaders that the class prepares give each data rank its share of the rows."""
+        if self.strategy is None:
+            yield
+            return
+        args = self.args
+        how = Dealing(
+            topology=self.strategy.topology,
+            num_microbatches=num_microbatches,
+            label_names=self.weighted_loss.label_names if self._sums_targets else None,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            is_training=is_training,
+        )
+        with dealing(self.accelerator, how):
+            yield
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: Any, trial: Any
@@ -271,8 +270,7 @@ class DistributedTrainerMixin(_Trainer):
         self._optimizers.begin(self.engine)
         # Behind DeepSpeed's hooks, which wrap what a module gives.
         self.router_loss.begin(self.engine.model)
-        inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
-        self._lean_step = LeanStep.make(self, self.model_wrapped, inherited)
+        self._lean_step = LeanStep.make(self, self.model_wrapped, super().compute_loss)
         self.checkpointer.begin()
         if self.options.objective is not None:
             self.options.objective.begin(self)
@@ -318,16 +316,6 @@ class DistributedTrainerMixin(_Trainer):
 
     # ---- the step ----
 
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Let the engine run forward and backward of one micro batch."""
-        if self.engine is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        # Of a pipeline only its last stage gathers, for which its loss sees.
-        group = self.engine.loss_group if self.engine.runs_whole_model else None
-        hooks = self.hooks(model)
-        with gathering(self.accelerator, group), self.router_loss.training(hooks):
-            return self.engine.forward_backward(inputs, num_items_in_batch, hooks)
-
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -365,47 +353,21 @@ class DistributedTrainerMixin(_Trainer):
         # Gradients are averaged over the processes, and items are counted over all of them.
         return objective.loss(model, inputs) / num_items_in_batch * num_losses(self)
 
-    def hooks(self, model: nn.Module) -> TrainerHooks:
-        """Give the functions of this Trainer that an engine may call, for the model as accelerate prepared it."""
-        step = super().training_step if self._lean_step is None else self._lean_step.training_step
-        return TrainerHooks(
-            model=model, training_step=step, loss=self.weighted_loss.of, router_loss=self.router_loss.take
-        )
-
-    def get_tp_size(self) -> int:
-        """Give the number of ranks that compute the same loss together: a loss is counted once for each such group."""
-        return super().get_tp_size() if self.strategy is None else self.strategy.topology.tensor
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
-        num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
-        if self.engine is None or not self._sums_targets or not batch_samples:
-            num_items = super()._get_num_items_in_batch(batch_samples, device)
-            # The original knows of tensor ranks.
-            num_alike //= self.get_tp_size()
-            return num_items if num_items is None or num_alike == 1 else num_items // num_alike
-        convention = self.find_convention(batch_samples[0])
-        # A number of rows may be on the CPU, a number of targets on the device.
-        num_items = torch.stack([convention.weight(batch).to(device) for batch in batch_samples]).sum()
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            num_items = self.accelerator.gather(num_items).sum() // num_alike
-        return num_items
-
-    def _defer_fsdp_gradient_reduction(self) -> Any:
-        return super()._defer_fsdp_gradient_reduction() if self.engine is None else self.engine.accumulating()
-
-    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        if self.engine is None:
-            super()._sync_replicated_trainable_parameters(model)
-
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         if self.engine is not None and is_over:
             # The run is resumed at its last step: an endless stream would give one more step.
             self.control.should_training_stop = True
             return
+        self._num_read = 0
         with nullcontext() if self._lean_step is None else self._lean_step.shortcuts():
             super()._run_epoch(*args, **kwargs)
+        is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"] > 0
+        if self.engine is not None and self._num_read == 0 and not is_resumed:
+            what = f"a pass over the training data gave no step, after step {self.state.global_step}"
+            found = "no batch of rows"
+            hint = "data whose __iter__ begins anew at each call; or max_steps that one pass has rows for"
+            raise DataError(what, where="train_dataset", found=found, hint=hint)
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
@@ -429,6 +391,11 @@ class DistributedTrainerMixin(_Trainer):
         samples, num_items = read()
         if self.engine is None or self.strategy is None:
             return samples, num_items
+        if 0 < len(samples) < num_batches:
+            # A loader of the class's own that has no length ends within a step, which this ends, too.
+            fill = [without_targets(samples[0], self.weighted_loss.label_names)] if self._sums_targets else samples
+            samples = list(islice(chain(samples, cycle(fill)), num_batches))
+        self._num_read += len(samples)
         stream = self.token_stream
         if stream is not None and stream.may_lack_targets:
             # All ranks decide the same, because targets are counted over all ranks.
@@ -443,6 +410,10 @@ class DistributedTrainerMixin(_Trainer):
                     self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
                     return [], num_items
                 samples, num_items = read()
+        if not samples:
+            # The pass is over; the original would ask once for each step that is left.
+            self.control.should_epoch_stop = True
+            return samples, num_items
         if self.options.objective is not None:
             samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
             num_items = self._get_num_items_in_batch(samples, device)
@@ -454,20 +425,6 @@ class DistributedTrainerMixin(_Trainer):
         self._guard.begin_step()
         return samples, num_items
 
-    def floating_point_ops(self, inputs: Batch) -> int:
-        """Use the documented formula, with parameters counted once; the original counts them at every micro batch."""
-        num_tokens = num_input_tokens(inputs)
-        if self.engine is None or not isinstance(self.model, PreTrainedModel) or num_tokens == 0:
-            return super().floating_point_ops(inputs)
-        return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * num_tokens)
-
-    def _flops_per_token(self, sequence_length: int) -> float:
-        return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        default = partial(super()._clip_grad_norm, model) if self._lean_step is None else self._lean_step.clip_grad_norm
-        return default() if self.engine is None else self.engine.clip_grad_norm(self.args.max_grad_norm, default)
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The last hook before the optimizer's step."""
         if self.engine is None:
@@ -475,6 +432,7 @@ class DistributedTrainerMixin(_Trainer):
         if grad_norm is None:
             grad_norm = self.engine.clip_grad_norm(0.0, partial(super()._get_grad_norm, model))
         grad_norm = super()._get_grad_norm(model, grad_norm)
+        self._check_step()
         self._guard.judge(grad_norm)
         return grad_norm
 
@@ -529,76 +487,34 @@ class DistributedTrainerMixin(_Trainer):
     # ---- evaluation ----
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Shard the held-out items over the data ranks, with equally many batches on each."""
-        if self.strategy is None or self.compute_metrics is not None or not self._sums_targets:
+        """As the class's own; rows are dealt to the data ranks, with equally many batches on each."""
+        if self.strategy is None or self._evaluates_as_original:
             return super().get_eval_dataloader(eval_dataset)
         own: Any = self.eval_dataset
         if eval_dataset is not None:
             own = own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        if own is None:
+        if own is None and owner_of(type(self), "get_eval_dataloader") is transformers.Trainer:
             hint = "evaluate(eval_dataset), or eval_dataset=... for the trainer"
             raise ConfigError("there is nothing to evaluate on", where="eval_dataset", found="None", hint=hint)
-        collate = self._get_collator_with_removed_columns(self.data_collator, description="evaluation")
-        return sharded_batches(
-            own,
-            topology=self.strategy.topology,
-            micro_batch_size=self.args.per_device_eval_batch_size,
-            collator=CountingCollator(collate, self.weighted_loss.label_names),
-        )
+        if not isinstance(eval_dataset, str) and own is not self._evaluated:
+            # The original would give the loader of persistent workers again, whatever its data.
+            vars(self).get("_eval_dataloaders", {}).pop("eval", None)
+            self._evaluated = own
+        with self._dealing(1, is_training=False):
+            if isinstance(own, HeldOutSources):
+                size = self.args.eval_batch_size
+                return {name: self._get_dataloader(part, "Evaluation", size) for name, part in own.parts.items()}
+            return super().get_eval_dataloader(eval_dataset)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Give the mean loss of all held-out tokens; it does not depend on the batch size or the number of ranks."""
+        """As the class's own, on the weights that are to be used."""
         if self.engine is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         with self._optimizers.evaluating(self.engine):
-            if self.compute_metrics is not None or not self._sums_targets or self._predicts:
-                output = super().evaluation_loop(dataloader, *args, **kwargs)
-            else:
-                output = Evaluator(self)(dataloader, kwargs.get("metric_key_prefix", "eval"))
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
         # For the line that follows.
         self._share_sft_metrics()
         return output
-
-    # ---- saving and resuming ----
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.engine is None:
-            super()._save_checkpoint(model, trial)
-            return
-        with self.throughput.paused():
-            folder = self.checkpointer.save()
-            if self.args.push_to_hub or self.checkpointer.is_awaited():
-                self.checkpointer.wait()
-            if self.args.push_to_hub:
-                on_rank_zero(partial(self._push_from_checkpoint, str(folder)))
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
-        if self.engine is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        with self._optimizers.evaluating(self.engine):
-            self.checkpointer.export(Path(str(output_dir or self.args.output_dir)))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # With an engine, weights are read together with the optimizer's state, once both exist.
-        if self.engine is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if self.engine is None:
-            super()._load_best_model()
-        else:
-            self.checkpointer.restore_best()
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Called after the finished batches of an epoch are skipped, because skipping draws random numbers."""
-        if self.engine is None:
-            super()._load_rng_state(checkpoint)
-        elif checkpoint is not None:
-            restore_random_state(Path(checkpoint))
 
 
 class Trainer(DistributedTrainerMixin, transformers.Trainer):

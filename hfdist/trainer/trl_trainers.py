@@ -25,12 +25,11 @@ from hfdist.models.adapter import wrap_model
 from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.base import Strategy
+from hfdist.trainer.hooks import is_of_trl, overrides, owner_of
 from hfdist.trainer.step.loss import Convention
 
 logger = logging.getLogger(__name__)
 
-MIXIN = "hfdist.trainer.trainer"
-"""Module of `DistributedTrainerMixin`, whose own part in the loss is done on any stage."""
 _SFT = "trl.trainer.sft_trainer.SFTTrainer"
 _OF_CAUSAL_LMS = ("SFTTrainer", "DPOTrainer", "KTOTrainer")
 _DEPENDENT = {
@@ -49,26 +48,25 @@ SFT_CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
 """What the loss of SFTTrainer counts, whatever the model's forward takes."""
 
 
-def owner_of_loss(kind: type) -> type:
-    """The class that computes the loss, but for the mixin."""
-    owners = [owner for owner in kind.__mro__ if "compute_loss" in vars(owner)]
-    return next(owner for owner in owners if owner.__module__ != MIXIN)
-
-
 def is_sft(kind: type) -> bool:
     """Whether the loss is that of TRL's SFTTrainer."""
-    owner = owner_of_loss(kind)
+    owner = owner_of(kind, "compute_loss")
     return f"{owner.__module__}.{owner.__qualname__}" == _SFT
 
 
 def sums_over_targets(kind: type) -> bool:
     """Whether the loss is known to be the sum of token losses over the number of targets."""
-    return owner_of_loss(kind) is transformers.Trainer or is_sft(kind)
+    return owner_of(kind, "compute_loss") is transformers.Trainer or is_sft(kind)
+
+
+def is_plain_prediction(kind: type) -> bool:
+    """Whether an evaluation's step is known to give the loss of `compute_loss` and nothing else that counts."""
+    return not overrides(kind, "prediction_step")
 
 
 def trains_causal_lm(kind: type) -> bool:
     """Whether a name given as the model is known to mean a causal language model."""
-    return any(_is_of_trl(owner) and owner.__name__ in _OF_CAUSAL_LMS for owner in kind.__mro__)
+    return any(is_of_trl(owner) and owner.__name__ in _OF_CAUSAL_LMS for owner in kind.__mro__)
 
 
 def check_trl_arguments(kind: type, arguments: dict[str, Any], strategy: Strategy) -> None:
@@ -83,6 +81,10 @@ def check_trl_arguments(kind: type, arguments: dict[str, Any], strategy: Strateg
         _check_sft_in_pipeline(arguments, strategy)
     if getattr(arguments["args"], "precompute_ref_log_probs", False) and strategy.topology.world_size > 1:
         _check_is_on_disk(arguments)
+    if getattr(arguments["args"], "use_adaptive_entropy", False):
+        what = "a run that goes on from a checkpoint would begin again with the first coefficient of the entropy"
+        hint = "use_adaptive_entropy=False, with entropy_coef"
+        raise ConfigError(what, where="args.use_adaptive_entropy", found="True", allowed="False", hint=hint)
     name = _name_of_trl(kind)
     if name in _DEPENDENT and strategy.topology.rank == 0:
         logger.warning("%s: %s, so its numbers depend on the layout", name, _DEPENDENT[name])
@@ -165,11 +167,7 @@ def _check_head(model: Any) -> None:
 
 def _name_of_trl(kind: type) -> str:
     """The name of the first class of TRL's in its order of methods; empty: there is none."""
-    return next((owner.__name__ for owner in kind.__mro__ if _is_of_trl(owner)), "")
-
-
-def _is_of_trl(owner: type) -> bool:
-    return owner.__module__.partition(".")[0] == "trl"
+    return next((owner.__name__ for owner in kind.__mro__ if is_of_trl(owner)), "")
 
 
 def _check_is_on_disk(arguments: dict[str, Any]) -> None:

@@ -1,12 +1,17 @@
 """What a loss counts; rows of a user's dataset are sharded over data ranks, each once, and padding has no targets."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from transformers import default_data_collator
 
 from hfdist.topology import Degrees, Topology
+from hfdist.trainer.step.global_batches import GlobalBatches, Share, fingerprint
 from hfdist.trainer.step.loss import Convention
+from hfdist.trainer.step.same_draws import SameOrder
 from hfdist.trainer.step.sharded_dataloader import Blank, CountedRows, CountingCollator, ShardedBatches
 
 LABELS = torch.tensor([[1, 2, -100, 4], [-100, -100, 5, 6]])
@@ -87,3 +92,84 @@ def test_labels_of_any_kind_can_be_none():
     batch = CountingCollator(default_data_collator, LABEL_NAMES)(rows.__getitems__([0, Blank(1)]))
     assert batch["labels"].isnan().tolist() == [False, True], "a number may be -100"
     assert batch["start_positions"].tolist() == [2, -100]
+
+
+class Shuffled(IterableDataset):
+    """Rows in an order that it draws as users do, from generators that all share."""
+
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __iter__(self):
+        worker = get_worker_info()
+        mine = range(self.num_rows) if worker is None else range(worker.id, self.num_rows, worker.num_workers)
+        rows = random.sample(list(mine), len(mine))
+        for row in rows:
+            yield rows[0] * 0 + row + int(np.random.rand() * 0) + int(torch.rand(()) * 0)
+
+
+def micro_batches(num_rows, micro_batch_size, num_microbatches, num_ranks, *, again=False, num_workers=0, epoch=0):
+    """Give the micro batches of each rank, as lists of rows and of rows that only fill up."""
+    found = []
+    for rank in range(num_ranks):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        counted = None if again else lambda rows: [row if counts else -1 for row, counts in rows]
+        sizes = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
+        share = Share(counted, list, **sizes, rank=rank, num_ranks=num_ranks)
+        rows = DataLoader(Shuffled(num_rows), batch_size=micro_batch_size)
+        batches = GlobalBatches(rows, share, seed=5, is_training=True, kept={"num_workers": num_workers})
+        batches.set_epoch(epoch)
+        before = torch.get_rng_state()
+        found.append(list(batches))
+        assert torch.equal(torch.get_rng_state(), before), "what training draws does not depend on the data"
+    return found
+
+
+def steps_of(ranks, num_microbatches):
+    """Give the rows of each step, over all ranks and micro batches, without what only fills up."""
+    assert len({len(own) for own in ranks}) == 1
+    assert len(ranks[0]) % num_microbatches == 0
+    firsts = range(0, len(ranks[0]), num_microbatches)
+    parts = [[own[first : first + num_microbatches] for own in ranks] for first in firsts]
+    return [[row for turn in zip(*part, strict=True) for own in turn for row in own if row >= 0] for part in parts]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_step_has_the_same_rows_of_an_iterable_in_every_layout(num_workers):
+    expected = steps_of(micro_batches(11, 8, 1, 1, num_workers=num_workers), 1)
+    assert sorted(row for step in expected for row in step) == list(range(11))
+    for sizes in [(2, 2, 2), (1, 8, 1), (4, 1, 2)]:
+        assert steps_of(micro_batches(11, *sizes, num_workers=num_workers), sizes[1]) == expected
+    assert steps_of(micro_batches(11, 8, 1, 1, num_workers=num_workers, epoch=1), 1) != expected
+
+
+def test_losses_that_are_no_sums_read_rows_again_and_never_give_a_part_of_a_step():
+    [whole], parts = micro_batches(5, 4, 1, 1, again=True), micro_batches(5, 1, 2, 2, again=True)
+    assert [len(rows) for rows in whole] == [4, 4]
+    assert steps_of(parts, 2) == whole
+
+
+def test_rows_are_told_apart_by_all_that_they_hold():
+    rows = [{"input_ids": torch.tensor([1, 2]), "text": "a"}, {"input_ids": np.array([1, 2]), "x": [1.0, True]}]
+    assert fingerprint(rows) == fingerprint([dict(row) for row in rows])
+    for number, name, value in ((0, "text", "b"), (1, "x", [1.0, False]), (0, "input_ids", torch.tensor([1, 3]))):
+        other = [dict(row) for row in rows]
+        other[number][name] = value
+        assert fingerprint(other) != fingerprint(rows)
+
+
+def test_an_order_that_a_sampler_draws_is_that_of_the_seed_and_the_epoch():
+    class Drawing(SequentialSampler):
+        def __iter__(self):
+            return iter(torch.randperm(len(self)).tolist())
+
+    orders = []
+    for seed, epoch, drawn in ((1, 0, 0), (1, 0, 3), (1, 1, 3), (2, 0, 3)):
+        torch.rand(drawn)
+        sampler = SameOrder(Drawing(range(20)), seed)
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[1]
+    # A seed more is an epoch more, as with accelerate's sampler.
+    assert orders[2] == orders[3] != orders[0]

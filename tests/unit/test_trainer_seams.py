@@ -28,16 +28,18 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 from transformers.integrations import integration_utils
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils.output_capturing import OutputRecorder
 
 from hfdist.checkpoint.save_plan import MAX_MODEL_FILE_BYTES
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
 from hfdist.strategies.tensor.plan import _PARTIAL
+from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.reporting.trackers import Trackers
 from hfdist.trainer.trainer import DistributedTrainerMixin
 
 HOOKS = {
-    "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_num_items_in_batch",
+    "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_num_items_in_batch", "_get_train_sampler",
     "_init_training_state", "_load_best_model", "_load_from_checkpoint", "_load_rng_state",
     "_maybe_log_save_evaluate", "_prepare_for_training", "_run_epoch", "_save_checkpoint",
     "_sync_replicated_trainable_parameters", "_defer_fsdp_gradient_reduction", "call_model_init", "compute_loss",
@@ -51,16 +53,19 @@ def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize("name", sorted(HOOKS))
-def test_an_override_takes_what_the_trainers_hook_takes(name):
-    ours, theirs = (parameters(getattr(kind, name)) for kind in (DistributedTrainerMixin, transformers.Trainer))
+OURS = (DistributedTrainerMixin, EngineTrainer)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in OURS for name in sorted(HOOKS & set(vars(kind)))])
+def test_an_override_takes_what_the_trainers_hook_takes(kind, name):
+    ours, theirs = (parameters(getattr(kind, name)) for kind in (kind, transformers.Trainer))
     if ours[-2:] == ["args", "kwargs"]:
         ours, theirs = ours[:-2], theirs[: len(ours) - 2]
     assert len(ours) == len(theirs) if name == "_init_training_state" else ours == theirs
 
 
-def test_every_override_of_the_mixin_is_a_hook():
-    own = {name for name, value in vars(DistributedTrainerMixin).items() if inspect.isfunction(value)}
+def test_every_override_is_a_hook():
+    own = {name for kind in OURS for name, value in vars(kind).items() if inspect.isfunction(value)}
     overrides = {name for name in own if hasattr(transformers.Trainer, name) and not name.startswith("__")}
     assert overrides - {"evaluation_loop"} == HOOKS
     # `Optimizers` takes its place on the Trainer itself.
@@ -81,6 +86,20 @@ def test_the_step_is_called_through_the_hooks():
     assert "self._save_checkpoint(" in inspect.getsource(transformers.Trainer._maybe_log_save_evaluate)
     for call in ("self._prepare_for_training(", "self._finalize_training("):
         assert call in inspect.getsource(transformers.Trainer._inner_training_loop)
+
+
+def test_loaders_are_made_where_they_are_dealt():
+    source = inspect.getsource(transformers.Trainer._get_dataloader)
+    assert "self.accelerator.prepare(DataLoader(dataset, **dataloader_params))" in source
+    assert parameters(transformers.Trainer._get_dataloader)[:4] == ["self", "dataset", "description", "batch_size"]
+    assert "self._eval_dataloaders[dataloader_key]" in source
+    # The pass that a resume begins in is told by these; and an empty one ends at this flag.
+    assert {"epoch", "epochs_trained", "steps_trained_in_current_epoch"} <= set(
+        parameters(transformers.Trainer._run_epoch)
+    )
+    assert "self.control.should_epoch_stop" in inspect.getsource(transformers.Trainer._run_epoch)
+    sampler = LengthGroupedSampler(3, lengths=[4, 2, 1])
+    assert (sampler.batch_size, sampler.generator) == (3, None)
 
 
 def test_private_names_elsewhere():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,6 +40,7 @@ from hfdist.errors import CheckpointError, HfdistError
 from hfdist.models.names.hub_names import HubNames, find_hub_names
 from hfdist.models.quantize import packed_shapes
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
+from hfdist.trainer.hooks import overrides
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ TRAINER_STATE = "trainer_state.json"
 NUM_ENTRIES = 1000
 """Evaluations that a checkpoint holds at most, and other entries; metrics.jsonl has all of them."""
 
+_WRITTEN_ANYWAY = re.compile(r"(model|pytorch_model|adapter_model)\b.*|training_args\.bin")
+"""Names of weights, and of the original's pickle."""
 _SET_BY_SCHEDULES = ("lr", "betas", "momentum")
 
 
@@ -63,6 +67,8 @@ class Checkpointer:
         """None before the first training."""
         self._kept_step = -1
         """Of the last save or replica."""
+        self.asks_class = False
+        """Whether the class's `save_model` is called for what it adds to a checkpoint, which has the weights itself."""
         self._replica_figures: dict[str, float] = {}
         """For the next training line."""
 
@@ -133,8 +139,25 @@ class Checkpointer:
             on_rank_zero(lambda: rendered.update(read_files(self._write_model_files)))
             self._model_files = rendered
         path = self._path(trainer.state.global_step)
-        self._save(path, cursor, begin, self._model_files)
+        self._save(path, cursor, begin, self._added_files(path.name) | self._model_files)
         return path
+
+    def _added_files(self, name: str) -> dict[str, bytes]:
+        """Give what an overridden `save_model` writes beside the weights, which are written without it."""
+        files: dict[str, bytes] = {}
+        if overrides(type(self._trainer), "save_model"):
+
+            def write(folder: Path) -> None:
+                (folder / name).mkdir()
+                # As the original calls it.
+                self.asks_class = True
+                try:
+                    self._trainer.save_model(str(folder / name), _internal_call=True)
+                finally:
+                    self.asks_class = False
+
+            on_all_ranks(lambda: files.update(read_files(write, leave_out=_WRITTEN_ANYWAY)))
+        return {path.removeprefix(f"{name}/"): content for path, content in files.items()}
 
     def replicates_at(self, step: int) -> bool:
         """Whether a replica is due behind this step, beside those that saves leave. Any one rank may call it."""
@@ -278,9 +301,9 @@ class Checkpointer:
             raise
 
     def is_awaited(self) -> bool:
-        """Whether a callback of the user's own is told of each save, and so may open the folder at once."""
+        """Whether the user's own callback or class is told of each save, and so may open the folder at once."""
         kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
-        return any(
+        return overrides(type(self._trainer), "_save_checkpoint") or any(
             kind.on_save is not TrainerCallback.on_save
             and kind.__module__.split(".")[0] not in ("hfdist", "transformers")
             for kind in kinds

@@ -119,10 +119,14 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
-def read_files(write: Callable[[Path], None]) -> dict[str, bytes]:
-    """Give the contents of the files that `write` writes into a folder, by their paths in it."""
+def read_files(write: Callable[[Path], None], leave_out: re.Pattern[str] | None = None) -> dict[str, bytes]:
+    """Give the contents of the files that `write` writes into a folder, by their paths in it.
+
+    `leave_out`: a pattern of names that are not read; None: all are.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder)
         files = [path for path in folder.rglob("*") if path.is_file()]
+        files = [path for path in files if leave_out is None or not leave_out.fullmatch(path.name)]
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

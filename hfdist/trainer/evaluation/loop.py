@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import find_batch_size
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfdist.data import HeldOutSources
+from hfdist.collectives import gather_json
 from hfdist.errors import ConfigError
+from hfdist.models.routers import COUNTED
 from hfdist.strategies.base import Batch, Forward, Function
-from hfdist.topology import Topology
-from hfdist.trainer.step.sharded_dataloader import CountedRows, CountingCollator, ShardedBatches
 
 logger = logging.getLogger(__name__)
 
@@ -44,38 +43,20 @@ class Measure(Protocol):
         """Give figures by full names such as `eval_exact_match`; on all ranks the same. Called on all ranks."""
 
 
-def sharded_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, collator: CountingCollator) -> Any:
-    """Give this rank's DataLoader of a map-style dataset; for several held-out sources one each, by name.
-
-    All ranks have equally many batches, since ZeRO-3's forwards are collectives.
-    """
-
-    def load(part: Any) -> DataLoader[Any]:
-        if not hasattr(part, "__len__"):
-            what = "held-out data need a length: all ranks must run equally many batches"
-            hint = "a map-style dataset, such as list(dataset)"
-            raise ConfigError(what, where="eval_dataset", found=type(part).__name__, hint=hint)
-        batches = ShardedBatches(BatchSampler(SequentialSampler(part), micro_batch_size, drop_last=False), topology)
-        # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
-        own = torch.Generator()
-        return DataLoader(CountedRows(part), batch_sampler=batches, collate_fn=collator, generator=own)
-
-    if isinstance(dataset, HeldOutSources):
-        return {name: load(part) for name, part in dataset.parts.items()}
-    return load(dataset)
-
-
 class Evaluator:
     """Evaluates the model of a Trainer that has an engine."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._num_rows = 0
+        """That the data ranks have evaluated."""
 
     def __call__(self, batches: Any, prefix: str) -> EvalLoopOutput:
         """Measure the held-out loss, and whatever else the Trainer's options name. All ranks call it.
 
         Args:
-            batches: from `sharded_batches`.
+            batches: a loader, or anything that gives batches; for several held-out sources one each, by name. All ranks
+                have equally many batches, since ZeRO-3's forwards are collectives.
             prefix: of the figures' names.
         """
         loaders = batches if isinstance(batches, Mapping) else {"": batches}
@@ -86,8 +67,7 @@ class Evaluator:
                     for measure in self._trainer.options.measures:
                         figures |= measure(forward, prefix)
         nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
-        num_samples = sum(len(cast(Sized, loader.dataset)) for loader in loaders.values())
-        return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=num_samples)
+        return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=self._num_rows)
 
     @contextmanager
     def forwards(self, *, are_training: bool = False) -> Iterator[Forward]:
@@ -128,13 +108,13 @@ class Evaluator:
             yield forward
 
     def _loss_figures(
-        self, loaders: Mapping[str, DataLoader[Any]], forward: Forward, prefix: str
+        self, loaders: Mapping[str, Iterable[Any]], forward: Forward, prefix: str
     ) -> dict[str, float | int]:
         """Sum losses and targets over all batches of all ranks, each source by itself; no labels: no loss."""
         trainer = self._trainer
         # For each source: the sum of the losses, and the number of targets.
         sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=trainer.args.device)
-        is_labelled = True
+        is_labelled, num_rows = True, 0
         convention = trainer.weighted_loss.convention
         objective = trainer.options.objective
         if objective is not None and objective.evaluates_itself:
@@ -146,6 +126,7 @@ class Evaluator:
         for own, loader in zip(sums, loaders.values(), strict=True):
             trainer.callback_handler.eval_dataloader = loader
             for batch in loader:
+                num_rows += num_counted_rows(batch)
                 batch = batch if objective is None else objective.prepare(batch)
                 is_labelled = is_labelled and self._gives_loss(batch)
                 if is_labelled:
@@ -154,6 +135,8 @@ class Evaluator:
                         own += torch.stack([total, count.double()])
                 control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
                 trainer.control = control
+        num_alike = trainer.args.world_size // trainer.strategy.topology.data_size
+        self._num_rows = sum(gather_json(num_rows)) // num_alike
         if not is_labelled:
             logger.warning("eval_dataset has no %s, so there is no %s_loss", " and ".join(trainer.label_names), prefix)
             return {}
@@ -181,6 +164,12 @@ class Evaluator:
         if not names:
             return "labels" in batch or bool(batch.get("return_loss", self._trainer.can_return_loss))
         return all(batch.get(name) is not None for name in names)
+
+
+def num_counted_rows(batch: Any) -> int:
+    """Count the rows of a batch, but for those that only fill up."""
+    counted = batch.get(COUNTED) if isinstance(batch, Mapping) else None
+    return int(counted.any(-1).sum()) if counted is not None else find_batch_size(batch) or 0
 
 
 def describe_figures(figures: Mapping[str, float], prefix: str) -> str:

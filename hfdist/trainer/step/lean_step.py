@@ -8,7 +8,7 @@ is unusual, the original runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter, is_
 from types import ModuleType
@@ -46,14 +46,14 @@ class LeanStep:
     """Micro batches and clipping of one training; see `make`."""
 
     @classmethod
-    def make(cls, trainer: Any, model: nn.Module, inherited: Sequence[Callable[..., Any]]) -> LeanStep | None:
+    def make(cls, trainer: Any, model: nn.Module, compute_loss: Callable[..., Any]) -> LeanStep | None:
         """Make it where nothing is unusual, once the optimizer is ready; otherwise None.
 
-        `inherited`: `training_step`, `compute_loss` and `_clip_grad_norm` of the class after the mixin.
+        It takes the place of `transformers.Trainer`'s own `training_step` and `_clip_grad_norm`, where those of a class
+        end. `compute_loss`: of the class after the mixin.
         """
-        training_step, compute_loss, clip_grad_norm = inherited
         args, accelerator = trainer.args, trainer.accelerator
-        of_trainer = [training_step, clip_grad_norm, *(getattr(trainer, name) for name in _HOOKS)]
+        of_trainer = [getattr(trainer, name) for name in _HOOKS]
         of_accelerator = [accelerator.backward, accelerator.clip_grad_norm_]
         is_plain = (
             all(_is_untouched(method, transformers.trainer) for method in of_trainer)

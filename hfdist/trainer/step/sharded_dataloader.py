@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.routers import COUNTED
 from hfdist.topology import Topology
+from hfdist.trainer.step.global_batches import GlobalBatches, Share, as_it_is
 from hfdist.trainer.step.loss import NUM_ROWS, ignored_like
+from hfdist.trainer.step.same_draws import same_on_all_ranks
 
 _KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
          "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
@@ -85,17 +88,12 @@ class CountingCollator:
         """Give the batch, with as many rows."""
         blank = [not counts for _, counts in rows]
         batch = self._collate([row if counts else self._without_targets(row) for row, counts in rows])
-        if not any(blank):
-            return batch
-        if isinstance(batch.get("input_ids"), torch.Tensor):
-            # A padding row is a batch of its own.
-            batch = {**batch, COUNTED: torch.zeros_like(batch["input_ids"], dtype=torch.bool)}
-        if not any(name in batch for name in self._label_names):
-            return {**batch, NUM_ROWS: torch.tensor(len(rows) - sum(blank))}
-        for name in self._label_names:
+        # Once more, where it can be told which labels are of which row: some collators make them.
+        if all(blank):
+            return without_targets(batch, self._label_names)
+        for name in self._label_names if any(blank) else ():
             labels = batch.get(name)
             if isinstance(labels, torch.Tensor) and labels.ndim > 0 and len(labels) == len(rows):
-                # Once more: some collators make the labels, and others put all rows into one.
                 labels[blank] = ignored_like(labels[blank])
         return batch
 
@@ -105,6 +103,22 @@ class CountingCollator:
         return {name: _ignored(value) if name in self._label_names else value for name, value in row.items()}
 
 
+def without_targets(batch: Any, label_names: Collection[str]) -> Any:
+    """Give a batch of the same shape that a loss summed over targets does not see."""
+    if not isinstance(batch, Mapping):
+        return batch
+    changed: dict[str, Any] = {}
+    if isinstance(batch.get("input_ids"), torch.Tensor):
+        changed[COUNTED] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    if not any(name in batch for name in label_names):
+        changed[NUM_ROWS] = torch.tensor(0)
+    for name in label_names:
+        labels = batch.get(name)
+        if isinstance(labels, torch.Tensor) and labels.ndim > 0:
+            changed[name] = ignored_like(labels)
+    return {**batch, **changed}
+
+
 def _ignored(labels: Any) -> Any:
     """Only where collators may need it: single labels are told from their rows in the batch."""
     if isinstance(labels, torch.Tensor):
@@ -112,27 +126,70 @@ def _ignored(labels: Any) -> Any:
     return [IGNORED] * len(labels) if isinstance(labels, list) else labels
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """How rows are dealt to ranks and micro batches."""
+
+    topology: Topology
+    num_microbatches: int
+    """Of a data rank, in a step; 1 in an evaluation."""
+    label_names: Collection[str] | None
+    """What rows lose that fill up; None: the loss is no sum over targets, and rows are read again."""
+    seed: int
+    """Of the data."""
+    is_training: bool
+
+    def prepare(self, accelerator: Accelerator, loader: Any, before: Callable[[Any], Any]) -> Any:
+        """Give the loader of this rank; `before` is accelerate's own way, where this one does not apply."""
+        if not self.is_training and loader.generator is None:
+            # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
+            loader.generator = torch.Generator()
+        # Else it is the seed that torch has now, in a pipeline of each stage another.
+        accelerator.dataloader_config.data_seed = self.seed
+        kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+        if isinstance(loader.dataset, IterableDataset):
+            if loader.batch_size is None or accelerator.split_batches:
+                return before(loader)
+            share = Share(
+                None if self.label_names is None else CountingCollator(loader.collate_fn, self.label_names),
+                loader.collate_fn,
+                micro_batch_size=loader.batch_size,
+                num_microbatches=self.num_microbatches,
+                rank=self.topology.data_rank,
+                num_ranks=self.topology.data_size,
+            )
+            batches = GlobalBatches(loader, share, seed=self.seed, is_training=self.is_training, kept=kept)
+            whole: DataLoader[Any] = DataLoader(batches, batch_size=None, collate_fn=as_it_is)
+            return prepare_for_data_ranks(accelerator, whole, num_ranks=1, rank=0)
+        is_plain = isinstance(loader.batch_sampler, BatchSampler)
+        if is_plain:
+            is_seeded = accelerator.use_seedable_sampler
+            sampler = same_on_all_ranks(loader.batch_sampler.sampler, self.seed, is_seeded=is_seeded)
+            loader.batch_sampler.sampler = sampler
+        if self.topology.data_size == 1 or self.label_names is None or accelerator.split_batches or not is_plain:
+            return before(loader)
+        sharded: DataLoader[Any] = DataLoader(
+            CountedRows(loader.dataset),
+            batch_sampler=ShardedBatches(loader.batch_sampler, self.topology),
+            collate_fn=CountingCollator(loader.collate_fn, self.label_names),
+            **kept,
+        )
+        return prepare_for_data_ranks(accelerator, sharded, num_ranks=1, rank=0)
+
+
 @contextmanager
-def sharding_each_once(accelerator: Any, topology: Topology, label_names: Collection[str]) -> Iterator[None]:
-    """Let data loaders that are prepared meanwhile read each row once; for losses summed over targets."""
+def dealing(accelerator: Any, how: Dealing) -> Iterator[None]:
+    """Meanwhile, loaders that are prepared deal each row once, in an order that is the same on all ranks."""
     before = accelerator.prepare_data_loader
 
     def prepare(data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
-        is_sharded_elsewhere = isinstance(data_loader.dataset, IterableDataset) or accelerator.split_batches
-        is_plain = isinstance(data_loader.batch_sampler, BatchSampler)
-        if topology.data_size == 1 or is_sharded_elsewhere or not is_plain:
-            return before(data_loader, device_placement, slice_fn_for_dispatch)
-        sharded: DataLoader[Any] = DataLoader(
-            CountedRows(data_loader.dataset),
-            batch_sampler=ShardedBatches(data_loader.batch_sampler, topology),
-            collate_fn=CountingCollator(data_loader.collate_fn, label_names),
-            **{name: getattr(data_loader, name) for name in _KEPT if hasattr(data_loader, name)},
-        )
-        return prepare_for_data_ranks(accelerator, sharded, device_placement, num_ranks=1, rank=0)
+        return how.prepare(accelerator, data_loader, lambda own: before(own, device_placement, slice_fn_for_dispatch))
 
     accelerator.prepare_data_loader = prepare
-    yield
-    accelerator.prepare_data_loader = before
+    try:
+        yield
+    finally:
+        accelerator.prepare_data_loader = before
 
 
 def prepare_for_data_ranks(

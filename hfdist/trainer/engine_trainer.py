@@ -1,0 +1,230 @@
+"""The Trainer under a user's class: what an engine does in place of transformers, where `super()` of an override ends.
+
+`DistributedTrainerMixin` puts it between the class that it is mixed into and `transformers.Trainer`. So a class that
+overrides a hook is called first, in every layout, as it is without a strategy.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import EvalLoopOutput
+
+from hfdist.checkpoint import restore_random_state
+from hfdist.collectives import on_rank_zero
+from hfdist.errors import ConfigError
+from hfdist.models.flops import flops_per_token
+from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
+from hfdist.trainer import trl_trainers
+from hfdist.trainer.evaluation.loop import Evaluator
+from hfdist.trainer.hooks import owner_of, splits_model
+from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens
+from hfdist.trainer.step.router_loss import RouterLoss
+
+if TYPE_CHECKING:
+    from hfdist.trainer.checkpointing.checkpointer import Checkpointer
+    from hfdist.trainer.optimizers import Optimizers
+    from hfdist.trainer.reporting.throughput import Throughput
+    from hfdist.trainer.step.lean_step import LeanStep
+
+
+class EngineTrainer(transformers.Trainer):
+    """`transformers.Trainer`, and with an engine what that does instead."""
+
+    strategy: Strategy | None
+    engine: Engine | None
+    checkpointer: Checkpointer
+    weighted_loss: WeightedLoss
+    router_loss: RouterLoss
+    throughput: Throughput
+    _optimizers: Optimizers
+    _lean_step: LeanStep | None
+    _predicts: bool
+    """Whether an evaluation loop must keep the outputs of the model."""
+    _steps_run: set[str]
+    """Which parts of a step the engine has done since the last one."""
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    @property
+    def _sums_targets(self) -> bool:
+        """Whether the loss is a sum over all targets of the global batch, divided by their number; not another mean."""
+        return trl_trainers.sums_over_targets(type(self))
+
+    def find_convention(self, batch: Any, forward: Forward | None = None) -> Convention:
+        """Find out, once, what the loss of batches like this one counts. A collective.
+
+        `forward` runs the model in evaluation mode; None: no evaluation is running, so this method makes it.
+        """
+        found = self.weighted_loss.convention
+        if found is None:
+            with Evaluator(self).forwards() if forward is None else nullcontext(forward) as run:
+                found = self.weighted_loss.convention = self.weighted_loss.find_convention(batch, run)
+            # `compute_loss` returns this micro batch's share of the loss, whether or not the model itself divides.
+            self.loss_is_scaled_for_ga = True
+        return found
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Weight decay on matrices only."""
+        if self.engine is None:
+            return super().get_decay_parameter_names(model)
+        return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Give the sequences of a step over all data ranks; the ranks of a model replica read the same sequences."""
+        if self.strategy is None:
+            return super().get_total_train_batch_size(args)
+        return self.strategy.batch.global_batch_size
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if self.strategy is not None and isinstance(sampler, LengthGroupedSampler):
+            # The rows of a step, over all ranks: else each layout would have groups of its own.
+            sampler.batch_size = self.strategy.batch.global_batch_size
+        return sampler
+
+    # ---- the step ----
+
+    def hooks(self, model: nn.Module) -> TrainerHooks:
+        """Give the functions of this Trainer that an engine may call, for the model as accelerate prepared it."""
+        step = super().training_step if self._lean_step is None else self._lean_step.training_step
+        return TrainerHooks(
+            model=model, training_step=step, loss=self.weighted_loss.of, router_loss=self.router_loss.take
+        )
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Let the engine run forward and backward of one micro batch."""
+        if self.engine is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._steps_run.add("training_step")
+        # Of a pipeline only its last stage gathers, for which its loss sees.
+        group = self.engine.loss_group if self.engine.runs_whole_model else None
+        hooks = self.hooks(model)
+        with gathering(self.accelerator, group), self.router_loss.training(hooks):
+            return self.engine.forward_backward(inputs, num_items_in_batch, hooks)
+
+    def get_tp_size(self) -> int:
+        """Give the number of ranks that compute the same loss together: a loss is counted once for each such group."""
+        return super().get_tp_size() if self.strategy is None else self.strategy.topology.tensor
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
+        num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
+        if self.engine is None or not self._sums_targets or not batch_samples:
+            num_items = super()._get_num_items_in_batch(batch_samples, device)
+            # The original knows of tensor ranks.
+            num_alike //= self.get_tp_size()
+            return num_items if num_items is None or num_alike == 1 else num_items // num_alike
+        convention = self.find_convention(batch_samples[0])
+        # A number of rows may be on the CPU, a number of targets on the device.
+        num_items = torch.stack([convention.weight(batch).to(device) for batch in batch_samples]).sum()
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            num_items = self.accelerator.gather(num_items).sum() // num_alike
+        return num_items
+
+    def _defer_fsdp_gradient_reduction(self) -> Any:
+        return super()._defer_fsdp_gradient_reduction() if self.engine is None else self.engine.accumulating()
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        if self.engine is None:
+            super()._sync_replicated_trainable_parameters(model)
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Use the documented formula, with parameters counted once; the original counts them at every micro batch."""
+        num_tokens = num_input_tokens(inputs)
+        if self.engine is None or not isinstance(self.model, PreTrainedModel) or num_tokens == 0:
+            return super().floating_point_ops(inputs)
+        return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * num_tokens)
+
+    def _flops_per_token(self, sequence_length: int) -> float:
+        return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        default = partial(super()._clip_grad_norm, model) if self._lean_step is None else self._lean_step.clip_grad_norm
+        if self.engine is None:
+            return default()
+        self._steps_run.add("_clip_grad_norm")
+        return self.engine.clip_grad_norm(self.args.max_grad_norm, default)
+
+    def _check_step(self) -> None:
+        """Check before the optimizer's step that the class let the engine do what needs all ranks of a model replica.
+
+        Raises:
+            ConfigError: an override did it alone.
+        """
+        assert self.strategy is not None
+        done, self._steps_run = self._steps_run, set()
+        if not splits_model(self.strategy.topology):
+            return
+        for name in ("training_step", *(("_clip_grad_norm",) if self.args.max_grad_norm > 0 else ())):
+            if name not in done:
+                kind = type(self)
+                what = "each rank has a part of the model, and this method works on that part as if it were the whole"
+                found, hint = f"that of {owner_of(kind, name).__name__}", f"let it call super().{name}(...)"
+                raise ConfigError(what, where=f"{kind.__name__}.{name}", found=found, hint=hint)
+
+    # ---- evaluation ----
+
+    @property
+    def _evaluates_as_original(self) -> bool:
+        """Whether evaluations run transformers' own loop: something needs outputs, or the loss is not hfdist's."""
+        is_known = trl_trainers.is_plain_prediction(type(self))
+        return self.compute_metrics is not None or not self._sums_targets or self._predicts or not is_known
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Give the mean loss of all held-out tokens; it does not depend on the batch size or the number of ranks."""
+        if self.engine is None or self._evaluates_as_original:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        return Evaluator(self)(dataloader, kwargs.get("metric_key_prefix", "eval"))
+
+    # ---- saving and resuming ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.engine is None:
+            super()._save_checkpoint(model, trial)
+            return
+        with self.throughput.paused():
+            folder = self.checkpointer.save()
+            if self.args.push_to_hub or self.checkpointer.is_awaited():
+                self.checkpointer.wait()
+            if self.args.push_to_hub:
+                on_rank_zero(partial(self._push_from_checkpoint, str(folder)))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)
+        elif not self.checkpointer.asks_class:
+            with self._optimizers.evaluating(self.engine):
+                self.checkpointer.export(Path(str(output_dir or self.args.output_dir)))
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # With an engine, weights are read together with the optimizer's state, once both exist.
+        if self.engine is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.engine is None:
+            super()._load_best_model()
+        else:
+            self.checkpointer.restore_best()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Called after the finished batches of an epoch are skipped, because skipping draws random numbers."""
+        if self.engine is None:
+            super()._load_rng_state(checkpoint)
+        elif checkpoint is not None:
+            restore_random_state(Path(checkpoint))

@@ -1,0 +1,137 @@
+"""Rows of an IterableDataset as global batches: the same rows in the same step, in every layout.
+
+Each rank iterates over all rows, forms global batches, and collates its own share of each. The last global batch of a
+pass may have fewer rows. What ranks and micro batches lack there is filled up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from hfdist.collectives import gather_json
+from hfdist.errors import DataError
+from hfdist.trainer.step.same_draws import SameRows
+
+
+class Share:
+    """Collates what one data rank has of a global batch, as a list of micro batches.
+
+    Args:
+        collate: of (row, whether it counts); None: rows that do not fill a global batch are read again.
+        collate_rows: of rows.
+        micro_batch_size, num_microbatches: of a data rank.
+        rank, num_ranks: of the data ranks.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any] | None,
+        collate_rows: Callable[[list[Any]], Any],
+        *,
+        micro_batch_size: int,
+        num_microbatches: int,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._collate, self._collate_rows = collate, collate_rows
+        self._micro_batch_size, self.num_microbatches = micro_batch_size, num_microbatches
+        self._rank, self._num_ranks = rank, num_ranks
+        self.is_first = True
+        """Whether the next rows are the first of a pass."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a global batch."""
+        return self._micro_batch_size * self.num_microbatches * self._num_ranks
+
+    def __call__(self, rows: list[Any]) -> tuple[str | None, list[Any]]:
+        """Give a fingerprint of the first rows of a pass, and the micro batches."""
+        mark = fingerprint(rows) if self.is_first else None
+        self.is_first = False
+        if self._collate is None:
+            rows = list(islice(cycle(rows), self.num_rows))
+        size = self._micro_batch_size
+        begins = range(self._rank * size, self.num_rows, size * self._num_ranks)
+        return mark, [self._collated(rows[begin : begin + size], rows[0]) for begin in begins]
+
+    def _collated(self, rows: list[Any], like: Any) -> Any:
+        if self._collate is None:
+            return self._collate_rows(rows)
+        # As with map-style data, a rank that has no row left reads one without its targets.
+        return self._collate([(row, True) for row in rows] or [(like, False)])
+
+
+class GlobalBatches(IterableDataset[Any]):
+    """The micro batches of one data rank, one after the other.
+
+    Args:
+        loader: of the user's rows, as transformers made it.
+        share: what this rank has of a global batch.
+        seed: of the data.
+        is_training: whether the order changes from one pass to the next.
+        kept: what else the loader was made with.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], share: Share, *, seed: int, is_training: bool, kept: dict[str, Any]
+    ) -> None:
+        self._rows, self._share, self._is_training = SameRows(loader.dataset, seed), share, is_training
+        self.source: Any = loader.dataset
+        # Whole global batches, so that it does not depend on the layout which worker's rows are in a step.
+        self._loader: DataLoader[Any] = DataLoader(
+            self._rows, batch_size=share.num_rows, collate_fn=share, **(kept | {"generator": torch.Generator()})
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises DataError: the ranks read different rows."""
+        self._share.is_first = True
+        for mark, micro_batches in self._loader:
+            if mark is not None and dist.is_initialized() and len(set(gather_json(mark))) > 1:
+                what = "the ranks read different rows, and each must read all of them in the same order"
+                hint = "an IterableDataset that draws from torch, numpy or random; or a map-style dataset"
+                raise DataError(what, where=type(self.source).__name__, hint=hint)
+            yield from micro_batches
+
+    def __len__(self) -> int:
+        """Raises TypeError: the rows have no length."""
+        return -(-len(self.source) // self._share.num_rows) * self._share.num_microbatches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate's loader before each pass."""
+        self._rows.set_epoch(epoch if self._is_training else 0)
+
+
+def as_it_is(batch: Any) -> Any:
+    """Collate what is a batch already."""
+    return batch
+
+
+def fingerprint(rows: list[Any]) -> str:
+    """Tell rows apart by their numbers and texts."""
+    found = hashlib.blake2b(digest_size=8)
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for name in value:
+                add(str(name))
+                add(value[name])
+        elif isinstance(value, (list, tuple)):
+            for one in value:
+                add(one)
+        elif isinstance(value, torch.Tensor):
+            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, (str, int, float, bool, np.generic)):
+            found.update(repr(value).encode())
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            found.update(value.tobytes())
+
+    add(rows)
+    return found.hexdigest()

@@ -1,0 +1,96 @@
+"""Iterate with random numbers that depend on a seed alone: what ranks have drawn before must not change their order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
+
+T = TypeVar("T")
+
+
+def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
+    """Give the items of `begin()`; what it draws from `random`, numpy and torch (on the CPU) begins at this seed.
+
+    Outside of it these generators go on as if nothing had been drawn.
+    """
+    own: tuple[Any, ...] | None = None
+    items: Iterator[T] | None = None
+    while True:
+        outer = _states()
+        try:
+            if own is None or items is None:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.default_generator.manual_seed(seed)
+                items = begin()
+            else:
+                _restore(own)
+            item = next(items)
+            own = _states()
+        except StopIteration:
+            return
+        finally:
+            _restore(outer)
+        yield item
+
+
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+
+
+class SameOrder(Sampler[Any]):
+    """A sampler whose order depends on the data's seed and the epoch alone: on all ranks the same."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return drawing_from(self._seed + self._epoch, lambda: iter(self._sampler))
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate's loader before each pass."""
+        self._epoch = epoch
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+
+def same_on_all_ranks(sampler: Any, seed: int, *, is_seeded: bool) -> Any:
+    """Give a sampler that draws the same on all ranks; `is_seeded`: accelerate seeds those of its own kind."""
+    draws_nothing = type(sampler) is SequentialSampler or getattr(sampler, "generator", None) is not None
+    if draws_nothing or (is_seeded and isinstance(sampler, RandomSampler)):
+        return sampler
+    return SameOrder(sampler, seed)
+
+
+class SameRows(IterableDataset[Any]):
+    """Rows of an IterableDataset; what it draws depends on the data's seed, the epoch and the worker alone."""
+
+    def __init__(self, rows: Any, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        seed = self._seed + self._epoch + (0 if worker is None else 1_000_003 * (worker.id + 1))
+        return drawing_from(seed, lambda: iter(self._rows))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass have another order, if the rows have one."""
+        self._epoch = epoch
+        if hasattr(self._rows, "set_epoch"):
+            self._rows.set_epoch(epoch)
