@@ -51,6 +51,8 @@ class EngineTrainer(transformers.Trainer):
     """Whether an evaluation loop must keep the outputs of the model."""
     _steps_run: set[str]
     """Which parts of a step the engine has done since the last one."""
+    _trained: list[tuple[nn.Parameter, bool]]
+    """Whether each parameter was trained when the optimizer was made; empty before the first training."""
 
     @property
     def _engine(self) -> Engine:
@@ -108,11 +110,27 @@ class EngineTrainer(transformers.Trainer):
         if self.engine is None:
             return super().training_step(model, inputs, num_items_in_batch)
         self._steps_run.add("training_step")
+        self._check_trained()
         # Of a pipeline only its last stage gathers, for which its loss sees.
         group = self.engine.loss_group if self.engine.runs_whole_model else None
         hooks = self.hooks(model)
         with gathering(self.accelerator, group), self.router_loss.training(hooks):
             return self.engine.forward_backward(inputs, num_items_in_batch, hooks)
+
+    def _check_trained(self) -> None:
+        """Check that nothing was frozen or thawed since the optimizer was made: layouts would do different things.
+
+        Raises:
+            ConfigError: a callback did so.
+        """
+        changed = next((one for one, was_trained in self._trained if one.requires_grad != was_trained), None)
+        if changed is None:
+            return
+        names = {id(parameter): name for name, parameter in cast(nn.Module, self.model).named_parameters()}
+        what = "a parameter was frozen or unfrozen after the optimizer was made, which has it or not, as do the ranks"
+        found = f"{names.get(id(changed))}, now with requires_grad={changed.requires_grad}"
+        hint = "set requires_grad before trainer.train(), and train again for another choice"
+        raise ConfigError(what, where="callbacks", found=found, hint=hint)
 
     def get_tp_size(self) -> int:
         """Give the number of ranks that compute the same loss together: a loss is counted once for each such group."""

@@ -119,7 +119,7 @@ class DistributedTrainerMixin(_Trainer):
         self.num_targets: Any = None
         """Of the step that is under way, over all ranks; None: they are not counted."""
         self._predicts = False
-        self._steps_run = set()
+        self._steps_run, self._trained = set(), []
         self._num_read = 0
         """Batches of this pass over the data."""
         self._evaluated: Any = None
@@ -268,6 +268,7 @@ class DistributedTrainerMixin(_Trainer):
         self._guard = NonfiniteGuard(self, came_from)
         self.optimizer = self.engine.setup(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
+        self._trained = [(one, one.requires_grad) for one in cast(nn.Module, self.model).parameters()]
         # Behind DeepSpeed's hooks, which wrap what a module gives.
         self.router_loss.begin(self.engine.model)
         self._lean_step = LeanStep.make(self, self.model_wrapped, super().compute_loss)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import ExponentialLR
+from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hfdist
+from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.optim.registry import GROUP
 from hfdist.testing import run_ranks
@@ -301,3 +303,24 @@ def test_an_installed_packages_optimizer_trains_and_resumes_in_another_layout(tm
         kept = [name for file in files for name in load_file(file)]
         assert kept
         assert all(name.endswith("/mean") for name in kept)
+
+
+class Thaws(TrainerCallback):
+    """Unfreezes after a step what no group of the optimizer has."""
+
+    def on_step_begin(self, args, state, control, model=None, **named):
+        if state.global_step == 1:
+            model.requires_grad_(True)
+
+
+@on_ranks(2)
+def test_what_is_thawed_after_the_optimizer_was_made_is_refused_in_each_layout(tmp_path):
+    for layout in ({}, {"sharding": Sharding.fsdp2}, {"sharding": Sharding.zero2}):
+        model = make_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.0" not in name)
+        trainer = trainers.make_trainer(tmp_path, make_strategy(**layout), model=model, callbacks=[Thaws()])
+        with pytest.raises(ConfigError, match="after the optimizer was made") as refused:
+            trainer.train()
+        assert trainer.state.global_step == 1
+        assert "layers.0.self_attn.q_proj.weight, now with requires_grad=True" in refused.value.found
