@@ -105,6 +105,13 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
     for name, (reason, hint) in _REFUSED.items():
         if getattr(args, name):
             raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
+    if args.accelerator_config.split_batches:
+        what = "it divides the batch of each rank once more, and the strategy has planned the batch"
+        raise ConfigError(what, where="args.accelerator_config.split_batches", found="True", allowed="False")
+    if args.train_sampling_strategy == "batch_rebalance" and strategy.topology.data_size < strategy.topology.world_size:
+        what = "it deals rows to all processes, and here several of them must read the same rows"
+        where, hint = "args.train_sampling_strategy", "group_by_length, or a strategy such as zero3 or fsdp2 alone"
+        raise ConfigError(what, where=where, found="batch_rebalance", hint=hint)
 
 
 def _check_loss_of_parts(kind: type, arguments: dict[str, Any]) -> None:

@@ -267,5 +267,6 @@ def test_a_resume_saves_and_logs_as_often_as_its_own_arguments_say(tmp_path, cap
 
 
 def test_arguments_that_would_change_the_batch_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="planned the batch"):
-        make_trainer(tmp_path, arguments={"auto_find_batch_size": True})
+    for arguments in ({"auto_find_batch_size": True}, {"accelerator_config": {"split_batches": True}}):
+        with pytest.raises(ConfigError, match="planned the batch"):
+            make_trainer(tmp_path, arguments=arguments)

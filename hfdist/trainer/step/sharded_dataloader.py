@@ -148,7 +148,7 @@ class Dealing:
         accelerator.dataloader_config.data_seed = self.seed
         kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         if isinstance(loader.dataset, IterableDataset):
-            if loader.batch_size is None or accelerator.split_batches:
+            if loader.batch_size is None:
                 return before(loader)
             share = Share(
                 None if self.label_names is None else CountingCollator(loader.collate_fn, self.label_names),
@@ -166,7 +166,7 @@ class Dealing:
             is_seeded = accelerator.use_seedable_sampler
             sampler = same_on_all_ranks(loader.batch_sampler.sampler, self.seed, is_seeded=is_seeded)
             loader.batch_sampler.sampler = sampler
-        if self.topology.data_size == 1 or self.label_names is None or accelerator.split_batches or not is_plain:
+        if self.topology.data_size == 1 or self.label_names is None or not is_plain:
             return before(loader)
         sharded: DataLoader[Any] = DataLoader(
             CountedRows(loader.dataset),
