@@ -497,6 +497,9 @@ class DistributedTrainerMixin(_Trainer):
         if own is None and owner_of(type(self), "get_eval_dataloader") is transformers.Trainer:
             hint = "evaluate(eval_dataset), or eval_dataset=... for the trainer"
             raise ConfigError("there is nothing to evaluate on", where="eval_dataset", found="None", hint=hint)
+        if isinstance(own, TokenStream):
+            what, hint = "a stream may have no end, and gives each rank its own part", "the held-out set of open_corpus"
+            raise ConfigError(what, where="eval_dataset", found="a TokenStream", hint=hint)
         if not isinstance(eval_dataset, str) and own is not self._evaluated:
             # The original would give the loader of persistent workers again, whatever its data.
             vars(self).get("_eval_dataloaders", {}).pop("eval", None)
