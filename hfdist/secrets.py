@@ -8,16 +8,25 @@ MASK = "***"
 
 # How tokens of large services begin, and how addresses carry passwords and signatures.
 _SHAPES = {
-    "a token of the Hugging Face Hub": r"\b(?:hf|api_org)_(?=\w*[A-Z])(?=\w*[a-z])[A-Za-z0-9]{30,}",
-    "a token of GitHub or GitLab": r"\b(?:gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w-]{20,})",
-    "a key of AWS": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-    "a key of Google": r"\b(?:AIza[\w-]{35}|ya29\.[\w-]{20,})",
+    "a token of the Hugging Face Hub": r"(?<![A-Za-z0-9])(?:hf|api_org)_(?=\w*[A-Z])(?=\w*[a-z])[A-Za-z0-9]{30,}",
+    "a token of GitHub or GitLab": r"(?<![A-Za-z0-9])(?:gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}"
+    r"|gl(?:pat|dt|rt|ptt|cbt|soat|ft|imt|agent)-(?=[\w.-]*\d)[\w.-]{20,})",
+    "a key of AWS": r"(?<![A-Za-z0-9])A(?:KIA|SIA|BIA|CCA)[A-Z0-9]{16}\b",
+    "a key of Google": r"(?:AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,})",
     # With a long part without dashes, and digits: names of files and datasets begin so, too.
-    "a key of an API": r"(?<![\w-])(?:sk-(?=[\w-]*[A-Za-z0-9]{16})(?=[\w-]*\d)[\w-]{20,}"
-    r"|xox[abeoprs]-(?=[\w-]*\d)[\w-]{10,}|npm_[A-Za-z0-9]{36}|wandb_v1_\w{30,}|pypi-(?=[\w-]*[A-Z])[\w-]{50,})",
+    "a key of an API": r"(?<![\w-])(?:(?:sk|xai|pplx)-(?=[\w-]*[A-Za-z0-9]{16})(?=[\w-]*\d)[\w-]{20,}"
+    r"|(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{20,}|xox[abeoprs]-(?=[\w-]*\d)[\w-]{10,}|xapp-\d-[\w-]{20,}|nvapi-[\w-]{60,}"
+    r"|npm_[A-Za-z0-9]{36}|wandb_v1_\w{30,}|local-[0-9a-f]{40}\b|pypi-(?=[\w-]*[A-Z])[\w-]{50,}"
+    r"|(?:gsk|r8)_(?=\w*\d)[A-Za-z0-9]{36,}|dckr_pat_[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,})",
     "a signed token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
-    "a user or password": r"(?<=://)[^\s/?#@]+(?=@)",
+    # Without an end, all that follows: a message may be cut.
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?s:.)*?"
+    r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)",
+    "a header that authorizes": r"(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)\s+[^\s,}\]'\"*]+"
+    r"|\bbearer\s+(?=\S*\d)[\w.~+/-]{16,}=*)",
+    "the address of a webhook": r"(?<=hooks\.slack\.com/services/)[\w/]{20,}|(?<=/api/webhooks/)\d+/[\w-]{20,}",
+    # Up to the last @ before a path: passwords hold some, too.
+    "a user or password": r"(?<=://)[^\s/?#]+(?=@)",
     "a signature or password": r"(?i:(?<=[?&])(?:x-(?:amz|goog)-(?:signature|security-token|credential)|awsaccesskeyid"
     r"|key-pair-id|policy|signature|sig|token|access_token|auth|key|api_?key|secret|password)=[^\s&#]*)",
 }

@@ -155,11 +155,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Give the page, or its events as they come."""
         path, _, query = self.path.partition("?")
-        folder, _, name = path.removeprefix("/").partition("/")
+        folder, slash, name = path.removeprefix("/").partition("/")
         if self.headers.get("Host", "").partition(":")[0].lower() not in _NAMES:
             self._refuse(HTTPStatus.FORBIDDEN, "this page is for this machine: 127.0.0.1 or localhost")
         elif not hmac.compare_digest(folder.encode(), self.server.secret.encode()) or name not in ("", "events"):
             self._refuse(HTTPStatus.NOT_FOUND, "no such page: the command has written its address")
+        elif not slash:
+            # What the page asks for stands beside it.
+            self._answer(HTTPStatus.FOUND, "text/plain; charset=utf-8", b"", Location=f"/{folder}/")
         elif name == "":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", self.server.live.html("events").encode())
         else:
@@ -171,9 +174,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         self._answer(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
-    def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+    def _answer(self, status: HTTPStatus, kind: str, content: bytes, **headers: str) -> None:
         self.send_response(status)
         self._send_headers(kind)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

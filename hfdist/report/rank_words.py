@@ -22,7 +22,7 @@ _MOST_ROWS = 16
 def rank_names(run: RunFiles) -> list[str]:
     """Give `rank 3 on HOST` for each rank."""
     hosts = run.record.hosts if run.record is not None and isinstance(run.record.hosts, list) else []
-    num_ranks = max((len(stretch.busy()) for stretch in run.ranks.stretches), default=0)
+    num_ranks = max((stretch.num_ranks for stretch in run.ranks.stretches), default=0)
     return [f"rank {rank} on {hosts[rank]}" if rank < len(hosts) else f"rank {rank}" for rank in range(num_ranks)]
 
 
@@ -90,11 +90,12 @@ def table(run: RunFiles) -> str:
     if total is None or not names:
         return ""
     columns = [total.means(part) for part in PARTS]
-    busy = total.busy()
+    # Not all lines have all ranks.
+    busy = dict(enumerate(total.busy()))
     longest = max(
         (sum(own[rank] or 0.0 for own in columns if rank < len(own)) for rank in range(len(names))), default=0
     )
-    order = sorted(range(len(names)), key=lambda rank: -(busy[rank] or 0.0))[:_MOST_ROWS]
+    order = sorted(range(len(names)), key=lambda rank: -(busy.get(rank) or 0.0))[:_MOST_ROWS]
     rows = []
     for rank in sorted(order) if len(names) <= _MOST_ROWS else order:
         values = [own[rank] if rank < len(own) else None for own in columns]

@@ -26,7 +26,7 @@ from hfdist.config.optimizer import CHANGEABLE, Schedule
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, SweepConfig, compose_sweep
-from hfdist.errors import ConfigError, PreemptedError
+from hfdist.errors import ConfigError, HfdistError, PreemptedError
 from hfdist.jobs.cluster import GROUP as CLUSTER
 from hfdist.jobs.cluster import ClusterConfig, compose_cluster
 from hfdist.jobs.command import check_job
@@ -35,7 +35,7 @@ from hfdist.records.lines import parse_line
 from hfdist.records.trials import SETTINGS, Trial
 from hfdist.stop_signals import heard_signals
 from hfdist.sweep.controller import Controller, Sweep
-from hfdist.sweep.launchers.base import Launcher
+from hfdist.sweep.launchers.base import LOG, Launcher
 from hfdist.sweep.launchers.local import LocalLauncher
 from hfdist.sweep.launchers.ray import RayLauncher
 from hfdist.sweep.launchers.slurm import SlurmLauncher
@@ -47,6 +47,7 @@ from hfdist.trainer.run.run_lock import RunLock
 STUDY, BEST = "study.journal", "best"
 """In the sweep's folder: all trials for Optuna's own tools, and the best one's config."""
 _PRESET = "tpe"
+_MOST_SHOWN = 4
 _HELP = """\
 Train many runs that differ in some keys, and find the best. Each trial is a run of its own, in any layout.
 
@@ -63,7 +64,7 @@ cluster=NAME        sweep.launcher=slurm or ray: the machines of a trial, and cl
 All other arguments are overrides of the runs' config, as `hfdist pretrain` takes them; those with several values vary.
 The same command goes on with a sweep that was stopped or killed. Its folder is run.dir.
 
-Exit codes: 0 it has ended, 75 it was told to stop, 2 a mistake in the config.
+Exit codes: 0 it has ended, 1 all trials have failed, 75 it was told to stop, 2 a mistake in the config.
 """
 
 
@@ -225,6 +226,20 @@ def _sweep(arguments: list[str]) -> None:
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
+    check_some_have_ended(sweep.folder, controller.log.trials)
+
+
+def check_some_have_ended(folder: Path, trials: Sequence[Trial]) -> None:
+    """Raise an HfdistError where each of the trials has failed."""
+    failures = [f"trial {trial.number}: {trial.failure}" for trial in trials if trial.failure is not None]
+    if failures and len(failures) == len(trials):
+        more = [f"and {len(failures) - _MOST_SHOWN} more"] if len(failures) > _MOST_SHOWN else []
+        raise HfdistError(
+            "all trials have failed",
+            where=str(folder),
+            found=(*failures[:_MOST_SHOWN], *more),
+            hint=f"{folder}/trial-0000/{LOG} has what the first one said; run.name=... begins another sweep",
+        )
 
 
 def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:

@@ -64,6 +64,21 @@ SECRETS = [
     "xoxb-1234567890-abc",
     ".".join(["eyJ" + "a1" * 10, "eyJ" + "b2" * 10, "sig"]),
     "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
+    "-----BEGIN RSA PRIVATE KEY-----\nDEK-Info: AES-128-CBC,A1\n\nMIIE\n-----END RSA PRIVATE KEY-----",
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\n\nlQ-x\n-----END PGP PRIVATE KEY BLOCK-----",
+    "glpat-" + "x1" * 13 + ".01.a1b2c3d4e",
+    "glrt-" + "x1-" * 8,
+    "GOCSPX-" + "x1-" * 9,
+    "xapp-1-A01-123-" + "ab" * 16,
+    "sk_live_" + "a1" * 12,
+    "gsk_" + "a1B" * 17,
+    "nvapi-" + "a1B_" * 16,
+    "dckr_pat_" + "a-1" * 9,
+    "local-" + "0123456789abcdef" * 2 + "01234567",
+    "SG." + "a1" * 11 + "." + "b2" * 20,
+    "Bearer " + "a1.b" * 5,
+    "Authorization: Basic YW5uOnB3",
+    "authorization': 'token pw1",
 ]
 HARMLESS = [
     "runs/first",
@@ -82,6 +97,13 @@ HARMLESS = [
     "npm_packages_of_the_whole_javascript_world.jsonl",
     "pypi-simple-index-of-all-the-packages-of-the-whole-world-2024.jsonl",
     "hf://datasets/a/b@main/x.parquet",
+    "the bearer of good news in 2024, and the bearer transformer-architecture",
+    "basic transformer-architecture-2017",
+    "glft-of-words.jsonl",
+    "local-models/0123456789abcdef",
+    "gsk_reports_of_the_whole_company_by_year",
+    "-----BEGIN CERTIFICATE-----",
+    "https://hooks.slack.com/services/ is where webhooks are",
 ]
 
 
@@ -101,6 +123,11 @@ def test_other_text_stays(text):
     ("text", "masked"),
     [
         ("https://ann:pw1@host/a?x=1&sig=pw1", "https://***@host/a?x=1&***"),
+        ("postgres://ann:p@ss@host/a", "postgres://***@host/a"),
+        ("https://hooks.slack.com/services/T0A1/B0A1/x1y2z3x1y2z3", "https://hooks.slack.com/services/***"),
+        ("https://discord.com/api/webhooks/123/x1y2z3x1y2z3x1y2z3x1", "https://discord.com/api/webhooks/***"),
+        ("cut -----BEGIN PRIVATE KEY-----\nMIIE-x", "cut ***"),
+        ("AWS_AKIA" + "A1B2" * 4 + " and TOKEN_" + HUB, "AWS_*** and TOKEN_***"),
         ("--hub_token=pw1 a=1", "--hub_token=*** a=1"),
         ("api_key=[pw1]", "api_key=***]"),
         ("{'api_key': 'pw1', 'a': 1}", "{'api_key': '***', 'a': 1}"),

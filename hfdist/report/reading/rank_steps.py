@@ -44,6 +44,11 @@ class Stretch:
             self._add(name, sums, other.counts[name])
         self._raise_peaks(other.peak_bytes)
 
+    @property
+    def num_ranks(self) -> int:
+        """Of which something is known."""
+        return max(map(len, self.sums.values()), default=0)
+
     def means(self, name: str) -> list[float | None]:
         """Give seconds a step by rank; None: not known."""
         pairs = zip(self.sums.get(name, ()), self.counts.get(name, ()), strict=True)

@@ -131,6 +131,15 @@ def test_who_does_not_know_the_address_gets_nothing(tmp_path):
             assert connection.getresponse().status == 404
 
 
+def test_the_address_without_its_slash_leads_to_the_page(tmp_path):
+    with serving(write_run(tmp_path / "run")) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=MOST_SECONDS)
+        connection.request("GET", f"/{server.secret}")
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (302, b"")
+        assert answer.headers["Location"] == f"/{server.secret}/"
+
+
 def test_a_port_that_is_taken_is_one_message(tmp_path):
     live = LivePage([RunFiles(write_run(tmp_path / "run"))])
     with serving(tmp_path / "run") as server, pytest.raises(ConfigError, match="cannot be served"):

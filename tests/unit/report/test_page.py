@@ -218,6 +218,17 @@ def test_a_straggler_is_named_with_its_host(tmp_path):
     assert words.count("times as long") == 1
 
 
+@pytest.mark.parametrize("counts", [(3, 1, 1), (1, 3, 1), (2, 2, 1), (1, 1, 3)])
+def test_lines_of_fewer_ranks_than_others(tmp_path, counts):
+    lines = [rank_line(step, num_ranks=number) for step, number in enumerate(counts, start=1)]
+    assert f"rank {max(counts) - 1} on" in text_of(html(write_run(tmp_path, ranks=lines)))
+
+
+def test_columns_of_fewer_ranks_than_others(tmp_path):
+    lines = [rank_line(step, num_ranks=2) | {"data_seconds": [0.01, 0.01, 0.9]} for step in range(1, 5)]
+    assert "rank 2" in text_of(html(write_run(tmp_path, ranks=lines)))
+
+
 def test_even_ranks_are_no_finding(tmp_path):
     content = html(write_run(tmp_path, ranks=[rank_line(step) for step in range(1, 31)], events=SAVES[:1]))
     assert 'class="findings"' not in content

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from hfdist.config.sweep import SECTION, LauncherName, Sampler
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, HfdistError
 from hfdist.jobs.cluster import compose_cluster
 from hfdist.jobs.ray import write_ray
 from hfdist.jobs.slurm import write_slurm
 from hfdist.records.trials import SETTINGS, Trial
-from hfdist.sweep.command import STUDY, _make_launcher, keep_settings, parse_sweep
+from hfdist.sweep.command import STUDY, _make_launcher, check_some_have_ended, keep_settings, parse_sweep
 from tests.unit.jobs.jobs import run_script, shell_of
 
 RUN = ("model=tiny", "train.global_batch_size=8")
@@ -117,3 +117,15 @@ def test_the_job_of_a_trial_starts_its_run(tmp_path, monkeypatch, name, write):
     for words, _ in calls:
         assert words[words.index("-m") :] == ["-m", "hfdist", *sweep.base, *own]
     assert {"optimizer.lr=0.005", f"run.dir={tmp_path}/sweep/trial-0003"} <= set(own)
+
+
+def test_a_sweep_of_which_all_trials_have_failed_is_an_error(tmp_path):
+    trials = [Trial(number=number, values={}, failure="the loss is not finite") for number in range(6)]
+    with pytest.raises(HfdistError, match="all trials have failed") as caught:
+        check_some_have_ended(tmp_path, trials)
+    assert caught.value.exit_code == 1
+    assert caught.value.found[0] == "trial 0: the loss is not finite"
+    assert caught.value.found[-1] == "and 2 more"
+    trials[3].failure = None
+    check_some_have_ended(tmp_path, trials)
+    check_some_have_ended(tmp_path, [])
