@@ -37,7 +37,7 @@ def hub_pieces(pieces: Iterable[Piece], names: HubNames | None) -> Iterator[Piec
             shape = names.shapes[name]
             if block.dims == _all_of(piece) and math.prod(shape) == piece.total:
                 yield replace(piece, name=name, shape=shape)
-            elif piece.view.numel() > 0:
+            elif piece.view.numel() > 0 and block.source < piece.stop and piece.start < block.stop:
                 yield from _cut(piece, block, name, shape)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.strategies.self_check import GRADIENT_BOUND
 from hfdist.strategies.tensor.plan import ALL_GATHERED, OWN, OWN_GATHERED
 from hfdist.testing import run_ranks
+from tests.zoo.hub_files import WRONG, how_saved
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
 from tests.zoo.sharding import (
     NUM_EXPERT_RANKS,
@@ -64,6 +66,10 @@ And the sequences of each are shared by {ranks} context ranks, as two packed doc
 whose tokens meet elsewhere than in an attention that transformers lets us replace: recurrent layers, convolutions, an
 attention of the type's own. *ulysses* and *gather* are [how ranks share attention](layouts.md#long-sequences).
 
+And each is saved, from whole tensors and from parts as ranks hold them, and compared with the bytes that
+`save_pretrained` writes: {saved}. *Converted*: its files hold other tensors than the class, such as single experts
+([more](checkpoints.md#tensors)).
+
 Over {expert_ranks} expert ranks, of which each runs two micro batches: {expert}. Types are refused that have no
 experts, or none that transformers has a plan for.
 
@@ -104,13 +110,14 @@ def main() -> int:
     tensor = run_ranks(tensor_types, NUM_TENSOR_RANKS, TYPES, timeout_seconds=1800)
     context = run_ranks(share_types, NUM_RANKS, TYPES, ContextMethod.auto, timeout_seconds=1800)
     expert = run_ranks(expert_types, NUM_EXPERT_RANKS, TYPES, timeout_seconds=1800)
-    outcomes = {}
-    with group_of_one():
+    outcomes, saved = {}, {}
+    with group_of_one(), tempfile.TemporaryDirectory() as folder:
         for model_type in TYPES:
             outcomes[model_type] = [split_type(model_type, num_stages) for num_stages in NUM_STAGES]
+            saved[model_type] = how_saved(tiny_model(model_type), Path(folder) / model_type)
             logging.info("%s: %s", model_type, ", ".join(outcome.verdict for outcome in outcomes[model_type]))
-    path.write_text(page(outcomes, sharded, tensor, context, expert), encoding="utf-8")
-    is_wrong = any(worst_of(tried).verdict == "wrong" for tried in outcomes.values())
+    path.write_text(page(outcomes, sharded, tensor, context, expert, saved), encoding="utf-8")
+    is_wrong = WRONG in saved.values() or any(worst_of(tried).verdict == "wrong" for tried in outcomes.values())
     return int(
         is_wrong
         or any(one.verdict == "wrong" for of_rank in sharded + tensor + context + expert for one in of_rank.values())
@@ -123,6 +130,7 @@ def page(
     tensor: list[dict[str, Sharded]],
     context: list[dict[str, Sharded]],
     expert: list[dict[str, Sharded]],
+    saved: dict[str, str],
 ) -> str:
     """The whole page as Markdown."""
     worst = [worst_of(tried) for tried in outcomes.values()]
@@ -145,6 +153,7 @@ def page(
         context=_verdicts(context),
         expert=_verdicts(expert),
         expert_ranks=NUM_EXPERT_RANKS,
+        saved=", ".join(f"{count} {how}" for how, count in Counter(saved.values()).most_common()),
         gradient_bound=GRADIENT_BOUND,
         columns=_columns("fsdp2", "tensor", "context", "expert"),
         rows="\n".join(
@@ -152,6 +161,7 @@ def page(
                 model_type,
                 tried,
                 *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, tensor, context, expert)),
+                saved=saved[model_type],
             )
             for model_type, tried in outcomes.items()
         ),
@@ -162,6 +172,7 @@ def _columns(*layouts: str) -> str:
     names = ["type", "blocks", "outcome", "what travels", "loss", "gradients"]
     for layout in layouts:
         names += [layout, "loss", "gradients"]
+    names.append("saved")
     return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
 
 
@@ -170,7 +181,7 @@ def _verdicts(ranks: list[dict[str, Sharded]]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
 
 
-def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded]) -> str:
+def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded], saved: str) -> str:
     """Of the large table."""
     outcome = worst_of(tried)
     blocks = find_block_parts(tiny_model(model_type))
@@ -181,6 +192,7 @@ def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded]) -> str:
         plan = PLANS.get(of_rank[0].plan, "")
         plan = f", {plan}" if plan else ""
         cells += [of_rank[0].verdict + plan, *_differences(of_rank)]
+    cells.append(saved)
     return f"| {' | '.join(cells)} |"
 
 

@@ -10,8 +10,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from hfdist.checkpoint import export_model
+from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.piece import Piece
+from hfdist.models.names.hub_names import find_hub_names
 from hfdist.strategies.parameter_shards import ParameterShard
+from hfdist.strategies.pieces import list_pieces
+
+SAME, CONVERTED, WRONG = "same", "converted", "wrong"
+"""How a type is saved: its own tensors; those of its files, which are others; not as `save_pretrained` does."""
 
 NUM_RANKS = 3
 """That share elements; dimensions are halved."""
@@ -21,6 +28,19 @@ def original_files(model: PreTrainedModel, folder: Path, max_shard_size: int | s
     """Save a model, and give its files of weights by name."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return {path.name: path.read_bytes() for path in folder.glob("model*")}
+
+
+def how_saved(model: PreTrainedModel, folder: Path) -> str:
+    """Compare what hfdist saves of a model with `save_pretrained`, from whole tensors and from the parts of ranks."""
+    names, pieces = find_hub_names(model), list(list_pieces(model, None))
+    export_model(folder / "own", pieces, lambda unfinished: None, names=names)
+    own = {path.name: path.read_bytes() for path in (folder / "own").iterdir()}
+    if own != original_files(model, folder / "original"):
+        return WRONG
+    whole = filled(hub_pieces(pieces, names))
+    if any(differing(filled(hub_pieces(parts, names)), whole) for _, parts in cut_as_ranks(pieces)):
+        return WRONG
+    return CONVERTED if names.others else SAME
 
 
 def cut_as_ranks(pieces: list[Piece]) -> Iterator[tuple[str, list[Piece]]]:

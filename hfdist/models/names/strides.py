@@ -35,6 +35,11 @@ class Block:
     dims: tuple[Dim, ...]
     """Of more than one element each, the largest step in the target first; none follows on the next in both."""
 
+    @property
+    def stop(self) -> int:
+        """One past the last element in the source."""
+        return self.source + sum((dim.size - 1) * dim.source for dim in self.dims) + 1
+
 
 class UnfollowedError(NotImplementedError):
     """An operation that does more than to move elements, or moves them where no steps of equal sizes lead."""
