@@ -23,7 +23,7 @@ def test_opt_counts_what_a_mask_shows():
     rule = find_positions(model)
     ids = torch.tensor([[5, 6, 7]])
     assert rule(ids, None, 1).tolist() == [[0, 1, 2]]
-    assert rule(ids, torch.tensor([[0, 1, 1]]), 1).tolist() == [[0, 0, 1]]
+    assert rule(ids, torch.tensor([[0, 1, 1]]), 1).tolist() == [[-1, 0, 1]]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
