@@ -26,6 +26,8 @@ from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import check_installed
 
+_WHOLE = Partitioning()
+
 # PEFT is imported only if the config asks for an adapter: the import takes a second.
 
 WEIGHTS = "adapter_model.safetensors"
@@ -45,6 +47,18 @@ _REFUSED = {
     "XLORA": _WHOLE_MODEL,
 }
 
+_ON_DRAWS = "it draws numbers in each forward, other ones on each rank"
+_ON_INPUTS = "it looks at the inputs of the whole model, which its layers do not have"
+_REFUSED_FIELDS = {
+    "alora_invocation_tokens": _ON_INPUTS,
+    "arrow_config": _ON_INPUTS,
+    "kasa_config": "it changes the model's own weights, from all of each",
+    "layer_replication": "its layers share the model's weights, which could not be on several ranks",
+    "megatron_config": "it is for layers of Megatron",
+    "monteclora_config": _ON_DRAWS,
+    "velora_config": "it keeps what it has learned of the first batch on each rank",
+}
+
 # Our keys, and what PEFT's classes call them.
 _FIELDS = {
     "rank": ("r",),
@@ -62,11 +76,12 @@ _GATHERING = ("LORA", "PSOFT", "TRAINABLE_TOKENS")
 _SET_HERE = ("target_modules", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision")
 
 
-def check_adapter(config: AdapterConfig, model: ModelConfig) -> None:
-    """Check `adapter.*` against PEFT, before anything is built; without an adapter, load nothing.
+def check_adapter(config: AdapterConfig, model: ModelConfig, layout: Partitioning = _WHOLE) -> None:
+    """Check `adapter.*` against PEFT and the layout, before anything is built; without an adapter, load nothing.
 
     Raises:
-        ConfigError: a type, an argument or a value that PEFT does not take, or a saved adapter that cannot be read.
+        ConfigError: a type, an argument or a value that PEFT does not take, or that cannot be trained here or in this
+            layout, or a saved adapter that cannot be read.
     """
     if not config.is_used:
         return
@@ -77,6 +92,7 @@ def check_adapter(config: AdapterConfig, model: ModelConfig) -> None:
     if config.quantization is not None:
         check_installed(config.quantization)
     asked = make_peft_config(config)
+    _check_peft_config(asked, layout, where="adapter.*", field="adapter.arguments", hint="adapter=lora")
     if config.quantization is not None and (asked.peft_type.value != "LORA" or asked.use_dora):
         what, found = "the saved adapter looks at the weights that it stands beside", str(asked.peft_type.value)
         hint = "adapter.quantization=null"
@@ -184,17 +200,71 @@ def _check_arguments(config: AdapterConfig, class_name: str, fields: set[str]) -
                 nearest(name, fields, f"adapter.arguments.{{}}={value}"),
             )
             raise ConfigError(what, where=where, found=value, allowed=f"a field of {class_name}", hint=hint)
-    _check_start(config.arguments.get("init_lora_weights", True), where="adapter.arguments.init_lora_weights")
 
 
-def _check_start(start: Any, where: str) -> None:
-    if start not in _STARTS:
+def check_adapted(model: Any, layout: Partitioning, *, where: str) -> None:
+    """Check the adapters of a model that is still whole, however they came into it.
+
+    Args:
+        model: a `peft.PeftModel`, or a model with adapters in it; its `peft_config` has a config for each.
+        layout: in which it will be trained.
+        where: what gave the adapter, for messages.
+
+    Raises:
+        ConfigError: what cannot be trained here or in this layout, or would be saved as something else.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    configs = model.peft_config
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for peft_config in configs.values():
+        _check_peft_config(peft_config, layout, where=where, field=where, hint=_PLAIN_LORA)
+    used = {NAME} | {name for layer in layers for name in layer.active_adapters}
+    if NAME not in configs or len(used) > 1:
+        what, found = (
+            "one adapter is trained and saved, under PEFT's own first name",
+            ", ".join(sorted({*configs} | used)),
+        )
+        hint = "peft.get_peft_model(model, config), which gives it this name; merge others into the model before"
+        raise ConfigError(what, where=where, found=found, allowed=NAME, hint=hint)
+    _check_tied(model, where)
+    _check_not_shared(model, where)
+
+
+def _check_peft_config(peft_config: Any, layout: Partitioning, *, where: str, field: str, hint: str) -> None:
+    """Refuse methods and fields by which training would be another here, or in this layout.
+
+    Args:
+        peft_config: a `peft.PeftConfig`.
+        layout: how the model is partitioned.
+        where: what gave the config, for messages.
+        field: what gave its fields.
+        hint: a method that can be trained.
+    """
+    kind = peft_config.peft_type
+    reason = _reason_against(kind)
+    if reason is not None:
+        what = f"this type cannot be trained here: {reason}"
+        raise ConfigError(what, where=where, found=kind.value.lower(), hint=hint)
+    for name, reason in _REFUSED_FIELDS.items():
+        if (value := getattr(peft_config, name, None)) is not None:
+            what = f"this cannot be trained here: {reason}"
+            raise ConfigError(what, where=f"{field}.{name}", found=value, allowed="null", hint=f"without {name}")
+    if kind.value == "LORA" and peft_config.init_lora_weights not in _STARTS:
         raise ConfigError(
             "first weights that need data beforehand, or that could not be made again when the adapter is opened",
-            where=where,
-            found=start,
+            where=f"{field}.init_lora_weights",
+            found=peft_config.init_lora_weights,
             allowed=", ".join(str(known).lower() for known in _STARTS),
         )
+    trains_tokens = (
+        kind.value == "TRAINABLE_TOKENS" or getattr(peft_config, "trainable_token_indices", None) is not None
+    )
+    if trains_tokens and layout.shares:
+        name = "token_indices" if kind.value == "TRAINABLE_TOKENS" else "trainable_token_indices"
+        what = "PEFT writes trained tokens into the whole embedding, of which ranks have parts in this layout"
+        found, hint = f"{kind.value.lower()}, with {layout.shares}", "strategy=ddp or strategy=zero2, of one stage"
+        raise ConfigError(what, where=f"{field}.{name}", found=found, hint=hint)
 
 
 def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, Any]:
@@ -238,7 +308,6 @@ def add_adapter(
     peft_config = make_peft_config(config)
     if config.path is None:
         _check_targets(model, config)
-    _check_tied(model, peft_config, where="adapter.targets")
     needed = _needed_weights(model, peft_config)
     with torch.random.fork_rng(), warnings.catch_warnings(), layout.gathered(needed, writes=False):
         # PEFT warns of an embedding that is saved too, or of a transposed weight: a user can do nothing about these.
@@ -251,7 +320,7 @@ def add_adapter(
         except Exception as error:  # a saved adapter's config may hold anything
             raise refusal(error, "adapter.*" if config.path is None else f"adapter.path ({config.path})") from error
     peft_config.base_model_name_or_path, peft_config.revision = base.name, base.revision
-    _check_not_shared(model, "adapter.arguments")
+    check_adapted(model, layout, where="adapter")
     if config.path is not None:
         _load(model, config.path)
 
@@ -285,7 +354,7 @@ def wrap_model(model: PreTrainedModel, peft_config: Any, *, seed: int, layout: P
     """
     from peft import get_peft_model
 
-    _check_given(model, peft_config)
+    _check_given(model, peft_config, layout)
     peft_config = copy.deepcopy(peft_config)
     if peft_config.task_type is None:
         # By these PEFT's `AutoPeftModel` finds the class of the model; its wrapper would write them with a save.
@@ -299,11 +368,10 @@ def wrap_model(model: PreTrainedModel, peft_config: Any, *, seed: int, layout: P
             wrapped = get_peft_model(model, peft_config, NAME, autocast_adapter_dtype=autocasts)
         except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
             raise refusal(error, "peft_config", _PLAIN_LORA) from error
-    _check_not_shared(model, "peft_config")
     return wrapped
 
 
-def _check_given(model: PreTrainedModel, peft_config: Any) -> None:
+def _check_given(model: PreTrainedModel, peft_config: Any, layout: Partitioning) -> None:
     from peft import PeftConfig
 
     is_config, found = isinstance(peft_config, PeftConfig), type(peft_config).__name__
@@ -312,13 +380,7 @@ def _check_given(model: PreTrainedModel, peft_config: Any) -> None:
     if getattr(model, "peft_config", None):
         what, hint = "the model has an adapter already", "the model with its adapter, and no peft_config"
         raise ConfigError(what, where="peft_config", found=", ".join(model.peft_config), hint=hint)
-    reason = _reason_against(peft_config.peft_type)
-    if reason is not None:
-        what = f"this type cannot be trained here: {reason}"
-        raise ConfigError(what, where="peft_config", found=found, hint=_PLAIN_LORA)
-    if peft_config.peft_type.value == "LORA":
-        _check_start(peft_config.init_lora_weights, where="peft_config.init_lora_weights")
-    _check_tied(model, peft_config, where="peft_config.target_modules")
+    _check_peft_config(peft_config, layout, where="peft_config", field="peft_config", hint=_PLAIN_LORA)
 
 
 def _needed_weights(model: PreTrainedModel, peft_config: Any) -> list[nn.Parameter]:
@@ -368,25 +430,19 @@ def _no_target(model: PreTrainedModel, key: str, name: str) -> ConfigError:
     return ConfigError("the model has no layer of this name", where=key, found=name, allowed=allowed, hint=hint)
 
 
-def _check_tied(model: PreTrainedModel, peft_config: Any, where: str) -> None:
+def _check_tied(model: Any, where: str) -> None:
     """Refuse an adapter on one of two tied weights: once merged, it would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", None):
         return
-    targets = peft_config.target_modules
-    key = where.partition(".")[0]
     for name, module in model.named_modules():
-        if module is not head and module is not embedding:
-            continue
-        is_target = isinstance(targets, (set, list)) and any(name == t or name.endswith(f".{t}") for t in targets)
-        is_matched = isinstance(targets, str) and targets != ALL_LINEAR and re.fullmatch(targets, name) is not None
-        if is_target or is_matched:
-            raise ConfigError(
-                "the model's head and its input embedding are one weight, to which only one of them would be adapted",
-                where=where,
-                found=name,
-                hint=f"{key}.modules_to_save=['{name}'], which trains a copy of it whole, or other targets",
-            )
+        if (module is head or module is embedding) and isinstance(module, BaseTunerLayer):
+            what = "the model's head and its input embedding are one weight, to which only one of them would be adapted"
+            name = name.rpartition(".")[2]
+            hint = f"{where}.modules_to_save=['{name}'], which trains a copy of it whole, or other targets"
+            raise ConfigError(what, where=where, found=name, hint=hint)
 
 
 def _check_not_shared(model: PreTrainedModel, where: str) -> None:

@@ -15,6 +15,11 @@ class Partitioning:
     partitions_in_constructor = False
     """Whether transformers partitions each parameter as soon as the model's constructor has made it."""
 
+    @property
+    def shares(self) -> str:
+        """The keys by which a rank has parts of weights, or some of the layers; empty: it has the whole model."""
+        return ""
+
     def partition(self, model: nn.Module) -> None:
         """Reduce a whole model to this rank's part, in place, before its weights are drawn, read or moved."""
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +102,25 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: 
         found = f"{quantization.value}, with {type(model).__name__}"
         raise ConfigError(what, where="adapter.quantization", found=found, hint="adapter=lora")
     logger.info("adapter.quantization: frozen layers take %.1f MB in place of %.1f", after / 1e6, before / 1e6)
+    _tell_what_is_left(model)
+
+
+def _tell_what_is_left(model: PreTrainedModel) -> None:
+    """Say which frozen weights are not in 4 bits; a warning where they are most of them, as stacks of experts are."""
+    packed, left = packed_shapes(model), Counter[str]()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and parameter not in packed:
+            # ZeRO-3 has partitioned it, and keeps its size so.
+            left[re.sub(r"\.\d+(?=\.|$)", ".*", name)] += getattr(parameter, "ds_numel", parameter.numel())
+    whole = left.total() + sum(math.prod(shape) for shape in packed.values())
+    largest = ", ".join(f"{name} ({size / whole:.0%})" for name, size in left.most_common(3))
+    share = left.total() / whole
+    logger.log(
+        logging.WARNING if share > 0.5 else logging.INFO,
+        "adapter.quantization: %.0f %% of the frozen weights stay as they are, since only linear layers are packed: %s",
+        100 * share,
+        largest,
+    )
 
 
 def hold_as_floats(module: nn.Module, device: str) -> list[torch.Tensor]:

@@ -422,6 +422,13 @@ class Strategy(Partitioning):
             hint = "strategy.compression=none, or launch.processes=2"
             raise ConfigError("one process sends no gradients", where="strategy.compression", found=found, hint=hint)
 
+    @property
+    def shares(self) -> str:
+        """As of the base class."""
+        axes = {axis: getattr(self.topology, axis) for axis in ("pipeline", "tensor")}
+        keys = [f"strategy.{axis}={degree}" for axis, degree in axes.items() if degree > 1]
+        return ", ".join([*keys, *[f"strategy.sharding={self.config.sharding.value}"] * (self.fractions.weights < 1)])
+
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""
         return {

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, set_seed
 
 from hfdist.errors import ConfigError
+from hfdist.models.adapter import check_adapted
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import read_names
@@ -23,7 +24,7 @@ from hfdist.models.routers import leave_out_router_loss
 from hfdist.open_files import raise_limit
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
-from hfdist.trainer.checkpointing.model_files import has_adapter
+from hfdist.trainer.checkpointing.model_files import check_adapter_names, has_adapter
 from hfdist.trainer.hooks import OURS, check_hooks, owner_of
 from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.step.lean_step import prepare_optimizer
@@ -74,6 +75,10 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     arguments = arguments | _whole_model(kind, arguments, strategy)
     check_trl_arguments(kind, arguments, strategy)
     arguments = with_adapter(arguments, kind, strategy)
+    if getattr(arguments["model"], "peft_config", None):
+        # The same for recipes, `peft_config`, and a model that brings its adapter.
+        check_adapted(arguments["model"], strategy, where="peft_config")
+        check_adapter_names(arguments["model"])
     optimizer, _ = arguments.get("optimizers") or (None, None)
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
     if sums_over_targets(kind):

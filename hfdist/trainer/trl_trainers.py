@@ -124,11 +124,6 @@ def _check_takes_adapter(kind: type, arguments: dict[str, Any], strategy: Strate
         raise ConfigError(what, where="peft_config", found=found, allowed=allowed, hint=hint)
     if _compares(kind, arguments["args"]):
         _check_reference(name, arguments["peft_config"], strategy)
-    shards = strategy.fractions.weights < 1 or strategy.topology.pipeline > 1
-    if shards and getattr(arguments["peft_config"], "trainable_token_indices", None) is not None:
-        what, where = "PEFT writes trained tokens into the whole embedding", "peft_config.trainable_token_indices"
-        found, hint = "an embedding of which ranks have parts", "sharding='zero2' without a pipeline"
-        raise ConfigError(what, where=where, found=found, hint=hint)
     template = getattr(arguments["args"], "chat_template_path", None)
     if template is not None and not str(template).endswith((".jinja", ".j2")):
         what = "tokens that come with a template must be in the model before its adapter is"

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
+import hfdist
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
@@ -176,3 +177,40 @@ def test_fsdp_ranks_share_the_packed_weights_as_planned(base):
         for strategy, num_processes in [("single", 1), ("fsdp2", 2)]
     ]
     assert planned == [whole[1], sharded[1]]
+
+
+def _train_resized(folder, base, layout):
+    """LoRA beside embeddings of another size than the base's; gives the logits of what PEFT opens, and the trained."""
+    strategy = hfdist.make_strategy(global_batch_size=4, micro_batch_size=2, **layout)
+    arguments = TrainingArguments(
+        str(folder), max_steps=2, learning_rate=1e-2, report_to="none", use_cpu=True, save_strategy="no", seed=0,
+        disable_tqdm=True, **strategy.training_arguments(),
+    )  # fmt: skip
+
+    def opened():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        size = model.get_input_embeddings().num_embeddings
+        model.resize_token_embeddings(size + 8, mean_resizing=False)
+        return model, torch.arange(size - 8, size + 8)[None]
+
+    with strategy.without_partitioning(arguments):
+        model, ids = opened()
+    rows = [{"input_ids": ids[0], "labels": ids[0]}] * 8
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = hfdist.Trainer(get_peft_model(model, adapter), arguments, strategy=strategy, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    if not trainer.is_world_process_zero():
+        return None
+    with strategy.without_partitioning(arguments), torch.no_grad():
+        logits = PeftModel.from_pretrained(opened()[0], folder / "final").eval()(ids).logits
+    return logits.tolist(), len(load_file(folder / "final" / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("layout", [{"sharding": "fsdp2"}, {"pipeline": 2}], ids=str)
+def test_embeddings_of_another_size_are_saved_in_each_layout(base, tmp_path, layout):
+    [expected] = run_ranks(_train_resized, 1, tmp_path / "single", base / "model", {})
+    ours = run_ranks(_train_resized, 2, tmp_path / "ours", base / "model", layout)[0]
+    assert ours[1] == expected[1]
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(expected[0]), rtol=1e-4, atol=1e-5)

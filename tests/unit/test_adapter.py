@@ -4,7 +4,16 @@ import logging
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import (
+    AdaLoraConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -12,10 +21,11 @@ from hfdist.checkpoint import read_checkpoint
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture
-from hfdist.models.adapter import check_adapter, reads_weights
+from hfdist.models.adapter import check_adapted, check_adapter, reads_weights, wrap_model
+from hfdist.models.partitioning import Partitioning
 from hfdist.models.trainable import freeze_by_name
 from hfdist.strategies.pieces import list_pieces
-from hfdist.trainer.checkpointing.model_files import adapter_pieces, write_adapter_config
+from hfdist.trainer.checkpointing.model_files import adapter_pieces, check_adapter_names, write_adapter_config
 from tests.unit.tiny import llama
 
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -70,7 +80,7 @@ def shake(model):
 TYPES = {
     "lora": (),
     "lora with dora": ("adapter.dora=true",),
-    "lora with biases": ("+adapter.arguments.bias=lora_only", "model.config.attention_bias=true"),
+    "lora with biases": ("+adapter.arguments.bias=lora_only",),
     "lora on the embedding": ("adapter.targets=[q_proj,embed_tokens]",),
     "lora from principal components": ("adapter.rank=4", "+adapter.arguments.init_lora_weights=pissa"),
     "lora and a head": ("adapter.modules_to_save=[lm_head]",),
@@ -89,10 +99,13 @@ TYPES = {
 
 @pytest.mark.parametrize("name", TYPES)
 def test_what_is_kept_opens_in_peft_and_gives_the_same(base, tmp_path, name):
+    if name == "lora with biases":
+        base = tmp_path / "base"
+        llama(**SMALL, attention_bias=True).save_pretrained(base)
     model = build(base, f"adapter.type={name.split()[0]}", *TYPES[name])
     shake(model)
     save_adapter(model, tmp_path / "adapter")
-    whole = AutoModelForCausalLM.from_pretrained(base, attention_bias="attention_bias" in str(TYPES[name]))
+    whole = AutoModelForCausalLM.from_pretrained(base)
     before = logits(whole)
     opened = PeftModel.from_pretrained(whole, tmp_path / "adapter")
     assert torch.allclose(logits(opened), logits(model), atol=1e-6)
@@ -129,6 +142,107 @@ def test_what_peft_would_not_keep_is_not_trained_silently(base):
     model.model.norm.weight.requires_grad_(True)
     with pytest.raises(CheckpointError, match=r"no part of the adapter"):
         list(adapter_pieces(model, list_pieces(model, None)))
+
+
+class Layout(Partitioning):
+    """A layout of which ranks have parts of weights."""
+
+    @property
+    def shares(self):
+        return "strategy.sharding=zero3"
+
+
+def given(config, name="default", **fields):
+    torch.manual_seed(0)
+    return get_peft_model(llama(**SMALL, **fields), config, adapter_name=name)
+
+
+def lora(**fields):
+    return LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **fields)
+
+
+ADALORA = AdaLoraConfig(init_r=6, target_r=4, total_step=10, target_modules=["q_proj"])
+GIVEN = {
+    "it learns a prompt": lambda: given(PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
+    "one of its first tokens": lambda: given(PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
+    "between steps": lambda: given(ADALORA),
+    "share weights": lambda: given(VeraConfig(r=8, target_modules=["q_proj", "o_proj"])),
+    "under PEFT's own first name": lambda: given(lora(), "mine"),
+    "share the model's weights": lambda: given(lora(layer_replication=[(0, 2), (1, 2)])),
+    "inputs of the whole model": lambda: given(lora(alora_invocation_tokens=[1, 2])),
+    "one weight": lambda: given(LoraConfig(target_modules=["embed_tokens"]), tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("said", GIVEN)
+def test_a_given_adapter_that_would_train_otherwise_is_refused_as_in_recipes(said):
+    model = GIVEN[said]()
+    with pytest.raises(ConfigError, match=said if "first tokens" not in said else "learns a prompt"):
+        check_adapted(model, Partitioning(), where="peft_config")
+
+
+def test_two_adapters_at_once_are_refused():
+    model = given(lora())
+    model.add_adapter("second", lora())
+    check_adapted(model, Partitioning(), where="peft_config")
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ConfigError, match="one adapter is trained"):
+        check_adapted(model, Partitioning(), where="peft_config")
+
+
+def test_trained_tokens_need_whole_embeddings(base):
+    """Whether they are given with a model, as a config, or by the keys."""
+    for config in (lora(trainable_token_indices=[1, 2]), TrainableTokensConfig(token_indices=[1, 2])):
+        check_adapted(given(config), Partitioning(), where="peft_config")
+        for check in (
+            lambda config=config: check_adapted(given(config), Layout(), where="peft_config"),
+            lambda config=config: wrap_model(llama(**SMALL), config, seed=0, layout=Layout()),
+        ):
+            with pytest.raises(ConfigError, match=r"(?s)token_indices.*strategy\.sharding=zero3"):
+                check()
+    for words in (("adapter=lora", "+adapter.arguments.trainable_token_indices=[1,2]"), TYPES["trainable_tokens"]):
+        words = words if "adapter=lora" in words else ("adapter.type=trainable_tokens", *words)
+        config = compose(base, *words)
+        with pytest.raises(ConfigError, match="whole embedding"):
+            check_adapter(config.adapter, config.model, Layout())
+
+
+def test_what_a_save_would_hold_is_named_before_the_first_step(monkeypatch):
+    model = given(lora(trainable_token_indices=[1, 2], bias="lora_only", modules_to_save=["lm_head"]))
+    check_adapter_names(model)
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"no part of the adapter"):
+        check_adapter_names(model)
+
+    def fail(*_, **__):
+        raise KeyError("trainable_tokens_delta")
+
+    monkeypatch.setattr("peft.get_peft_model_state_dict", fail)
+    with pytest.raises(ConfigError, match="trainable_tokens_delta"):
+        check_adapter_names(model)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_embeddings_of_another_size_are_kept_with_the_adapter(tmp_path, is_wrapped, is_tied):
+    llama(**SMALL, tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
+
+    def opened():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        model.resize_token_embeddings(72, mean_resizing=False)
+        return model
+
+    model = opened()
+    config = lora()
+    wrapped = get_peft_model(model, config)
+    model = wrapped if is_wrapped else model
+    config.base_model_name_or_path = str(tmp_path / "base")
+    shake(model)
+    save_adapter(model, tmp_path / "adapter")
+    again = PeftModel.from_pretrained(opened(), tmp_path / "adapter")
+    last = torch.arange(52, 72)[None]
+    with torch.no_grad():
+        assert torch.equal(again.eval()(last).logits, model.eval()(last).logits)
 
 
 def test_a_whole_model_is_not_read_as_an_adapter(base, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import PeftModel, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
@@ -62,6 +62,18 @@ def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
         return torch.Size(of_parameters.get(parameter, parameter.shape)).numel()
 
     assert measure_size(packed, numel) == measure_size(plain)
+
+
+def test_experts_that_stay_as_they_are_are_named_with_their_share(tmp_path, caplog):
+    sizes = {"hidden_size": 32, "vocab_size": 16, "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **heads)).save_pretrained(tmp_path)
+    model = build(tmp_path, "adapter=qlora", "adapter.targets=[q_proj]")
+    [told] = [record for record in caplog.records if "stay as they are" in record.message]
+    assert told.levelname == "WARNING"
+    frozen = sum(3 * 8 * 32 * 64 + 4 * 32 * 32 for _ in model.model.layers)
+    assert "model.layers.*.mlp.experts.gate_up_proj (" in told.message
+    assert int(told.message.split("%")[0].split()[-1]) in range(int(100 * 2 * 3 * 8 * 32 * 64 / frozen) - 2, 100)
 
 
 @pytest.mark.parametrize("sides", [(64, 32), (3, 3)])

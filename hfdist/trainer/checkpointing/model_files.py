@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from hfdist.checkpoint.piece import Piece
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, ConfigError, first_line
 from hfdist.models.adapter import NAME
 from hfdist.models.probing import scores_sequences
 
@@ -24,11 +25,31 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "base_model.model."
 """PEFT's wrapper around a model: all names in its files carry it."""
+_NO_PLACE = "a trained weight is no part of the adapter, so PEFT's files have no place for it"
+_NAME_IT = "modules_to_save=[...] of the adapter names what is trained besides"
 
 
 def has_adapter(model: Any) -> bool:
     """Whether the model, or this rank's part of it, holds an adapter."""
     return NAME in getattr(model, "peft_config", {})
+
+
+def check_adapter_names(model: nn.Module) -> None:
+    """Name what a save of the model's adapter would hold, while the model is whole; without an adapter, do nothing.
+
+    Raises:
+        ConfigError: PEFT has no names for it, or something is trained that its files have no place for.
+    """
+    if not has_adapter(model):
+        return
+    try:
+        names = _names_in_files(model)
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        what = f"PEFT cannot name what it would save of this adapter: {type(error).__name__}: {first_line(error)}"
+        raise ConfigError(what, where="adapter", hint="adapter=lora") from error
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in names:
+            raise ConfigError(_NO_PLACE, where=name, hint=_NAME_IT)
 
 
 def adapter_pieces(model: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -45,9 +66,7 @@ def adapter_pieces(model: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
         if piece.name in names:
             yield dataclasses.replace(piece, name=names[piece.name])
         elif piece.name in trained:
-            what = "a trained weight is no part of the adapter, so PEFT's files have no place for it"
-            hint = "adapter.modules_to_save=[...] names what is trained besides"
-            raise CheckpointError(what, where=piece.name, hint=hint)
+            raise CheckpointError(_NO_PLACE, where=piece.name, hint=_NAME_IT)
 
 
 def _names_in_files(model: nn.Module) -> dict[str, str]:
@@ -56,8 +75,26 @@ def _names_in_files(model: nn.Module) -> dict[str, str]:
 
     # PEFT chooses and renames by names alone, so names can stand in for the values.
     names = {name: name for name in model.state_dict(keep_vars=True)}
-    kept = get_peft_model_state_dict(model, state_dict=names, adapter_name=NAME, save_embedding_layers=False)
+    with_embeddings = _has_other_embeddings(model)
+    kept = get_peft_model_state_dict(model, state_dict=names, adapter_name=NAME, save_embedding_layers=with_embeddings)
     return {own: name if name.startswith(_PREFIX) else _PREFIX + name for name, own in kept.items()}
+
+
+def _has_other_embeddings(model: Any) -> bool:
+    """Whether the model's embeddings are more or fewer than in the base that the adapter names, as PEFT asks it.
+
+    Then they are kept with the adapter. Not by PEFT, which asks the Hub.
+    """
+    base, config = model.peft_config[NAME].base_model_name_or_path, getattr(model, "config", None)
+    if not base or not isinstance(config, PreTrainedConfig):
+        return False
+    try:
+        file = cached_file(base, "config.json", revision=model.peft_config[NAME].revision, local_files_only=True)
+        there = type(config).from_pretrained(str(Path(str(file)).parent))
+    except (OSError, ValueError):
+        return False
+    sizes = [getattr(one.get_text_config(), "vocab_size", None) for one in (config, there)]
+    return sizes[0] != sizes[1]
 
 
 def write_model_files(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -147,7 +147,6 @@ class Run:
         self.topology, batch = check_run(config)
         check_further_arguments(config, batch)
         check_optimizer(config)
-        check_adapter(config.adapter, config.model)
         check_named(config, self.topology)
         check_rewards(config.task.rewards)
         set_up_logging(self.topology)
@@ -159,6 +158,7 @@ class Run:
         self.strategy = select_strategy(
             config.strategy, self._train, topology=self.topology, batch=batch, device_type=device_type_here()
         )
+        check_adapter(config.adapter, config.model, self.strategy)
         self._here = config
         """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
         self._recorder: RunRecorder | None = None
