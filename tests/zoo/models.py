@@ -22,8 +22,20 @@ TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT_BUILDABLE))
 
 # What quick runs try: the ways of mixing tokens, routing, sharing, scaling and tying that a split can trip over.
 SAMPLE = [
-    *("bart", "bloom", "blt", "cohere2", "deepseek_v3", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss", "jamba"),
-    *("llama", "mamba2", "mixtral", "mllama", "prophetnet", "qwen3", "reformer", "rwkv", "xlm", "zamba2"),
+    *(
+        "bart",
+        "bloom",
+        "blt",
+        "cohere2",
+        "deepseek_v3",
+        "gemma3",
+        "gemma3n_text",
+        "gemma4_text",
+        "gpt2",
+        "gpt_oss",
+        "jamba",
+    ),
+    *("llama", "mamba2", "mixtral", "mllama", "prophetnet", "qwen3", "reformer", "roberta", "rwkv", "xlm", "zamba2"),
 ]
 
 _DOTS3_NOTE = {"head_dim": 192, "swa_head_dim": 192, "swa_qk_nope_head_dim": 128}

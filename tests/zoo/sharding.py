@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import WEIGHT
+from hfdist.checkpoint.write import export_model
+from hfdist.collectives import on_rank_zero
 from hfdist.config.model import Loss
 from hfdist.config.strategy import ContextMethod, Sharding
 from hfdist.data.packing.sequence import IGNORED
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.loss import LossHead
-from hfdist.strategies.base import Strategy, TrainerHooks
+from hfdist.models.names.hub_names import find_hub_names
+from hfdist.strategies.base import Engine, Strategy, TrainerHooks
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import make_strategy
 from hfdist.strategies.self_check import GRADIENT_BOUND
@@ -49,14 +57,73 @@ class Sharded:
     """Up to where gradients are called exact."""
     plan: str = ""
     """By which the matrices were sharded over tensor ranks, or how attention was shared over context ranks."""
+    saved: str = ""
+    """What of the saved folder differs from that of the whole model, if anything."""
 
     @property
     def verdict(self) -> str:
         """`exact`, `refused`, or `wrong`."""
         if self.reason:
             return "refused"
-        is_exact = self.loss_difference <= TOLERANCE and self.gradient_difference <= self.gradient_bound
+        is_exact = (
+            not self.saved and self.loss_difference <= TOLERANCE and self.gradient_difference <= self.gradient_bound
+        )
         return "exact" if is_exact else "wrong"
+
+
+def build_engine(strategy: Strategy, model: PreTrainedModel) -> Engine:
+    """As a Trainer does: the names of the files are those of the whole model."""
+    find_hub_names(model)
+    return strategy.build(model)
+
+
+def compare_saved(engine: Engine, whole: PreTrainedModel) -> str:
+    """Save the folder of a model in its layout, unused weights too, and beside it that of the whole model.
+
+    All ranks of the group call it, before the model is changed.
+
+    Returns:
+        The first tensors that one has alone, or that differ in one bit; empty: none.
+    """
+    folder = Path(on_rank_zero(tempfile.mkdtemp))
+    export_model(folder / "ranks", engine.weights(), lambda made: None, names=find_hub_names(engine.model))
+
+    def compare() -> str:
+        whole.save_pretrained(folder / "whole")
+        ours, theirs = (
+            {name: value for file in (folder / of).glob("*.safetensors") for name, value in load_file(file).items()}
+            for of in ("ranks", "whole")
+        )
+        wrong = sorted(ours.keys() ^ theirs.keys())
+        wrong += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
+        return ", ".join(wrong[:3])
+
+    try:
+        found: str = on_rank_zero(compare)
+    finally:
+        on_rank_zero(lambda: shutil.rmtree(folder))
+    return found
+
+
+def stage_types(model_types: Iterable[str]) -> dict[str, Sharded]:
+    """Split types over the ranks of a pipeline, one after the other, and save them. All ranks of the group call it.
+
+    splitting.py compares how they train.
+    """
+    torch.set_num_threads(1)
+    size = dist.get_world_size()
+    strategy = make_strategy(pipeline=size, global_batch_size=size)
+    return {model_type: stage_type(model_type, strategy) for model_type in model_types}
+
+
+def stage_type(model_type: str, strategy: Strategy) -> Sharded:
+    """Split one type; what only more than text would train is saved, too."""
+    model = tiny_model(model_type)
+    try:
+        engine = build_engine(strategy, copy.deepcopy(model))
+    except (ConfigError, PartitionError) as error:
+        return Sharded(reason=f"{error.what}: {error.found}")
+    return Sharded(saved=compare_saved(engine, model))
 
 
 def shard_types(model_types: Iterable[str]) -> dict[str, Sharded]:
@@ -88,11 +155,12 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
     size, rank = strategy.topology.data_size, strategy.topology.data_rank
     model = tiny_model(model_type)
     batches = [tiny_batch(model, seed=seed) for seed in range(NUM_MICROBATCHES * size)]
-    whole = run_whole(model, batches)
+    whole, given = run_whole(model, batches), copy.deepcopy(model)
     try:
-        engine = strategy.build(model)
+        engine = build_engine(strategy, model)
     except ConfigError as error:
         return Sharded(reason=f"{error.what}: {error.found}")
+    saved = compare_saved(engine, given)
     own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
     *first, last = batches[own]
     # Without whole logits where the model has one head, and the last one with them.
@@ -126,6 +194,7 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
         # Ranks add up in another order, and a loss in chunks rounds otherwise; types that scale or recur enlarge that.
         gradient_bound=GRADIENT_BOUND,
         plan="" if parts is None else parts.description.partition(";")[0],
+        saved=saved,
     )
 
 
@@ -138,14 +207,15 @@ def share_types(model_types: Iterable[str], method: ContextMethod) -> dict[str, 
 
 
 def share_type(model_type: str, strategy: Strategy) -> Sharded:
-    """Run two micro batches of packed documents, of which each rank has a part of the tokens."""
+    """Run micro batches of which each rank has a part of the tokens: of packed documents, padded, of tokens alone."""
     model = tiny_model(model_type)
-    batches = [packed(tiny_batch(model, seed=seed)) for seed in range(NUM_MICROBATCHES)]
+    packed_ones, masked, alone = (tiny_batch(model, seed=seed) for seed in range(3))
+    batches = [packed(packed_ones), padded(masked), {name: alone[name] for name in ("input_ids", "labels")}]
     try:
-        engine = strategy.build(copy.deepcopy(model))
+        engine = build_engine(strategy, copy.deepcopy(model))
     except ConfigError as error:
         return Sharded(reason=f"{error.what}: {error.found}")
-    whole = run_whole(model, batches)
+    whole, saved = run_whole(model, batches), compare_saved(engine, model)
     hooks = TrainerHooks(model=engine.model, training_step=_train_share, loss=_train_share)
     losses = []
     for batch in batches:
@@ -171,6 +241,7 @@ def share_type(model_type: str, strategy: Strategy) -> Sharded:
         # As of tensor ranks: the sum has another order.
         gradient_bound=GRADIENT_BOUND,
         plan=engine.context.method.value,
+        saved=saved,
     )
 
 
@@ -182,6 +253,13 @@ def packed(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     positions[:, start:] -= start
     labels[:, start] = IGNORED
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rows that begin or end with padding."""
+    mask = batch["attention_mask"].clone()
+    mask[0, :3] = mask[1:, -5:] = 0
+    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, IGNORED)}
 
 
 def _train_share(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import pytest
 from hfdist.config.strategy import ContextMethod
 from hfdist.strategies import fsdp
 from hfdist.testing import run_ranks
-from tests.zoo.sharding import expert_types, shard_types, share_types, tensor_types
+from tests.zoo import splitting
+from tests.zoo.sharding import expert_types, shard_types, share_types, stage_types, tensor_types
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
 
@@ -16,9 +17,11 @@ AXES = {
     "tensor": tensor_types,
     "context": partial(share_types, method=ContextMethod.auto),
     "expert": expert_types,
+    "pipeline": stage_types,
 }
 REFUSED = {
     "fsdp2": set(),
+    "pipeline": {*splitting.REFUSED, "git", "musicgen", "musicgen_melody"},
     # Types of which no small model can be made, or one that trains on text alone and in evaluation mode.
     "tensor": {"gemma3n", "git", "musicgen", "musicgen_melody", "reformer", "zamba", "zamba2"},
 }
@@ -26,7 +29,7 @@ REFUSED = {
 EXACT = {
     # Of the sample: those whose tokens meet in attention alone, and those with experts.
     "context": {"cohere2", "deepseek_v3", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss", "llama",
-                "mixtral", "qwen3"},
+                "mixtral", "qwen3", "roberta"},
     "expert": {"deepseek_v3", "gpt_oss", "mixtral"},
 }  # fmt: skip
 """Types that must not be refused; most others are."""
