@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -93,7 +96,9 @@ class Trace(TorchDispatchMode):
         self._total = 0
         self._peaks: dict[Phase, tuple[int, tuple[int, ...]]] = {}
         self._counters = {phase: _Counter() for phase in Phase}
-        self._resize: Any = None
+        self._patches = ExitStack()
+        self._is_shape_only = False
+        """Whether what runs now is on no tensors of the step."""
 
     # ---- what a caller asks ----
 
@@ -188,8 +193,7 @@ class Trace(TorchDispatchMode):
             self._total -= block.size
 
     def __enter__(self) -> Trace:
-        # FSDP2 frees what it has gathered so, and no operation tells it. Private to nobody: the method is public.
-        self._resize = resize = torch.UntypedStorage.resize_
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
         trace = self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -203,13 +207,25 @@ class Trace(TorchDispatchMode):
                 trace._grow(block, size - block.size)
             return given
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        def propagate_shapes(*arguments: Any) -> Any:
+            before, trace._is_shape_only = trace._is_shape_only, True
+            try:
+                return propagate(*arguments)
+            finally:
+                trace._is_shape_only = before
+
+        # FSDP2 frees what it has gathered so, and no operation tells it. Private to nobody: the method is public.
+        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+        # Private: DTensors find the shapes of what they give on whole tensors without memory, which look like the
+        # step's own here. In a run nobody holds them.
+        whole = patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_shapes)
+        self._patches.enter_context(whole)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._patches.close()
 
     # ---- operations ----
 
@@ -218,6 +234,8 @@ class Trace(TorchDispatchMode):
             # A DTensor's own operations come by themselves.
             return NotImplemented
         kwargs = kwargs or {}
+        if self._is_shape_only:
+            return operation(*args, **kwargs)
         output = _run(operation, types, args, kwargs)
         outputs = list(_tensors(output))
         namespace = getattr(operation, "namespace", "")

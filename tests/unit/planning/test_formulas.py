@@ -162,3 +162,28 @@ def test_formulas_come_near_to_a_trace(measured, overrides, error):
     assert own.forward.flops + own.backward.flops == pytest.approx(
         traced.forward.flops + traced.backward.flops, rel=0.01
     )
+
+
+DEEP = (
+    "model=tiny",
+    "data.sequence_length=32",
+    "model.config={hidden_size: 128, intermediate_size: 352, num_hidden_layers: 24, num_attention_heads: 8, "
+    "num_key_value_heads: 4, vocab_size: 512, max_position_embeddings: 512}",
+    "train.global_batch_size=64",
+    "train.micro_batch_size=1",
+    "data.lanes=64",
+    "strategy=fsdp2",
+)
+
+
+def test_of_many_blocks_no_rank_of_fsdp2_holds_more_than_a_few():
+    """Nor does a plan, by formulas and by a trace alike."""
+    config, hardware = compose_config(DEEP), replace(read_hardware("h100_80gb"), name="cpu")
+    machines = Machines(hardware=hardware, usable_bytes=hardware.memory_bytes)
+    architecture = find_architecture(config.model, sequence_length=32)
+    model = measure(config, architecture, machines)
+    found = Evaluator(config, model, machines).evaluate(Layout.of(config, 64, 1)).memory.use.total
+    traced = trace_rank(config, architecture, world_size=64, rank=0).peak.use.total
+    assert found == pytest.approx(traced, rel=0.2)
+    whole = 4 * sum(model.kinds[kind].parameters for kind in model.kind_of_block)
+    assert traced < 0.9 * whole
