@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs gpu sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs canary gpu sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -80,6 +80,9 @@ jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCl
 	$(PYTHON) -m venv build/jobs
 	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
 	$(BIN)/python -m tests.job_peers $(CURDIR)/build/jobs/bin/python
+
+canary: $(READY)  ## Run seams, layouts, generation and an adapter under the oldest and newest versions, into docs/versions.md (an hour).
+	$(BIN)/python -m tests.canary docs/versions.md
 
 gpu: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it with a CPU, and write docs/gpu.md (20 minutes).
 	$(BIN)/python -m benchmarks.gpu --write
