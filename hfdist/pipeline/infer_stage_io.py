@@ -117,7 +117,7 @@ def _share_unused(split: SplitModel, unneeded: dict[str, torch.Tensor], group: d
     """
     freed = {name: tensor.numel() for name, tensor in unneeded.items() if name in split.removed}
     if is_planned():
-        unused = unused_parameters(split.model)
+        unused = unused_parameters(split.model) or frozenset()
         freed = {name: count for name, count in freed.items() if kind_of_name(name) in unused}
     num_held = sum(parameter.numel() for parameter in split.model.parameters())
     of_ranks = gather_json([num_held, sorted(split.surrounding()), freed], group)
