@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hfdist.child_python import restore_path, safe_path
 from hfdist.errors import BudgetError, CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
-from hfdist.stop_signals import heard_signals
+from hfdist.processes.child_python import restore_path, safe_path
+from hfdist.processes.stop_signals import heard_signals
 
 _STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointError, NumericsError, BudgetError)))
 """Exit codes after which another start does not help."""

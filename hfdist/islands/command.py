@@ -15,7 +15,7 @@ from hfdist.errors import ConfigError
 from hfdist.islands.server import IslandServer
 from hfdist.jobs.address import LOOPBACK, listen
 from hfdist.messages.door import SECRET
-from hfdist.stop_signals import heard_signals
+from hfdist.processes.stop_signals import heard_signals
 
 _HELP = f"""\
 Serve islands: launches of their own, on machines of their own, that train one model together and speak once in many

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from hfdist.jobs.job import AGAIN
 from hfdist.jobs.verdict import LOST
-from hfdist.stop_signals import heard_signals
+from hfdist.processes.stop_signals import heard_signals
 
 _POLL_SECONDS = 1.0
 

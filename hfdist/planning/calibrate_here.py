@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import tempfile
 
-from hfdist.child_python import module
 from hfdist.config.cli.about_run import LineAboutRun
 from hfdist.errors import ResourceError
+from hfdist.processes.child_python import module
 
 _STEPS = (
     "train.max_steps=7",

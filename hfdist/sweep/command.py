@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 
 from hfdist.atomic_write import write_atomically
-from hfdist.child_python import module
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.arguments import as_command
@@ -31,9 +30,10 @@ from hfdist.jobs.cluster import GROUP as CLUSTER
 from hfdist.jobs.cluster import ClusterConfig, compose_cluster
 from hfdist.jobs.command import check_job
 from hfdist.jobs.job import Job
+from hfdist.processes.child_python import module
+from hfdist.processes.stop_signals import heard_signals
 from hfdist.records.lines import parse_line
 from hfdist.records.trials import SETTINGS, Trial
-from hfdist.stop_signals import heard_signals
 from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.launchers.base import LOG, Launcher
 from hfdist.sweep.launchers.local import LocalLauncher

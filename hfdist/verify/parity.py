@@ -26,7 +26,6 @@ from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import MASTER
 from hfdist.checkpoint.regions import list_first
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM
-from hfdist.child_python import python
 from hfdist.collectives import on_rank_zero, rank
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.checks.preflight import plan_run
@@ -42,6 +41,7 @@ from hfdist.models import fit_vocabulary
 from hfdist.models.probing import shrink
 from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small
+from hfdist.processes.child_python import python
 from hfdist.records import METRICS, read_lines
 from hfdist.topology import without_launcher
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS

@@ -10,8 +10,8 @@ import accelerate.commands.launch
 import pytest
 
 from hfdist import launch
+from hfdist.processes.stop_signals import STOP_SIGNALS
 from hfdist.records import EVENTS, METRICS, State, read_lines, read_run
-from hfdist.stop_signals import STOP_SIGNALS
 from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]

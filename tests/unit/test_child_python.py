@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.child_python import module, python
+from hfdist.processes.child_python import module, python
 
 HOUSE = Path(__file__).resolve().parents[2]
 # The child itself; and the sandbox, which takes nothing of its surroundings at all (`-I`).
-OWN_FLAGS = {"hfdist/child_python.py", "hfdist/rewards/sandbox/start.py"}
+OWN_FLAGS = {"hfdist/processes/child_python.py", "hfdist/rewards/sandbox/start.py"}
 SPAWNED = """
 import multiprocessing, os
-from hfdist.child_python import restore_path, safe_path
+from hfdist.processes.child_python import restore_path, safe_path
 
 def child(before):
     restore_path(before)

@@ -15,7 +15,7 @@ import pytest
 from hfdist import launch
 from hfdist.config.cli import process_end
 from hfdist.errors import ConfigError, PeerError
-from hfdist.stop_signals import STOP_SIGNALS
+from hfdist.processes.stop_signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.timeout(60)
 

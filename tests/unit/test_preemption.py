@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data import TokenStream, open_corpus
-from hfdist.stop_signals import STOP_SIGNALS
+from hfdist.processes.stop_signals import STOP_SIGNALS
 from hfdist.trainer.fault_tolerance import rank_flags
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption, RankFlags
 from tests.unit.data.corpora import files_config, tokenizer, write_txt

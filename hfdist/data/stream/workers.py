@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from hfdist.errors import ResourceError
-from hfdist.stop_signals import STOP_SIGNALS
+from hfdist.processes.stop_signals import STOP_SIGNALS
 
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 

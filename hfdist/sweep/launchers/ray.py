@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hfdist.child_python import python
 from hfdist.jobs.job import Job
 from hfdist.jobs.ray import write_ray
+from hfdist.processes.child_python import python
 from hfdist.sweep.launchers.base import LaunchedTrial
 from hfdist.sweep.launchers.local import TrialProcess
 

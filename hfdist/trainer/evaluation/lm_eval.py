@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfdist.child_python import module
 from hfdist.config.run import EvaluateConfig, RunConfig
 from hfdist.errors import ConfigError, nearest
+from hfdist.processes.child_python import module
 from hfdist.topology import without_launcher
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.collectives import control_group
 from hfdist.errors import PreemptedError
+from hfdist.processes.stop_signals import heard_signals, leave_closed_terminal
 from hfdist.records.recorder import end_by_signal
-from hfdist.stop_signals import heard_signals, leave_closed_terminal
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from hfdist.stop_signals import STOP_SIGNALS
+from hfdist.processes.stop_signals import STOP_SIGNALS
 
 _ALIVE_SECONDS = 1.0
 

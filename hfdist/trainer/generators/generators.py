@@ -18,11 +18,11 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hfdist.child_python import module
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.composition.compose import to_values
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, PeerError
+from hfdist.processes.child_python import module
 from hfdist.strategies.base import Batch
 from hfdist.topology import read_launcher
 from hfdist.trainer.generation.limits import Limits

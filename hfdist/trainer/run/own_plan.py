@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from hfdist.child_python import python
 from hfdist.config.hardware import Hardware
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
@@ -36,7 +35,8 @@ from hfdist.planning.machines import Machines, find_machines
 from hfdist.planning.make_plan import make_plan, with_steps
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.hardware import find_hardware
-from hfdist.stop_signals import heard_signals
+from hfdist.processes.child_python import python
+from hfdist.processes.stop_signals import heard_signals
 from hfdist.strategies.base import Engine
 from hfdist.topology import Topology, read_launcher
 
