@@ -41,7 +41,7 @@ CHECKS = {
     "an adapter beside one process": ["tests/distributed/test_adapters.py::test_trains_as_one_process_does"],
 }
 """What is said of it -> arguments of pytest."""
-_LIMIT_SECONDS = 1800
+_LIMIT_SECONDS = 3600
 
 
 @dataclass(frozen=True)
