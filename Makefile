@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs canary gpu sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -84,7 +84,11 @@ jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCl
 canary: $(READY)  ## Run seams, layouts, generation and an adapter under the oldest and newest versions, into docs/versions.md (an hour).
 	$(BIN)/python -m tests.canary docs/versions.md
 
-gpu: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it with a CPU, and write docs/gpu.md (20 minutes).
+gpu: MINUTES := 12
+gpu: $(READY)  ## Run the lines that this GPU has no figure of, for MINUTES=12, the most valuable first; again: it goes on.
+	$(BIN)/python -m tests.gpu_queue --minutes $(MINUTES)
+
+gpus: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it with a CPU, and write docs/gpu.md (20 minutes).
 	$(BIN)/python -m benchmarks.gpu --write
 	$(BIN)/python -m tests.gpu docs/gpu.md
 

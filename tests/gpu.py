@@ -211,7 +211,9 @@ def _compare_all(folder: Path, cases: dict[str, Case], said: dict[str, str | Non
     lines, failed = [], []
     for name, case in cases.items():
         why = said[name] or said[case.beside]
-        rows: tuple[Row, ...] = () if why else compare_runs(_run(folder, name), _run(folder, case.beside), case.bounds)
+        rows: tuple[Row, ...] = (
+            () if why else compare_runs(run_folder(folder, name), run_folder(folder, case.beside), case.bounds)
+        )
         found = {row.what: row for row in rows}
         cells = [_cell(found.get(what)) for what in COLUMNS]
         lines.append([name, case.beside, *cells, why or ""])
@@ -245,7 +247,7 @@ def _run_case(folder: Path, name: str, case: Case, end: float) -> str | None:
         return f"{missing[0]} is not installed"
     if case.goes_on_from is not None:
         with suppress(FileNotFoundError):
-            _copy_first_half(_run(folder, case.goes_on_from), _run(folder, name))
+            _copy_first_half(run_folder(folder, case.goes_on_from), run_folder(folder, name))
     return run(folder, name, (*SMALL, *case.overrides), end, case.recipe, **(NO_GPU if case.on_cpu else {}))
 
 
@@ -257,7 +259,7 @@ def _copy_first_half(source: Path, target: Path) -> None:
     shutil.rmtree(target / "model", ignore_errors=True)
 
 
-def _run(folder: Path, name: str) -> Path:
+def run_folder(folder: Path, name: str) -> Path:
     return folder / "runs" / _slug(name)
 
 
@@ -293,7 +295,7 @@ def write_sizes(folder: Path, end: float) -> tuple[str, list[str]]:
 
 def _measure(folder: Path, name: str, overrides: tuple[str, ...], end: float) -> list[str]:
     why = run(folder, f"large {name}", (*LARGE, *overrides), end)
-    run_dir = _run(folder, f"large {name}")
+    run_dir = run_folder(folder, f"large {name}")
     try:
         items = {item["name"]: item for item in json.loads((run_dir / "grade.json").read_text())["items"]}
         last = read_lines(run_dir / METRICS)[-2]
