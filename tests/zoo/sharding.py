@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.checkpoint.write import export_model
 from hfdist.collectives import on_rank_zero
@@ -27,8 +28,10 @@ from hfdist.models.loss import LossHead
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.strategies.base import Engine, Strategy, TrainerHooks
 from hfdist.strategies.gradients.reduction import local_tensor
+from hfdist.strategies.pieces import list_pieces
 from hfdist.strategies.select import make_strategy
 from hfdist.strategies.self_check import GRADIENT_BOUND
+from tests.zoo.hub_files import differing, filled
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import (
     TOLERANCE,
@@ -78,25 +81,23 @@ def build_engine(strategy: Strategy, model: PreTrainedModel) -> Engine:
 
 
 def compare_saved(engine: Engine, whole: PreTrainedModel) -> str:
-    """Save the folder of a model in its layout, unused weights too, and beside it that of the whole model.
+    """Save the folder of a model in its layout, unused weights too, and compare it with the whole model's tensors.
 
-    All ranks of the group call it, before the model is changed.
+    All ranks of the group call it, before the model is changed. That `save_pretrained` writes the same of a whole model
+    test_hub_names.py says; it imports DeepSpeed, which takes each fork ten seconds.
 
     Returns:
         The first tensors that one has alone, or that differ in one bit; empty: none.
     """
+    names = find_hub_names(engine.model)
     folder = Path(on_rank_zero(tempfile.mkdtemp))
-    export_model(folder / "ranks", engine.weights(), lambda made: None, names=find_hub_names(engine.model))
+    export_model(folder, engine.weights(), lambda made: None, names=names)
 
     def compare() -> str:
-        whole.save_pretrained(folder / "whole")
-        ours, theirs = (
-            {name: value for file in (folder / of).glob("*.safetensors") for name, value in load_file(file).items()}
-            for of in ("ranks", "whole")
-        )
-        wrong = sorted(ours.keys() ^ theirs.keys())
-        wrong += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
-        return ", ".join(wrong[:3])
+        files = (load_file(file) for file in folder.glob("*.safetensors"))
+        saved = {name: value.reshape(-1) for tensors in files for name, value in tensors.items()}
+        wrong = differing(saved, filled(hub_pieces(list_pieces(whole, None), names)))
+        return ", ".join(sorted(wrong)[:3])
 
     try:
         found: str = on_rank_zero(compare)
