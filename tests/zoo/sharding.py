@@ -257,10 +257,12 @@ def packed(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rows that begin or end with padding."""
+    """Rows that begin or end with padding, from which nothing is predicted: it attends to as many tokens as there are."""
     mask = batch["attention_mask"].clone()
     mask[0, :3] = mask[1:, -5:] = 0
-    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, IGNORED)}
+    labels = batch["labels"].masked_fill(mask == 0, IGNORED)
+    labels[0, 3] = IGNORED
+    return batch | {"attention_mask": mask, "labels": labels}
 
 
 def _train_share(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
