@@ -29,7 +29,8 @@ TIED = "model.config.tie_word_embeddings=true"
 def run_asked(pipe):
     """In a process forked before any mistake is planted: the run on one process, without seconds of imports."""
     command, folder = pipe.recv()
-    _, script, *arguments = command
+    _, flag, script, *arguments = command
+    assert flag == "-P"
     done = run_forked(*arguments, cwd=Path(folder), script=Path(script))
     done.stdout += done.stderr
     pipe.send(done)
