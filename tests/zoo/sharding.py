@@ -257,7 +257,7 @@ def packed(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rows that begin or end with padding, from which nothing is predicted: it attends to as many tokens as there are."""
+    """Rows that begin or end with padding, from which nothing is predicted: it attends to all tokens that there are."""
     mask = batch["attention_mask"].clone()
     mask[0, :3] = mask[1:, -5:] = 0
     labels = batch["labels"].masked_fill(mask == 0, IGNORED)
