@@ -1,19 +1,25 @@
 """The proof that a layout trains as one process does: small runs of both, and what they left behind compared by name.
 
-There are three runs: the asked layout in small, its second part again from a checkpoint, and one process. Of a tensor
-the difference is  max |ours - reference| / max |reference|  over its elements, where the divisor is at least a
-hundredth of the largest element of all tensors of its kind: a gradient that is zero but for rounding (that of a key's
-bias, say) is judged on the scale of the model's gradients. A loss is a tensor of one element.
+There are three runs: the asked layout in small, its second part again from a checkpoint, and one process. All read the
+same short documents, several in a sequence, of which data ranks get unequal numbers of targets: where documents are
+long and all their tokens are learned, wrong positions and wrong divisors do not show.
+
+Of a tensor the difference is  max |ours - reference| / max |reference|  over its elements, where the divisor is at
+least a hundredth of the largest element of all tensors of its kind: a gradient that is zero but for rounding (that of a
+key's bias, say) is judged on the scale of the model's gradients. A loss is a tensor of one element.
 """
 
 from __future__ import annotations
 
+import json
+import keyword
 import logging
 import math
 import os
+import random
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -30,19 +36,21 @@ from hfdist.collectives import on_rank_zero, rank
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import to_yaml
+from hfdist.config.data import ChatConfig, DataConfig, RowFormat, SourceConfig, cache_dir
 from hfdist.config.islands import Codec, IslandsConfig, OuterRule
 from hfdist.config.model import Dtype, Init
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import EvaluateConfig, ExportConfig, LaunchConfig, RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
+from hfdist.data.cache import write_once
 from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models import fit_vocabulary
 from hfdist.models.probing import shrink
 from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small
 from hfdist.processes.child_python import python
-from hfdist.records import METRICS, read_lines
+from hfdist.records import EVENTS, METRICS, Event, read_lines
 from hfdist.topology import without_launcher
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.run.builder import Run
@@ -59,6 +67,10 @@ _MOST_MICROBATCHES = 4
 """Of a data rank; a pipeline keeps up to two for each stage."""
 _FEW_BLOCKS = 4
 _MOST_HELD_OUT_SEQUENCES = 16
+_HELD_OUT_FRACTION = 0.1
+_NUM_DOCUMENTS = 4000
+_DOCUMENTS = f"proof-{1}"
+"""In the cache; to be counted up when `_documents` gives others."""
 _LEAST_EPS = 1e-4
 """Adam divides a gradient by its own size, so that it makes a whole step, of random sign, from one that is zero but for
 rounding (a key's bias). A larger eps keeps the weights comparable, and lets them show wrongly scaled gradients."""
@@ -68,6 +80,9 @@ _SINGLE_SECONDS = 1500
 
 FLOOR = 1e-2
 """Least divisor of a difference, as a share of the largest element of all tensors that are compared with it."""
+
+_MOST_ROUNDED = 0.5
+"""Share of float32 weights that may be numbers of a 16-bit type: those of norms are ones, until steps are large."""
 
 _NORM_ERROR = 3e-10
 """Of a norm on a CPU, for each element of the largest tensor. torch adds up squares in float32 there, and DeepSpeed in
@@ -125,6 +140,8 @@ class Certificate(NamedTuple):
     rows: tuple[Row, ...]
     kernels: str = ""
     """What computed attention and the loss, and how matrices were shared; one line, too."""
+    unlike: tuple[str, ...] = ()
+    """Steps that a run has skipped or done again, a line each."""
 
     @property
     def passed(self) -> bool:
@@ -144,14 +161,17 @@ class Certificate(NamedTuple):
         ]
         verdict = f"CERTIFICATE: {'passed' if self.passed else 'failed'}"
         computed = [f"computed by: {self.kernels}"] if self.kernels else []
-        return "\n".join([f"layout: {self.layout}", *computed, *(f"  {line}" for line in table), verdict])
+        lines = [f"layout: {self.layout}", *computed, *(f"  {line}" for line in table), *self.unlike, verdict]
+        return "\n".join(lines)
 
 
-def certify(layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: Bounds) -> Certificate:
+def certify(
+    layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: Bounds, half: torch.dtype | None = None
+) -> Certificate:
     """Compare run folders that hold a checkpoint of every step.
 
     `ours` is the run in the layout, `resumed` its second part once more from a checkpoint, `reference` the run on one
-    process.
+    process. `half` is the type of the arithmetic where the optimizer must step float32 weights beside it.
     """
     last = _last_step(reference)
     resumed_losses = _metric(resumed, "loss")
@@ -164,7 +184,31 @@ def certify(layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: 
     held_out = _metric(reference, "eval_loss")
     if held_out:
         rows.append(compare("held-out loss", _metric(ours, "eval_loss"), held_out, bounds.loss))
-    return Certificate(layout, tuple(rows))
+    if half is not None:
+        rows.append(_share_of_rounded(_weights(ours, last), half))
+    unlike = [line for run in (ours, resumed, reference) for line in _unlike_steps(run)]
+    return Certificate(layout, tuple(rows), unlike=tuple(unlike))
+
+
+def _share_of_rounded(weights: Named, half: torch.dtype) -> Row:
+    """Find how many weights are numbers of a 16-bit type: nearly all, where the optimizer steps no float32 weights.
+
+    This is of one run alone: both could have lost them.
+    """
+    is_rounded = {name: tensor.float() == tensor.to(half).float() for name, tensor in weights.items()}
+    share = sum(int(same.sum()) for same in is_rounded.values()) / max(1, sum(map(torch.numel, weights.values())))
+    worst = max(is_rounded, key=lambda name: int(is_rounded[name].sum()), default="there is nothing to compare")
+    return Row(f"share of {str(half).removeprefix('torch.')} weights", share, worst, _MOST_ROUNDED)
+
+
+def _unlike_steps(run_dir: Path) -> list[str]:
+    """Say which steps of a run were skipped or done again: what is compared there has not been trained in one go."""
+    said = {
+        Event.skip.value: "{name}: step {step} was skipped",
+        Event.rollback.value: "{name}: the ranks went back from step {step} to step {to_step}",
+    }
+    lines = [line for line in read_lines(run_dir / EVENTS) if line.get("event") in said]
+    return [said[line["event"]].format(name=run_dir.name, **line) for line in lines]
 
 
 def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]:
@@ -267,8 +311,9 @@ class Proof(NamedTuple):
 def prepare_proof(config: RunConfig) -> Proof:
     """Make the asked run small, and empty `<run.dir>/prove`.
 
-    Kept are the layout, micro batches, precision, optimizer, schedule, clipping, data and seeds. The model is made
-    small by `small_architecture`; steps, sequences and the number of micro batches are fewer.
+    Kept are the layout, micro batches, precision, optimizer, schedule, clipping, packing and seeds. The model is made
+    small by `small_architecture`; steps, sequences and the number of micro batches are fewer; the documents are short
+    ones, of which each data rank reads its own lane.
 
     Raises:
         ConfigError: sizes that do not divide, too few processes, or a saved adapter.
@@ -379,11 +424,19 @@ def _certify(proof: Proof, recipe: Path) -> list[str]:
         resumed=Path(proof.resumed.run.dir),
         reference=Path(proof.single.run.dir),
         bounds=BOUNDS[Precision.bf16 if rounds else config.train.precision],
+        half=_half(config),
     )._replace(kernels=proof.kernels)
     logger.info("%s", certificate)
     if certificate.passed:
         shutil.rmtree(proof.folder)
     return [row.what for row in certificate.rows if not row.passed]
+
+
+def _half(config: RunConfig) -> torch.dtype | None:
+    """Type of the arithmetic, where float32 weights are kept beside it."""
+    if config.train.precision is Precision.fp32 or config.model.dtype not in (Dtype.auto, Dtype.float32):
+        return None
+    return torch.bfloat16 if config.train.precision.is_bf16 else torch.float16
 
 
 def _train_single(config: RunConfig, recipe: Path) -> None:
@@ -424,18 +477,13 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
     if config.strategy.pipeline > 1:
         most = max(most, 2 * _most_stages(config.strategy))
     num_microbatches = min(asked.num_microbatches, most)
-    data = config.data
     return replace(
         config,
         run=replace(config.run, dir=str(folder)),
         # Pretrained weights do not fit a small model; the architecture and the tokenizer stay.
         model=replace(config.model, init=Init.random),
         adapter=replace(config.adapter, merge=False, dropout=0.0),
-        data=replace(
-            data,
-            sequence_length=min(data.sequence_length, _MOST_SEQUENCE_TOKENS),
-            eval_sequences=min(data.eval_sequences, _MOST_HELD_OUT_SEQUENCES),
-        ),
+        data=_short_documents(config.data, asked.data_size),
         # Numbers of blocks of the asked model do not fit the small one.
         strategy=replace(config.strategy, blocks_per_stage=None),
         islands=_one_island(config.islands),
@@ -454,6 +502,37 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
         report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_prompt=None),
         export=ExportConfig(),
     )
+
+
+def _short_documents(config: DataConfig, data_size: int) -> DataConfig:
+    """Read documents of the proof's own: a lane for each data rank, so that most begin and end within a sequence."""
+    path = cache_dir(config) / f"{_DOCUMENTS}.jsonl"
+    # Each process does so, since no two of them know of each other yet: the same bytes, and whole once they are there.
+    write_once(path, lambda file: file.writelines(_documents()))
+    return replace(
+        config,
+        sources={"proof": SourceConfig(path=str(path))},
+        format=RowFormat.prompt_completion,
+        chat=ChatConfig(),
+        anneal=[],
+        quarantine=[],
+        lanes=data_size,
+        sequence_length=min(config.sequence_length, _MOST_SEQUENCE_TOKENS),
+        eval_fraction=_HELD_OUT_FRACTION,
+        eval_sources={},
+        eval_sequences=min(config.eval_sequences, _MOST_HELD_OUT_SEQUENCES),
+    )
+
+
+def _documents() -> Iterator[bytes]:
+    """Give lines of JSON: prompts of 1 to 15 words with completions of 1 to 9. Only completions are targets, so that
+    sequences differ in the number of theirs.
+    """
+    words = random.Random(0)
+    for _ in range(_NUM_DOCUMENTS):
+        prompt, completion = (" ".join(words.choices(keyword.kwlist, k=words.randint(1, most))) for most in (15, 9))
+        # The space belongs to the completion: tokenizers put it in front of a word.
+        yield json.dumps({"prompt": prompt, "completion": f" {completion}"}).encode() + b"\n"
 
 
 def _one_island(islands: IslandsConfig) -> IslandsConfig:

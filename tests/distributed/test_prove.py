@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hfdist.config.batch import IGNORED
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
 from hfdist.strategies.base import Engine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
+from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.trainer import DistributedTrainerMixin
 from hfdist.verify import parity
 from recipes.prove import main
@@ -144,21 +147,55 @@ def skip_the_sum_of_tied_gradients():
     PipelineEngine._sum_shared = lambda self: None
 
 
+def divide_by_own_targets():
+    """So that a step has the mean of the ranks' means."""
+    original = EngineTrainer._get_num_items_in_batch
+
+    def own_number(self, batch_samples, device):
+        assert original(self, batch_samples, device) is not None
+        return 2 * sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batch_samples)
+
+    EngineTrainer._get_num_items_in_batch = own_number
+
+
+def lose_the_positions():
+    """So that packed documents see each other."""
+    original = PipelineEngine.forward_backward
+
+    def forward_backward(self, batch, num_items, hooks):
+        assert batch.pop("position_ids") is not None
+        return original(self, batch, num_items, hooks)
+
+    PipelineEngine.forward_backward = forward_backward
+
+
+def lose_the_float32_weights():
+    def step_in_bfloat16(optimizer, args, kwargs):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data.copy_(parameter.bfloat16())
+
+    register_optimizer_step_post_hook(step_in_bfloat16)
+
+
 @pytest.mark.parametrize(
-    ("strategy", "plant", "seen"),
+    ("layout", "plant", "seen"),
     [
         ("ddp", drop_a_micro_batch, "loss, gradient norm, gradients of step 1, weights at the end, held-out loss"),
         ("ddp", halve_the_gradients, "gradient norm"),
+        ("ddp", divide_by_own_targets, "loss, gradient norm, gradients of step 1, weights at the end, held-out loss"),
+        ("ddp train.precision=bf16", lose_the_float32_weights, "share of bfloat16 weights"),
         ("zero2", lose_the_cursor, "loss after resuming, weights after resuming"),
         ("pipeline", skip_the_sum_of_tied_gradients, "gradients of step 1"),
+        ("pipeline", lose_the_positions, "loss, gradient norm, gradients of step 1"),
     ],
 )
-def test_planted_mistakes_fail(tmp_path, cache_dir, strategy, plant, seen):
+def test_planted_mistakes_fail(tmp_path, cache_dir, layout, plant, seen):
+    overrides = f"strategy={layout} train.max_grad_norm=0.1 {TIED}".split()
     with pytest.raises(RankFailed) as failure:
-        prove(tmp_path, 2, f"strategy={strategy}", "train.max_grad_norm=0.1", TIED, plant=plant)
+        prove(tmp_path, 2, *overrides, plant=plant)
     assert "NumericsError: Numerics error: the layout does not train as one process does" in str(failure.value)
     where = re.search("where: *(.*)", str(failure.value))[1]
-    assert seen in where if strategy == "pipeline" else seen == where
+    assert seen in where if layout == "pipeline" else seen == where
     assert (tmp_path / "prove" / "layout").is_dir(), "what differs is left for a look at it"
 
 

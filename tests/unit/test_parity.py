@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.config.train import Precision
-from hfdist.records import METRICS
+from hfdist.records import METRICS, Event, add_event
 from hfdist.verify.parity import BOUNDS, FLOOR, certify, compare
 from tests.unit.checkpoint.pieces import write_checkpoint
 
@@ -203,3 +203,27 @@ def test_the_measure():
 )
 def test_what_proves_nothing_never_passes(ours, reference):
     assert not compare("x", ours, reference, 1e9).passed
+
+
+def halve(runs):
+    """Lose the float32 weights of the layout."""
+    for name in ("first", "second"):
+        edit_tensor(runs["ours"] / LAST / "model.safetensors", name, lambda tensor: tensor.bfloat16().float())
+
+
+@pytest.mark.parametrize(("edit", "passes"), [(lambda runs: None, True), (halve, False)])
+def test_float32_weights_beside_bfloat16_are_not_bfloat16_numbers(runs, edit, passes):
+    edit(runs)
+    certificate = certify("2 processes", bounds=BOUNDS[Precision.fp32], half=torch.bfloat16, **runs)
+    assert [row.passed for row in certificate.rows if row.what == "share of bfloat16 weights"] == [passes]
+
+
+def test_steps_that_were_skipped_or_done_again_are_said(runs):
+    add_event(runs["ours"], Event.rollback, start=1, step=3, to_step=2)
+    add_event(runs["reference"], Event.skip, start=1, step=1)
+    add_event(runs["reference"], Event.save, start=1, step=1)
+    assert str(check(runs)).splitlines()[-3:] == [
+        "ours: the ranks went back from step 3 to step 2",
+        "reference: step 1 was skipped",
+        "CERTIFICATE: passed",
+    ]
