@@ -121,8 +121,8 @@ class TaskConfig:
     top_k: int | None = limited(None, at_least=1)
     top_p: float = limited(1.0, above=0, at_most=1)
     rewards: dict[str, float] = field(default_factory=dict)
-    """Names of rewards, with the weight of each in the sum: `arithmetic`, `code`, `reward_model`, or what installed
-    packages offer (entry points `hfdist.rewards`)."""
+    """Names of rewards, with the weight of each in the sum: `arithmetic`, `code`, `code_without_landlock`,
+    `reward_model`, or what installed packages offer (entry points `hfdist.rewards`)."""
     reward_model: str | None = None
     """Folder of the model that the reward `reward_model` is the score of, as `task.name=reward` trains it."""
     scale_rewards: bool = True

@@ -7,16 +7,19 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 from hfdist.errors import DataError
 from hfdist.rewards.generation import Generation
-from hfdist.rewards.sandbox.start import Limits, count_passed
+from hfdist.rewards.sandbox.start import WITHOUT_LANDLOCK, Limits, count_passed
 from hfdist.topology import read_launcher
 
 _BLOCK = re.compile(r"^[ \t]*```(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def code(generations: Sequence[Generation], *, limits: Limits | None = None) -> list[float]:
+def code(
+    generations: Sequence[Generation], *, limits: Limits | None = None, without_landlock: bool = False
+) -> list[float]:
     """Give the share of each reference's tests that pass, from 0.0 to 1.0.
 
     The program is the last block of Python in the text, or the whole text. Tests are the top-level `assert` statements
@@ -25,6 +28,7 @@ def code(generations: Sequence[Generation], *, limits: Limits | None = None) -> 
     Args:
         generations: several run at a time, by this process's share of the machine's CPUs.
         limits: of each program; None: 4 CPU seconds, 12 seconds, 512 MiB.
+        without_landlock: whether programs may run where the kernel does not keep them from reading this user's files.
 
     Raises:
         ConfigError: this machine cannot confine a program.
@@ -33,11 +37,22 @@ def code(generations: Sequence[Generation], *, limits: Limits | None = None) -> 
     counts = [_count_tests(one.reference) for one in generations]
 
     def share(one: Generation, num_tests: int) -> float:
-        return count_passed(find_program(one.text), one.reference, num_tests, limits or Limits()) / num_tests
+        program = find_program(one.text)
+        passed = count_passed(program, one.reference, num_tests, limits or Limits(), without_landlock=without_landlock)
+        return passed / num_tests
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max(1, cores // read_launcher().local_world_size)) as pool:
         return list(pool.map(share, generations, counts))
+
+
+def code_without_landlock(generations: Sequence[Generation]) -> list[float]:
+    """Do what `code` does, also where the kernel has no Landlock: programs can read this user's files there."""
+    return code(generations, without_landlock=True)
+
+
+SANDBOXED = MappingProxyType({"code": code, WITHOUT_LANDLOCK: code_without_landlock})
+"""By name: rewards that need a machine which can confine a program."""
 
 
 def find_program(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from hfdist.errors import ConfigError, DataError, HfdistError
 from hfdist.plugins import load_plugin
 from hfdist.rewards.arithmetic import arithmetic
-from hfdist.rewards.code import code
+from hfdist.rewards.code import SANDBOXED
 from hfdist.rewards.generation import Generation
 
 GROUP = "hfdist.rewards"
@@ -20,7 +20,7 @@ GROUP = "hfdist.rewards"
 Score = Callable[[Sequence[Generation]], Sequence[float]]
 """Gives one finite number for each generation, in their order."""
 
-BUILT_IN: Mapping[str, Score] = MappingProxyType({"arithmetic": arithmetic, "code": code})
+BUILT_IN: Mapping[str, Score] = MappingProxyType({"arithmetic": arithmetic, **SANDBOXED})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,10 @@
-"""Run tests on a program that cannot see them: `python -I -S -B sandbox CPU_SECONDS MEMORY_BYTES`.
+"""Run tests on a program that cannot see them: `python -I -S -B sandbox CPU_SECONDS MEMORY_BYTES WITHOUT_LANDLOCK`.
 
 Two confined processes: one runs the tests, and has what the tests call done by the other, which runs the program. So
 the program has no verdict in reach: no `os._exit`, no patched builtin and no print can pass a test, only the right
 values can. It learns the arguments of a call and never what is expected.
+
+WITHOUT_LANDLOCK is 1 or 0: whether a program may run where the kernel does not keep it from reading files.
 
 Standard input is `{"program": ..., "reference": ...}`. Standard output is a line `ready` or `refused REASON`, and then
 `+` or `-` for each top-level `assert`, as each ends.
@@ -89,7 +91,7 @@ def names_of_the_program(tree: ast.Module, reference: str) -> set[str]:
 
 def main() -> None:
     """Confine, fork before the tests are read, and be one of the two."""
-    parent, (cpu_seconds, memory_bytes) = os.getppid(), map(int, sys.argv[1:3])
+    parent, (cpu_seconds, memory_bytes, without_landlock) = os.getppid(), map(int, sys.argv[1:4])
     del sys.path[0]
     null = os.open(os.devnull, os.O_RDWR)
     # Code of others may print.
@@ -97,7 +99,8 @@ def main() -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     try:
-        has_landlock = limit(cpu_seconds, memory_bytes)
+        if not limit(cpu_seconds, memory_bytes) and not without_landlock:
+            raise RefusedError("the kernel has no Landlock: a program could read this user's files")
         end_with_parent(parent)
         tests_read, program_write = os.pipe()
         program_read, tests_write = os.pipe()
@@ -119,7 +122,7 @@ def main() -> None:
     if os.read(tests_read, 6) != b"ready\n":
         os.write(verdicts, b"refused the process of the program ended\n")
         return
-    os.write(verdicts, b"ready\n" if has_landlock else b"ready without Landlock\n")
+    os.write(verdicts, b"ready\n")
     be_tests(tests_read, tests_write, verdicts)
 
 

@@ -11,8 +11,9 @@ The filter is a list of the system calls that Python needs to compute and to rea
 * signals to other processes, their memory, and shared memory that would outlive the process
 
 Beside it: no capabilities, even for root; limits on CPU seconds, address space, file size and open files; no core dump.
-Where the kernel has Landlock (since 5.13, where it is switched on), only Python's library and the system's shared
-libraries can be read. Without Landlock a program can read each file that this user can read, but send it nowhere.
+Where the kernel has Landlock (since 5.13, where it is switched on), only Python's standard library and the system's
+shared libraries can be read. Without Landlock a program can read each file that this user can read, but send it
+nowhere.
 
 Not kept out: bugs of the kernel and of the processor, and how long a program takes. Linux on x86_64 and aarch64 only.
 """
@@ -27,6 +28,7 @@ import signal
 import stat
 import struct
 import sys
+from collections.abc import Iterator
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -61,6 +63,7 @@ _NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16
 _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVILEGES = 1, 4, 22, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _READ_FILE, _READ_FOLDER, _ALL_OF_FILES = 1 << 0, 1 << 2, 1 << 3, (1 << 13) - 1
+_IN_FOLDER = _EXECUTE | _READ_FILE | _READ_FOLDER
 
 
 class RefusedError(Exception):
@@ -140,15 +143,13 @@ def _read_only_libraries() -> bool:
     rules = _LIBC.syscall(_CREATE_RULESET, rights, len(rights), 0)
     if rules < 0:
         return False
-    python = (os.path.join(sys.base_prefix, name) for name in ("lib", "lib64"))
-    system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
-    for path in (*python, *system, "/dev/null", "/dev/urandom"):
+    for path, rights_below in _readable():
         try:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         is_folder = stat.S_ISDIR(os.fstat(file).st_mode)
-        allowed = _READ_FILE | (_READ_FOLDER | _EXECUTE if is_folder else 0)
+        allowed = rights_below if is_folder else _READ_FILE
         done = _LIBC.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", allowed, file), 0)
         os.close(file)
         if done != 0:
@@ -157,6 +158,34 @@ def _read_only_libraries() -> bool:
         raise RefusedError(f"Landlock: {os.strerror(ctypes.get_errno())}")
     os.close(rules)
     return True
+
+
+def _readable() -> Iterator[tuple[str, int]]:
+    """Give files and folders, and what may be done below each folder.
+
+    A right holds for all that is below: folders that hold installed packages, too, are taken apart.
+    """
+    versioned = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    standard = {os.path.dirname(os.__file__), os.path.join(sys.base_exec_prefix, sys.platlibdir, versioned)}
+    python = (os.path.join(sys.base_prefix, name) for name in ("lib", "lib64"))
+    for folder in (*python, "/lib", "/lib64", "/usr/lib", "/usr/lib64"):
+        # Debian has its packages in /usr/lib/python3.
+        yield from ((path, _IN_FOLDER) for path in _children(folder) if not os.path.basename(path).startswith("python"))
+    for folder in standard:
+        # Python lists it to import from it; names of packages can be seen there.
+        yield folder, _READ_FOLDER
+        yield from ((path, _IN_FOLDER) for path in _children(folder))
+    for path in ("/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"):
+        yield path, _IN_FOLDER
+
+
+def _children(folder: str) -> list[str]:
+    """Give what is in a folder, but for installed packages; nothing, where there is no such folder."""
+    try:
+        names = sorted(set(os.listdir(folder)) - {"site-packages", "dist-packages"})
+    except OSError:
+        return []
+    return [os.path.join(folder, name) for name in names]
 
 
 def _control(option: int, value: int, pointer: bytes | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import select
 import signal
@@ -12,12 +11,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from hfdist.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+WITHOUT_LANDLOCK = "code_without_landlock"
+"""Name of the reward `code` for kernels that do not keep programs from reading: somebody must ask for it."""
 
 _LONGEST_START = 300
 """Bytes of the first line."""
@@ -33,7 +32,9 @@ class Limits:
     memory_bytes: int = 2**29
 
 
-def count_passed(program: str, reference: str, num_tests: int, limits: Limits) -> int:
+def count_passed(
+    program: str, reference: str, num_tests: int, limits: Limits, *, without_landlock: bool = False
+) -> int:
     """Run a program's tests in a sandbox of their own, and count those that pass.
 
     Args:
@@ -41,12 +42,13 @@ def count_passed(program: str, reference: str, num_tests: int, limits: Limits) -
         reference: Python whose top-level `assert` statements are the tests.
         num_tests: how many it has.
         limits: tests that have not ended within them do not pass.
+        without_landlock: whether the program may run where the kernel does not keep it from reading this user's files.
 
     Raises:
         ConfigError: this machine cannot confine a program.
     """
     task = json.dumps({"program": program, "reference": reference}).encode()
-    arguments = [str(limits.cpu_seconds), str(limits.memory_bytes)]
+    arguments = [str(limits.cpu_seconds), str(limits.memory_bytes), str(int(without_landlock))]
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(Path(__file__).parent), *arguments],
         stdin=subprocess.PIPE,
@@ -67,10 +69,8 @@ def count_passed(program: str, reference: str, num_tests: int, limits: Limits) -
             # Its number is not given to another process before it is waited for.
             os.killpg(process.pid, signal.SIGKILL)
     first, newline, verdicts = said.partition(b"\n")
-    if not newline or not first.startswith(b"ready"):
+    if not newline or first != b"ready":
         raise _refused(first.decode(errors="replace"), limits)
-    if first != b"ready":
-        _warn_of_readable_files()
     return verdicts[:num_tests].count(b"+")
 
 
@@ -91,11 +91,8 @@ def _read(file: int, most_bytes: int, seconds: float) -> bytes:
 def _refused(first: str, limits: Limits) -> ConfigError:
     what = "the reward `code` cannot confine a program on this machine"
     found = first.removeprefix("refused ") or f"no start within {limits.wall_seconds} s and {limits.memory_bytes} bytes"
-    allowed = "Linux on x86_64 or aarch64, with seccomp filters (CONFIG_SECCOMP_FILTER)"
+    allowed = "Linux on x86_64 or aarch64 with CONFIG_SECCOMP_FILTER and CONFIG_SECURITY_LANDLOCK"
     hint = "a machine or a container that allows them; the reward `arithmetic` runs no program"
+    if "no Landlock" in found:
+        hint += f"; the reward `{WITHOUT_LANDLOCK}` runs programs that can read this user's files"
     return ConfigError(what, where="reward code", found=found, allowed=allowed, hint=hint)
-
-
-@cache
-def _warn_of_readable_files() -> None:
-    logger.warning("the kernel has no Landlock: programs that the reward `code` runs can read this user's files")

@@ -15,7 +15,8 @@ from hfdist.config.task import REWARD_MODEL, TaskName
 from hfdist.data.documents.held_out import take_examples
 from hfdist.errors import ConfigError
 from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
-from hfdist.rewards import Reward, load_rewards
+from hfdist.rewards import Generation, Reward, load_rewards
+from hfdist.rewards.code import SANDBOXED
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.objectives.learned_reward import LearnedReward
@@ -57,8 +58,11 @@ def make_objective(
 
 
 def check_rewards(names: Mapping[str, float]) -> None:
-    """Raise a ConfigError on a reward that no installed package offers."""
-    load_rewards(names, where="task.rewards", made={REWARD_MODEL: lambda generations: [0.0] * len(generations)})
+    """Raise a ConfigError on a reward that nobody offers, or that runs programs where they cannot be confined."""
+    made = {REWARD_MODEL: lambda generations: [0.0] * len(generations)}
+    for reward in load_rewards(names, where="task.rewards", made=made):
+        if reward.name in SANDBOXED:
+            reward([Generation(prompt="", text="", reference="assert True")])
 
 
 def _rewards(

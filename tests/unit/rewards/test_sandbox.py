@@ -1,15 +1,20 @@
 """What a program cannot do or use up: sockets, processes, files, signals, time, memory, output."""
 
 import platform
+import re
 import sys
+import sysconfig
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from hfdist.errors import ConfigError
-from hfdist.rewards.sandbox.start import Limits, _warn_of_readable_files, count_passed
+from hfdist.rewards import Generation, load_rewards
+from hfdist.rewards.sandbox.start import Limits, count_passed
+from hfdist.trainer.objectives.choose import check_rewards
 
 # Each gives what it finds: a denied call gives its errno.
 TRIES = """
@@ -91,7 +96,7 @@ def test_system_calls_are_denied(first, python_with):
     python_with(first)
     denied = "in (1, 13, 38, 'not allowed to raise maximum limit')"  # EPERM, EACCES, ENOSYS
     reference = "\n".join(f"assert attempt({name!r}) {denied}" for name in NAMES)
-    passed = count_passed(TRIES, reference, len(NAMES), Limits())
+    passed = count_passed(TRIES, reference, len(NAMES), Limits(), without_landlock=bool(first))
     assert passed == len(NAMES) == 32, outcomes(TRIES, reference.replace("assert ", "").splitlines())
 
 
@@ -110,15 +115,19 @@ def library():
 
 
 def test_only_libraries_are_read(tmp_path):
+    """In the folder of packages of the Python that runs, of the Python below it, and of the system."""
     (tmp_path / "secret").write_text("secret")
     paths = [str(tmp_path / "secret"), "/etc/passwd", "/proc/self/environ", __file__]
+    base = sysconfig.get_paths(vars={"base": sys.base_prefix, "platbase": sys.base_prefix})["purelib"]
+    packages = [base, sysconfig.get_path("purelib"), "/usr/lib/python3/dist-packages"]
+    paths += [str(next(Path(folder).glob("*/__init__.py"))) for folder in packages if Path(folder).is_dir()]
+    assert len(paths) > 5
     reference = "\n".join([f"assert read({path!r}) == 13" for path in paths] + ["assert library() == '0.25'"])
-    assert count_passed(READS, reference, 5, Limits()) == 5
+    assert count_passed(READS, reference, len(paths) + 1, Limits()) == len(paths) + 1
 
 
-def test_without_landlock_the_tests_stay_unseen(python_with, caplog):
+def test_without_landlock_the_tests_stay_unseen(python_with):
     python_with(NO_LANDLOCK)
-    _warn_of_readable_files.cache_clear()
     program = """
         import os
         def look(name):
@@ -126,13 +135,24 @@ def test_without_landlock_the_tests_stay_unseen(python_with, caplog):
             except OSError as error: return error.errno
     """
     reference = "\n".join(f"assert look({name!r}) == 13" for name in ("mem", "environ", "maps", "fd/0"))
-    assert count_passed(textwrap.dedent(program), reference, 4, Limits()) == 4
-    assert "no Landlock" in caplog.text
+    assert count_passed(textwrap.dedent(program), reference, 4, Limits(), without_landlock=True) == 4
+
+
+def test_without_landlock_no_program_runs_unless_asked(python_with):
+    python_with(NO_LANDLOCK)
+    one = Generation(prompt="", text=READS, reference="assert read('/etc/passwd') == 9")
+    with pytest.raises(ConfigError, match="cannot confine a program") as caught:
+        check_rewards({"code": 1.0})
+    assert "no Landlock" in caught.value.found
+    [name] = re.findall("reward `(code_.*)` runs", caught.value.hint)
+    check_rewards({name: 1.0})
+    [reward] = load_rewards({name: 1.0})
+    assert reward([one]) == [1.0]
 
 
 def test_it_has_no_environment_and_no_arguments():
     # Python itself sets its locale.
-    program = "import os, sys\ndef seen(): return dict(os.environ), sys.argv[3:], os.getcwd()"
+    program = "import os, sys\ndef seen(): return dict(os.environ), sys.argv[4:], os.getcwd()"
     assert count_passed(program, "assert seen() == ({'LC_CTYPE': 'C.UTF-8'}, [], '/')", 1, Limits()) == 1
 
 
