@@ -10,7 +10,8 @@ from typing import Any
 MOST_BYTES = 2**22
 """Of a line. What is larger follows it as bytes."""
 _MOST_DEPTH = 32
-_MOST_INTEGER = 2**63
+_INTEGERS = range(-(2**63), 2**64)
+"""Those that 64 bits hold, with a sign or without: seeds and hashes have none."""
 _MOST_COUNT = 2**53
 _MISSING: Any = object()
 
@@ -121,7 +122,7 @@ def read_json(content: bytes, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def _check(value: Any) -> None:
-    if type(value) is int and not -_MOST_INTEGER <= value < _MOST_INTEGER:
+    if type(value) is int and value not in _INTEGERS:
         raise NotAMessageError("a number is too large")
     if type(value) is str and not value.isascii():
         try:

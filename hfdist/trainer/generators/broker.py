@@ -10,7 +10,7 @@ from typing import Any
 from hfdist.errors import PeerError, printable
 from hfdist.messages.message import Message, NotAMessageError
 from hfdist.trainer.generators.dispatcher import Dispatcher
-from hfdist.trainer.generators.messages import pack, unpack
+from hfdist.trainer.generators.messages import RANK, pack, unpack
 from hfdist.trainer.generators.policy_files import PolicyFiles
 from hfdist.trainer.generators.processes import Processes
 
@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_MILLISECONDS = 50
 _MOST_SAID = 100
+_NOT_UNDERSTOOD = -1
+"""In place of a prompt's number."""
 
 
 class Broker:
@@ -81,19 +83,26 @@ class Broker:
                     self._hear_or_drop(sender, b"".join(contents))
                     pause = 0
                 self._go_on()
+                if self._error is None:
+                    self._answer_ranks()
             except PeerError as error:
                 self._error = error
             except Exception as error:
                 # The ranks would wait for ever for a thread that has ended.
                 logger.exception("the broker of the generators has failed")
                 self._error = PeerError("prompts cannot be passed to generators any more", found=repr(error))
-            self._answer_ranks()
+            if self._error is not None:
+                self._tell_ranks(self._error)
 
     def _hear_or_drop(self, sender: bytes, content: bytes) -> None:
         name = sender.decode(errors="replace")
         try:
             self._hear(sender, name, unpack(content))
         except NotAMessageError as error:
+            if name.startswith(RANK):
+                # It is no stranger, and would wait for ever.
+                self._needed[_NOT_UNDERSTOOD] = sender, 0
+                raise PeerError(f"the broker of the generators does not understand {name}", found=str(error)) from error
             logger.warning("%s is not heard any more: %s", printable(name, _MOST_SAID), error)
             self._drop(name)
 
@@ -162,13 +171,13 @@ class Broker:
             version, prompts = self._dispatcher.version, [prompt for _, prompt in given]
             self._send(generator.encode(), {"rollback": self._rollback, "version": version, "prompts": prompts})
 
+    def _tell_ranks(self, error: PeerError) -> None:
+        said = {"what": error.what, "where": error.where, "found": error.found, "hint": error.hint}
+        for rank in {rank for rank, _ in self._needed.values()}:
+            self._send(rank, {"error": said})
+        self._needed = {}
+
     def _answer_ranks(self) -> None:
-        if self._error is not None:
-            error = {"what": self._error.what, "where": self._error.where, "found": self._error.found}
-            for rank in {rank for rank, _ in self._needed.values()}:
-                self._send(rank, {"error": error | {"hint": self._error.hint}})
-            self._needed = {}
-            return
         for number, (rank, step) in list(self._needed.items()):
             answers = self._dispatcher.take(number, step)
             if answers is not None:

@@ -29,7 +29,7 @@ from hfdist.trainer.generation.limits import Limits
 from hfdist.trainer.generators.broker import Broker
 from hfdist.trainer.generators.generator import Settings
 from hfdist.trainer.generators.lookahead import Lookahead
-from hfdist.trainer.generators.messages import connect, open_broker, pack, unpack
+from hfdist.trainer.generators.messages import RANK, connect, open_broker, pack, unpack
 from hfdist.trainer.generators.policy_files import PolicyFiles
 from hfdist.trainer.generators.processes import Processes
 from hfdist.trainer.reporting.callbacks import StepLines
@@ -84,7 +84,7 @@ class Generators(TrainerCallback):
             trainer.token_stream, data_rank=self._topology.data_rank, data_size=self._topology.data_size
         )
         self._sockets = Path(on_rank_zero(lambda: self._start(limits)))
-        self._socket = connect(self._sockets, f"rank-{self._topology.rank}")
+        self._socket = connect(self._sockets, f"{RANK}{self._topology.rank}")
 
     def _start(self, limits: Limits) -> str:
         sockets = Path(tempfile.mkdtemp(prefix="hfdist-generators-"))

@@ -12,6 +12,8 @@ import zmq
 from hfdist.messages.message import Message, read_message
 
 _NAME = "broker"
+RANK = "rank-"
+"""Begins the names of ranks."""
 _MOST_BYTES = 2**28
 """Of the prompts of a step, or of their answers."""
 

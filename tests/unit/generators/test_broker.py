@@ -89,6 +89,26 @@ def test_a_run_that_goes_back_gets_no_answer_of_weights_that_are_no_more(begin, 
     assert not before.socket.poll(100)
 
 
+def test_seeds_are_whole_numbers_of_64_bits(begin, tmp_path):
+    begin("import time; time.sleep(60)")
+    generator, rank = Peer(tmp_path, "generator"), Peer(tmp_path, "rank-0")
+    generator.send("ready")
+    rank.send("publish", version=0)
+    rank.send("want", prompts=[{"number": 0, "step": 0, "seeds": [2**64 - 1]}])
+    assert generator.receive()["prompts"][0]["seeds"] == [2**64 - 1]
+
+
+@pytest.mark.parametrize(
+    "said", [{"kind": "need", "step": "x"}, {"kind": "need", "step": 0, "first": 0, "numbers": [5]}, {"kind": "x"}]
+)
+def test_a_rank_that_is_not_understood_is_told(begin, tmp_path, said):
+    """It would wait for ever."""
+    begin("import time; time.sleep(60)")
+    rank = Peer(tmp_path, "rank-0")
+    rank.send(**said)
+    assert PeerError(**rank.receive()["error"]).exit_code == 6
+
+
 def test_silence_of_all_ends_the_wait(begin, tmp_path):
     begin("import time; time.sleep(60)", answer_seconds=0.2)
     error = ask(tmp_path, 0).receive()["error"]
