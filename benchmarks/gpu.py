@@ -54,7 +54,9 @@ def _run_all(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     for name in CONTENDERS:
         if options.only and name not in (OURS, HF, *options.only):
             continue
-        found[name] = _refusal(name, options.quick) or _run_one(name, shape, end)
+        until = min(end, time.monotonic() + SECONDS_OF_ONE)
+        refusal = "not in a quick run" if options.quick and name not in (OURS, HF) else None
+        found[name] = refusal or run_one(name, shape, until)
         sys.stderr.write(f"{name}: {found[name]}\n")
     # It brings a trainer, a loader and a model of its own: what it prints could not be compared loss by loss.
     installed = find_spec("torchtitan") is not None
@@ -62,15 +64,12 @@ def _run_all(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _refusal(name: str, is_quick: bool) -> str | None:
-    if is_quick and name not in (OURS, HF):
-        return "not in a quick run"
+def run_one(name: str, shape: Shape, end: float) -> Any:
+    """Give the figures of a contender, run in a process of its own until a time at most; or why there are none."""
     missing = [package for word, package in NEEDS.items() if word in name and find_spec(package) is None]
-    return f"{missing[0]} is not installed" if missing else None
-
-
-def _run_one(name: str, shape: Shape, end: float) -> Any:
-    seconds = min(SECONDS_OF_ONE, end - time.monotonic())
+    if missing:
+        return f"{missing[0]} is not installed"
+    seconds = end - time.monotonic()
     if seconds < 1:
         return "no time was left"
     with tempfile.TemporaryDirectory() as folder:

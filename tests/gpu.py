@@ -248,6 +248,7 @@ def _run_case(folder: Path, name: str, case: Case, end: float) -> str | None:
     if case.goes_on_from is not None:
         with suppress(FileNotFoundError):
             _copy_first_half(run_folder(folder, case.goes_on_from), run_folder(folder, name))
+    end = min(end, time.monotonic() + SECONDS_OF_ONE)
     return run(folder, name, (*SMALL, *case.overrides), end, case.recipe, **(NO_GPU if case.on_cpu else {}))
 
 
@@ -264,13 +265,14 @@ def run_folder(folder: Path, name: str) -> Path:
 
 
 def run(
-    folder: Path, name: str, overrides: tuple[str, ...], end: float, recipe: str = "pretrain", **environment: str
-) -> str | None:
+    folder: Path, name: str, overrides: tuple[str, ...], end: float, recipe: str = "pretrain",
+    program: tuple[str, ...] = ("hfdist",), **environment: str,
+) -> str | None:  # fmt: skip
     """Run a recipe to its end; None: it went well, else what it said last."""
-    seconds = min(SECONDS_OF_ONE, end - time.monotonic())
+    seconds = end - time.monotonic()
     if seconds < 1:
         return "no time was left"
-    command = [sys.executable, "-m", "hfdist", recipe, *overrides, f"run.name={_slug(name)}"]
+    command = [sys.executable, "-m", *program, recipe, *overrides, f"run.name={_slug(name)}"]
     log = folder / f"{_slug(name)}.log"
     paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     with log.open("w") as out:
@@ -294,6 +296,7 @@ def write_sizes(folder: Path, end: float) -> tuple[str, list[str]]:
 
 
 def _measure(folder: Path, name: str, overrides: tuple[str, ...], end: float) -> list[str]:
+    end = min(end, time.monotonic() + SECONDS_OF_ONE)
     why = run(folder, f"large {name}", (*LARGE, *overrides), end)
     run_dir = run_folder(folder, f"large {name}")
     try:

@@ -22,15 +22,35 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.gpu import run_one as run_contender
+from benchmarks.gpu_contender import QUICK as QUICK_SHAPE
+from benchmarks.gpu_contender import SIZES
 from benchmarks.table import MEASURED, markdown, write_section
+from hfdist.config.train import Precision
 from hfdist.records import METRICS, read_lines
 from hfdist.records.lines import append_line
-from tests.gpu import LARGE, OF_TUNING, ROOT, run, run_folder
+from hfdist.verify.parity import BOUNDS, compare_runs
+from tests.gpu import LARGE, OF_TUNING, ROOT, SMALL, run, run_folder
 
 NAME, PAGE = "gpu_lines.jsonl", "gpu.md"
 LEAST_SECONDS = 30.0
 """Under which no line is begun: so long a bare machine imports."""
 Figures = Mapping[str, float]
+
+
+class Outcome(NamedTuple):
+    """Figures, or the reason why there are none."""
+
+    figures: Figures
+    reason: str
+
+
+class Place(NamedTuple):
+    """Where and until when a line is measured."""
+
+    folder: Path
+    until: float
+    is_quick: bool
 
 
 class Line(NamedTuple):
@@ -41,13 +61,33 @@ class Line(NamedTuple):
     """Its limit."""
     overrides: tuple[str, ...]
     recipe: str = "pretrain"
+    measure: Callable[[Line, Place], Outcome] | None = None
+    """None: speed, and memory beside the plan."""
 
 
-class Outcome(NamedTuple):
-    """Figures, or the reason why there are none."""
+def _beside_one_rank(line: Line, place: Place) -> Outcome:
+    """Two ranks on this GPU beside one: the largest relative differences."""
+    one, overrides = "one rank", (*SMALL, "train.compile=none")
+    why = None
+    if not run_folder(place.folder, one).exists():
+        why = run(place.folder, one, overrides, place.until)
+    ranks = ("torch.distributed.run", "--nproc-per-node=2", "-m", "tests.gpu_ranks")
+    why = why or run(place.folder, line.name, (*overrides, *line.overrides), place.until, program=ranks)
+    if why is not None:
+        return Outcome({}, why)
+    rows = compare_runs(run_folder(place.folder, line.name), run_folder(place.folder, one), BOUNDS[Precision.fp32])
+    wrong = [f"{row.what} {row.difference:.1e} ({row.worst})" for row in rows if not row.passed]
+    if wrong:
+        return Outcome({}, f"not equal: {', '.join(wrong)}")
+    return Outcome({row.what: row.difference for row in rows}, "")
 
-    figures: Figures
-    reason: str
+
+def _contend(line: Line, place: Place) -> Outcome:
+    """A contender of benchmarks.gpu, by the line's name."""
+    found = run_contender(line.name, QUICK_SHAPE if place.is_quick else SIZES, place.until)
+    if isinstance(found, str):
+        return Outcome({}, found)
+    return Outcome({"tokens/s": found["tokens_per_second"], "peak GiB": found["peak_bytes"] / 2**30}, "")
 
 
 _TEXTS = ("data=texts.jsonl", "data.sources.files.text=text", "data.format=text")
@@ -60,6 +100,11 @@ _MOE = (
     *LARGE, "model.type=qwen3_moe", "model.config.moe_intermediate_size=1024", "model.config.num_experts=16",
     "model.config.num_experts_per_tok=2",
 )  # fmt: skip
+_ROLLOUTS = (
+    *LARGE, *OF_TUNING, "task=grpo", "data=prompts.jsonl", "data.format=prompt_completion", "task.num_generations=8",
+    "task.rewards={arithmetic: 1.0}", "task.max_new_tokens=256", "task.beta=0", "train.global_batch_size=32",
+    "train.micro_batch_size=32", "train.max_steps=4", "checkpoint=none",
+)  # fmt: skip
 _PACKED = (*LARGE, *_TEXTS, "data.packing=best_fit")
 QUICK = (
     "model.config.hidden_size=64", "model.config.intermediate_size=64", "model.config.num_hidden_layers=2",
@@ -70,12 +115,18 @@ QUICK = (
 LINES = (
     Line("packed documents, sdpa", 120, (*_PACKED, "model.attention=sdpa")),
     Line("packed documents, flex_attention", 150, (*_PACKED, "model.attention=flex_attention")),
+    Line("packed documents, flash_attention_2 of the package kernels", 150,
+         (*_PACKED, "model.attention=flash_attention_2")),
+    *(Line(f"two ranks on one GPU, {strategy}", 150, (f"strategy={strategy}",), measure=_beside_one_rank)
+      for strategy in ("pipeline", "fsdp2", "tensor", "long_context", "zero3", "zero2", "zero1", "ddp")),
+    Line("rollouts of a 1B model", 200, _ROLLOUTS, "tune"),
     Line("LoRA of an 8B shape", 200, (*_8B, "adapter=lora"), "finetune"),
     Line("QLoRA of an 8B shape", 200, (*_8B, "adapter=qlora"), "finetune"),
     Line("a mixture of 16 experts", 150, _MOE),
     Line("memory beside the plan, activation checkpointing", 120, (*LARGE, "train.gradient_checkpointing=true")),
     Line("memory beside the plan, activation offload", 120,
          (*LARGE, "train.gradient_checkpointing=true", "train.activation_offload=true")),
+    *(Line(name, 150, (), measure=_contend) for name in ("HF Trainer", "HF Trainer, liger", "hfdist")),
 )  # fmt: skip
 """The most valuable first. A later one has its place here, and nowhere else."""
 
@@ -160,17 +211,21 @@ def main(arguments: Sequence[str]) -> None:
             for n in range(400 if options.quick else 20_000)
         )
         (Path(runs) / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
-        left = work(
-            lines, path, card, end, lambda line, until: _measure(Path(runs), line, until, is_quick=options.quick),
-            lambda: write_section(page, "lines", table(LINES, path)),
-        )  # fmt: skip
+        prompts = ({"prompt": f"{n} + 1 = ", "completion": str(n + 1)} for n in range(1000))
+        (Path(runs) / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+
+        def measure(line: Line, until: float) -> Outcome:
+            return (line.measure or _measure)(line, Place(Path(runs), until, options.quick))
+
+        left = work(lines, path, card, end, measure, lambda: write_section(page, "lines", table(LINES, path)))
     sys.stdout.write(f"{table(LINES, path)}\n{left} of {len(lines)} lines have no figure for {card}\n")
 
 
-def _measure(folder: Path, line: Line, until: float, *, is_quick: bool) -> Outcome:
+def _measure(line: Line, place: Place) -> Outcome:
     """Run a line, and read what its records say of speed and of the memory beside the plan."""
-    why = run(folder, line.name, (*line.overrides, *(QUICK if is_quick else ())), until, line.recipe)
-    run_dir = run_folder(folder, line.name)
+    overrides = (*line.overrides, *(QUICK if place.is_quick else ()))
+    why = run(place.folder, line.name, overrides, place.until, line.recipe)
+    run_dir = run_folder(place.folder, line.name)
     if why is not None:
         return Outcome({}, why)
     items = {item["name"]: item for item in json.loads((run_dir / "grade.json").read_text())["items"]}
