@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +74,8 @@ MUTATIONS = [
     ),
     Mutation(
         "vectors decay, too",
-        "if len(self.engine.whole_shape(p)) >= 2]",
-        "if len(self.engine.whole_shape(p)) >= 1]",
+        "in model.named_parameters() if parameter.ndim >= 2]",
+        "in model.named_parameters() if parameter.ndim >= 1]",
         f"{DISTRIBUTED}/test_trainer.py -k weight_decay",
     ),
     Mutation(
@@ -98,8 +99,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the held-out loss is a mean of the ranks' means",
-        "        dist.all_reduce(sums)\n",
-        "        sums = sums / sums[:, 1:].clamp(min=1)\n        dist.all_reduce(sums)\n",
+        "            dist.all_reduce(sums)\n        total, count = sums.sum(0).tolist()\n",
+        "            sums = sums / sums[:, 1:].clamp(min=1)\n            dist.all_reduce(sums)\n"
+        "        total, count = sums.sum(0).tolist()\n",
         f"{DISTRIBUTED}/test_trainer.py -k held_out_loss",
     ),
     Mutation(
@@ -146,24 +148,149 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks write their random states to one file",
-        "rng-{of_rank:05d}.safetensors",
-        "rng-00000.safetensors",
+        "{RANDOM_STEM}{of_rank:05d}.safetensors",
+        "{RANDOM_STEM}00000.safetensors",
         f"{DISTRIBUTED}/test_checkpoint_failures.py -k random_state",
     ),
     Mutation("a stopped run ends with another code", "exit_code = 75", "exit_code = 1", f"{UNIT}/test_errors.py"),
+    Mutation(
+        "each rank divides by its own number of targets",
+        "self.accelerator.gather(num_items).sum() // num_alike",
+        "num_items * self.args.world_size // num_alike",
+        f"{DISTRIBUTED}/test_trainer.py::test_the_loss_is_the_mean_over_all_target_tokens",
+    ),
+    Mutation(
+        "a pipeline loses the positions of packed documents",
+        "values[index] for name, values in parts.items()}",
+        'values[index] for name, values in parts.items() if name != "position_ids"}',
+        f"{UNIT}/pipeline/test_microbatches.py",
+    ),
+    Mutation(
+        "positions of each context rank begin at 0",
+        """for name, tensor in whole.items()}
+        # With a mask of its own""",
+        """for name, tensor in whole.items()}
+        shared["position_ids"] = shared["position_ids"] - shared["position_ids"][:, :1]
+        # With a mask of its own""",
+        f"{DISTRIBUTED}/test_context.py::test_rows_of_any_length_and_padding[layout0-left-True]",
+    ),
+    Mutation(
+        "weights stay in the bfloat16 of their file",
+        "        with trained.kept_in_float32(model):\n            nn.Module.to(model, dtype)\n",
+        "        pass\n",
+        f"{UNIT}/test_models.py -k from_the_folder_in_float32",
+    ),
+    Mutation(
+        "a loss is divided by the exponentials of one rank's part of the vocabulary",
+        "    dist.all_reduce(sums, group=shard.group)\n",
+        "    dist.all_reduce(sums[1:], group=shard.group)\n",
+        f"{DISTRIBUTED}/test_shared_vocabulary.py::test_the_loss_and_all_gradients_are_those_of_one_process",
+    ),
+    Mutation(
+        "stages free the weights that no batch uses",
+        "for name in _share_unused(split, unneeded, group):",
+        "for name in _share_unused(split, unneeded, group)[:0]:",
+        f"{DISTRIBUTED}/test_unused_weights.py::test_stages_hold_what_no_stage_needs",
+    ),
+    Mutation(
+        "weights are saved under transformers' names, and not the Hub's",
+        "names.blocks.get(piece.name) if names is not None and piece.key in NAMED_AS_WEIGHTS else None",
+        "None",
+        f"{UNIT}/checkpoint/test_hub_pieces.py",
+    ),
+    Mutation(
+        "a checkpoint without one of its files takes the place of a whole one",
+        "        check_files(path, read_manifest(path), ())\n",
+        "        read_manifest(path)\n",
+        f"{UNIT}/checkpoint/test_folder.py -k takes_the_place_of_nothing",
+    ),
+    Mutation(
+        "a save in the background writes what later steps have left",
+        "contents = replace(contents, elements=self._copy.take(contents.elements))",
+        "self._copy.take(contents.elements)",
+        f"{UNIT}/checkpoint/test_async_saver.py",
+    ),
+    Mutation(
+        "proofs of the secret are not compared",
+        "return hmac.compare_digest(found.encode(), prove(secret, side, *numbers).encode())",
+        "return len(found) == len(prove(secret, side, *numbers))",
+        f"{UNIT}/islands/test_strangers.py -k another_secret",
+    ),
+    Mutation(
+        "a checkpoint lacks the outer momentum of islands",
+        "            if self._has_momentum:\n                yield",
+        "            if self._has_square:\n                yield",
+        f"{UNIT}/islands/test_outer.py",
+    ),
+    Mutation(
+        "a line of sweep.jsonl may set any key",
+        "wrong = [key for key in values if key not in keys] or [one.key",
+        "wrong = [one.key",
+        f"{UNIT}/sweep/test_space.py",
+    ),
+    Mutation(
+        "a process imports modules of the working folder",
+        '[sys.executable, "-P", *arguments]',
+        "[sys.executable, *arguments]",
+        f"{UNIT}/test_child_python.py",
+    ),
+    Mutation(
+        "a class's own loss is passed by",
+        "self._has_plain_loss = _is_untouched(compute_loss, transformers.trainer)",
+        "self._has_plain_loss = True",
+        f"{DISTRIBUTED}/test_drop_in.py::test_overrides_are_given_what_the_original_gives_them",
+    ),
+    Mutation(
+        "rows that fill up the last global batch of an iterable count",
+        "or [(like, False)])",
+        "or [(like, True)])",
+        f"{UNIT}/test_step.py -k iterable",
+    ),
+    Mutation(
+        "held-out documents are trained, too",
+        "fates[self.corpus.are_held_out(columns.digests) != self._wants_held_out] = ",
+        "fates[~self.corpus.are_held_out(columns.digests) & self._wants_held_out] = ",
+        f"{UNIT}/data/test_masked_stream.py -k one_side_of_the_split",
+    ),
+    Mutation(
+        "a rejected answer is not compared with the reference",
+        "torch.where(is_pair, next_of(ratios), 0)",
+        "torch.where(is_pair, next_of(log_probabilities), 0)",
+        f"{DISTRIBUTED}/test_preferences.py::test_losses_and_weights_are_those_of_trl[sigmoid]",
+    ),
+    Mutation(
+        "an answer is compared with those to other prompts",
+        "centered = rewards - rewards.mean(1, keepdim=True)",
+        "centered = rewards - rewards.mean()",
+        f"{UNIT}/test_policy_loss.py",
+    ),
+    Mutation(
+        "the last token of a prompt is learned",
+        "            tokens[: len(first)] = ~tokens[: len(first)]\n",
+        "            tokens[: len(first) - 1] = ~tokens[: len(first) - 1]\n",
+        f"{UNIT}/data/test_chat.py -k the_prompt_has_the_tokens",
+    ),
+    Mutation(
+        "a saved adapter has another scaling",
+        "    config.inference_mode = True\n    for field",
+        '    config.inference_mode = True\n    config.lora_alpha = getattr(config, "r", 1)\n    for field',
+        f"{UNIT}/test_adapter.py -k opens_in_peft",
+    ),
 ]
 
 
-def plant(tree: Path, mutation: Mutation) -> Path | None:
-    """Replace the text, and give the module; None: it is not there, or more than once."""
-    holders = [path for path in (tree / "hfdist").rglob("*.py") if mutation.old in path.read_text(encoding="utf-8")]
-    if len(holders) != 1:
+def read_modules(tree: Path) -> dict[Path, str]:
+    """Give the text of each module of hfdist."""
+    return {path: path.read_text(encoding="utf-8") for path in (tree / "hfdist").rglob("*.py")}
+
+
+def planted(modules: Mapping[Path, str], mutation: Mutation) -> tuple[Path, str] | None:
+    """Give the module with the mistake, and its text then; None: the text is not there, or more than once."""
+    holders = [(path, text) for path, text in modules.items() if mutation.old in text]
+    if sum(text.count(mutation.old) for _, text in holders) != 1:
         return None
-    text = holders[0].read_text(encoding="utf-8")
-    if text.count(mutation.old) != 1:
-        return None
-    holders[0].write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-    return holders[0]
+    [(path, text)] = holders
+    return path, text.replace(mutation.old, mutation.new)
 
 
 def verdict(mutation: Mutation) -> str:
@@ -173,8 +300,10 @@ def verdict(mutation: Mutation) -> str:
         for part in COPIED:
             copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy(ROOT / part, tree / part)
-        if plant(tree, mutation) is None:
+        changed = planted(read_modules(tree), mutation)
+        if changed is None:
             return "STALE"
+        changed[0].write_text(changed[1], encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *mutation.test.split()]
         environment = os.environ | {"PYTHONPATH": str(tree)}
         try:

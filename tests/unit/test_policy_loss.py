@@ -1,9 +1,12 @@
-"""The loss of answers that an older policy gave: weighted as if the policy that is trained had drawn them."""
+"""Advantages; and the loss of an older policy's answers, weighted as if the trained one had drawn them."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hfdist.trainer.objectives.policy import clipped_losses, ratio_of
+from hfdist.config.task import TaskConfig, TaskName
+from hfdist.trainer.objectives.policy import PolicyGradient, clipped_losses, ratio_of
 
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.3, -0.8])
 
@@ -37,3 +40,17 @@ def test_a_ratio_counts_up_to_its_limits(ratio, advantage, loss, slope):
     losses.sum().backward()
     assert losses.item() == pytest.approx(loss)
     assert new.grad.item() == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"name": TaskName.grpo}, [[-1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 0.0, 1.0]]),
+        ({"name": TaskName.grpo, "scale_rewards": False}, [[-1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [-4.0, 0.0, 4.0]]),
+        ({"name": TaskName.rloo}, [[-1.5, 1.5, 0.0], [0.0, 0.0, 0.0], [-6.0, 0.0, 6.0]]),
+    ],
+)
+def test_an_answer_is_compared_with_those_to_the_same_prompt(fields, wanted):
+    objective = PolicyGradient(TaskConfig(**fields), SimpleNamespace(names=()))
+    rewards = torch.tensor([[0.0, 2.0, 1.0], [5.0, 5.0, 5.0], [-4.0, 0.0, 4.0]])
+    assert torch.allclose(objective.advantages(rewards), torch.tensor(wanted), atol=1e-3)

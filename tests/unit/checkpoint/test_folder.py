@@ -282,7 +282,7 @@ def test_what_cannot_be_read_takes_the_place_of_nothing_that_can(tmp_path, damag
     for step in (3, 4):
         damage(tmp_path / f"step-{step:08d}")
     prune(tmp_path, Keep(newest=1, best=best))
-    assert steps(tmp_path) == [1, 2, 3, 4] if best else [2, 3, 4]
+    assert steps(tmp_path) == ([1, 2, 3, 4] if best else [2, 3, 4])
     assert find_newest(tmp_path).name == "step-00000002"
 
 

@@ -9,7 +9,7 @@ from hfdist.pipeline.pipeline import split_batch
 
 def rows(num_rows, num_tokens=3):
     ids = torch.arange(num_rows * num_tokens).view(num_rows, num_tokens)
-    return {"input_ids": ids, "labels": ids.clone()}
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": ids % 2}
 
 
 @pytest.mark.parametrize(("num_rows", "num_microbatches"), [(8, 4), (8, 8), (6, 1), (10, 8), (7, 3), (2, 4), (1, 4)])
@@ -17,6 +17,7 @@ def test_every_row_goes_to_one_micro_batch_in_order(num_rows, num_microbatches):
     batch = rows(num_rows)
     parts = split_batch(batch, num_microbatches)
     assert len(parts) == num_microbatches
+    assert all(part.keys() == batch.keys() for part in parts)
     assert len({part["input_ids"].shape for part in parts}) == 1
     together = {name: torch.cat([part[name] for part in parts]) for name in batch}
     for name, value in batch.items():
