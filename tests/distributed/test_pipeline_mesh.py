@@ -26,7 +26,8 @@ from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.sharding import packed
 from tests.zoo.splitting import compare_gradients, compare_losses, run_whole
 
-pytestmark = pytest.mark.distributed
+# The first test waits for all cases.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 4
 BOUND = 1e-5
