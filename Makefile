@@ -43,7 +43,8 @@ zoo: $(READY)  ## Split every causal language model of transformers at its block
 parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write docs/parity.md (about 10 minutes).
 	$(BIN)/python -m tests.distributed.parity docs/parity.md
 
-mesh: $(READY)  ## Compare five families in all layouts of the mesh with one process, and write docs/mesh-parity.md (about 13 minutes).
+mesh: $(READY)  ## Compare five families in all layouts of the mesh with one process, and write docs/mesh-parity.md (about 16 minutes).
+	$(BIN)/python -m pytest tests/distributed/test_pipeline_mesh.py -m many
 	$(BIN)/python -m tests.distributed.mesh_parity docs/mesh-parity.md
 
 layouts: $(READY)  ## Change the layout at a checkpoint in all 330 ways, and write docs/layout-changes.md.

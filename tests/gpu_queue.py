@@ -112,6 +112,7 @@ QUICK = (
     "data.sequence_length=128", "train.max_steps=4", "train.precision=fp32", "data.eval_sequences=2",
     "train.micro_batch_size=1", "model.tokenizer.vocab_size=300", "model.tokenizer.train_bytes=20000",
 )  # fmt: skip
+QUICK_ROLLOUTS = ("task.max_new_tokens=8", "train.global_batch_size=4")
 LINES = (
     Line("packed documents, sdpa", 120, (*_PACKED, "model.attention=sdpa")),
     Line("packed documents, flex_attention", 150, (*_PACKED, "model.attention=flex_attention")),
@@ -223,7 +224,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def _measure(line: Line, place: Place) -> Outcome:
     """Run a line, and read what its records say of speed and of the memory beside the plan."""
-    overrides = (*line.overrides, *(QUICK if place.is_quick else ()))
+    quick = (*QUICK, *(QUICK_ROLLOUTS if line.recipe == "tune" else ()))
+    overrides = (*line.overrides, *(quick if place.is_quick else ()))
     why = run(place.folder, line.name, overrides, place.until, line.recipe)
     run_dir = run_folder(place.folder, line.name)
     if why is not None:

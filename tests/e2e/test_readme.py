@@ -1,6 +1,6 @@
-"""The commands that a page shows, in its order and in one folder, in small: each finds what those before it have left.
+"""The commands that README shows, in its order and in one folder, in small: each finds what those before it have left.
 
-`follow_readme.py` does the same in a fresh clone and environment.
+`make readme` does so with all pages, in a fresh clone and environment.
 """
 
 import shlex
@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
 
 ROOT = CONF.parent
 README = ROOT / "README.md"
-PAGES = [path for path in pages(ROOT) if any(line.startswith("hfdist ") for line in shown_commands(path))]
 SMALL = ("train.max_steps=12", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_every=null",
          "data.sequence_length=32", "data.eval_sequences=4", "data.workers=0", "report=quiet", "checkpoint.every=6",
          "model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.num_hidden_layers=2",
@@ -48,22 +47,14 @@ def test_readme_shows_commands():
     assert ["hfdist", "prove"] in words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_commands_run_in_order(page, tmp_path, cache_dir, monkeypatch):
+def test_the_commands_run_in_order(tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr(launch, "START_METHOD", "fork")
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "number {n} {"word " * 40}"}}\n' for n in range(200)))
-    lines = [line for line in shown_commands(page) if line.startswith("hfdist ")]
-    for name, program in shown_programs(page).items():
-        # Those that write what the commands read.
-        if f"python {name}" in shown_commands(page):
-            (tmp_path / name).write_text(program)
-            subprocess.run([sys.executable, name], cwd=tmp_path, check=True)
+    lines = [line for line in shown_commands(README) if line.startswith("hfdist ")]
     for words in [shlex.split(line, comments=True)[1:] for line in lines]:
         words = [word.replace("/texts/*.parquet", str(tmp_path / "texts.jsonl")) for word in words]
         is_run = words[0] in ("pretrain", "finetune", "prove", "pretokenize")
         small = SMALL if is_run and not any(word.startswith("--") for word in words) else ()
-        # Whole prompts and answers must fit into its sequences.
-        small = ("train.max_steps=3", "report=quiet") if words[0] == "tune" else small
         done = run_forked(*words, *small, cwd=tmp_path, script=command.__file__)
         assert done.returncode == 0, (words, done.stderr)
 
