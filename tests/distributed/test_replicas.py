@@ -93,10 +93,10 @@ def test_a_replica_that_cannot_be_read_after_all_is_removed_and_the_next_start_i
     layout, read = LAYOUTS["fsdp2 x2"], checkpointer.read_checkpoint
     live(tmp_path, layout, killed_after=KILLED)
 
-    def read_or_fail(path, *arguments):
+    def read_or_fail(path, *arguments, **named):
         if "memory-0" in str(path):
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return read(path, *arguments)
+        return read(path, *arguments, **named)
 
     monkeypatch.setattr(checkpointer, "read_checkpoint", read_or_fail)
     with pytest.raises(RankFailed, match="the same command starts from the disk"):
