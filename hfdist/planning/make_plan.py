@@ -28,7 +28,7 @@ from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.step_time import step_parts
 from hfdist.planning.timing.traffic import step_sizes, traffic
-from hfdist.planning.tracing.memory import RankTrace, trace_rank
+from hfdist.planning.tracing.memory import RankTrace, fullest_pipeline, trace_rank
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
 from hfdist.strategies.traffic import StepSizes
@@ -128,7 +128,7 @@ def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy
 
     Of places with equal stages the first holds the most micro batches, and stands for all.
     """
-    ranks = strategy.topology.pipelines[0]
+    ranks = fullest_pipeline(config, architecture, strategy)
     with warnings.catch_warnings():
         # What libraries say to developers, once for a plan and once for the run.
         warnings.simplefilter("ignore")

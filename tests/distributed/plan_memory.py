@@ -3,17 +3,17 @@
 What a rank really holds is what torch's CPU allocator was asked for, C++ parts such as DDP's buckets among it: its own
 profiler reports each allocation of the real Trainer's steps. The worst rank of each is compared.
 
-python -m tests.distributed.plan_memory docs/plan.md
+python -m tests.distributed.plan_memory docs/plan.md [--layouts zero1,zero2 [--families llama]]
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import logging
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -94,6 +94,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero3": (2, ("strategy=zero3",)),
     "fsdp2": (2, ("strategy=fsdp2",)),
     "fsdp2 x4": (4, ("strategy=fsdp2",)),
+    "fsdp2 x8": (8, ("strategy=fsdp2",)),
     "fsdp2, bf16": (2, ("strategy=fsdp2", "train.precision=bf16")),
     "gpipe": (2, ("strategy=pipeline", "strategy.pipeline=2", "strategy.schedule=gpipe", *_FOUR)),
     "1f1b": (2, ("strategy=pipeline", "strategy.pipeline=2", "strategy.schedule=1f1b", *_FOUR)),
@@ -232,6 +233,10 @@ BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
 """Between them the table stands in a page."""
 
 
+_OF_BLOCKS = ("fsdp2", "fsdp2 x4", "fsdp2 x8")
+"""Layouts that are looked at with many blocks, too; those of more ranks with these alone."""
+
+
 def cells() -> list[Cell]:
     """All that the table shows. Recomputing changes what blocks keep, so it is not looked at where state is most."""
     every = [
@@ -240,13 +245,15 @@ def cells() -> list[Cell]:
         for size, recomputes in (("activations", False), ("activations", True), ("state", False))
         for family in FAMILIES
     ]
-    # zbv has two stages a rank, and that model three blocks; more ranks of FSDP2 are looked at beside two alone.
-    return [cell for cell in every if (cell.layout, cell.size) != ("zbv", "state") and cell.layout != "fsdp2 x4"]
+    # zbv has two stages a rank, and that model three blocks.
+    left_out = {("zbv", "state"), *((layout, size) for layout in _OF_BLOCKS[1:] for size in _SIZES)}
+    most = [cell for cell in every if (cell.layout, cell.size) not in left_out]
+    return most + [Cell(family="llama", size="blocks", layout=layout) for layout in _OF_BLOCKS]
 
 
 def make_table(found: Mapping[Cell, Peaks]) -> str:
     """Give the table in Markdown: a row a family and what its peak is made of, a column a layout."""
-    columns = list(dict.fromkeys(cell.layout for cell in found))
+    columns = [layout for layout in LAYOUTS if any(cell.layout == layout for cell in found)]
     rows = sorted(dict.fromkeys((cell.family, cell.size, cell.recomputes) for cell in found))
     lines = [["model", "mostly", *columns], ["---"] * 2 + ["---:"] * len(columns)]
     for family, size, recomputes in rows:
@@ -262,6 +269,21 @@ def _describe(peaks: Peaks) -> str:
     return f"{peaks.traced / 2**20:,.1f} ({peaks.error:+.1%})"
 
 
+def read_table(page: Path) -> dict[Cell, Peaks]:
+    """Give what the page's table says."""
+    table = page.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    found = {}
+    for family, mostly, *values in rows[2:]:
+        size, _, recompute = mostly.partition(", ")
+        for layout, value in zip(rows[0][2:], values, strict=True):
+            if value:
+                traced, error = (float(number.strip("(%)").replace(",", "")) for number in value.split())
+                peaks = Peaks(traced=traced * 2**20, measured=traced * 2**20 / (1 + error / 100))
+                found[Cell(family=family, size=size, layout=layout, recomputes=bool(recompute))] = peaks
+    return found
+
+
 def write_table(page: Path, found: Mapping[Cell, Peaks]) -> None:
     """Put the table between the marks of a page."""
     text = page.read_text(encoding="utf-8")
@@ -271,15 +293,21 @@ def write_table(page: Path, found: Mapping[Cell, Peaks]) -> None:
     page.write_text(f"{before}{BEGIN}\n\n{make_table(found)}\n\n{END}{behind}", encoding="utf-8")
 
 
-def main(page: Path) -> None:
-    """Measure and trace all, and write the table into the page."""
-    found = {}
+def main(page: Path, layouts: Collection[str], families: Collection[str]) -> None:
+    """Measure and trace, and write the table into the page; columns of other layouts stay."""
+    found = {cell: peaks for cell, peaks in read_table(page).items() if cell.layout not in layouts}
     for cell in cells():
-        found[cell] = compare(cell)
-        logger.info("%s %s %s %s: %s", cell.family, cell.size, cell.layout, cell.recomputes, _describe(found[cell]))
+        if cell.layout in layouts and cell.family in families:
+            found[cell] = compare(cell)
+            what = f"{cell.family} {cell.size} {cell.layout} {cell.recomputes}"
+            logger.info("%s: %s", what, _describe(found[cell]))
     write_table(page, found)
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--layouts", type=lambda text: text.split(","), default=list(LAYOUTS))
+    parser.add_argument("--families", type=lambda text: text.split(","), default=list(FAMILIES))
+    main(**vars(parser.parse_args()))

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from hfdist.errors import ConfigError
 from hfdist.planning.searching.constants import ModelConstants
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
-from hfdist.planning.tracing.memory import trace_rank
+from hfdist.planning.tracing.memory import fullest_pipeline, trace_rank
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +52,15 @@ def _trace(
     candidate: Candidate, architecture: PreTrainedConfig, model: ModelConstants, machines: Machines
 ) -> Candidate | None:
     """Give it with the memory and time of its trace; None: it does not fit, or the model cannot be run so."""
-    layout = candidate.layout
+    layout, evaluator = candidate.layout, Evaluator(candidate.config, model, machines)
     try:
+        strategy = evaluator.strategy(layout, candidate.config)
+        pipeline = fullest_pipeline(candidate.config, architecture, strategy)
         trace = trace_rank(
             candidate.config,
             architecture,
             world_size=layout.processes,
-            rank=candidate.memory.rank,
+            rank=pipeline[candidate.memory.rank // len(strategy.topology.pipelines)],
             device_type=machines.hardware.device_type,
         )
     except ConfigError:
@@ -70,6 +72,5 @@ def _trace(
     memory = trace.peak.with_runtime(machines.runtime_bytes)
     if memory.use.total > machines.usable_bytes:
         return None
-    evaluator = Evaluator(candidate.config, model, machines)
-    time = evaluator.time(replace(trace.costs, traffic=candidate.traffic), evaluator.strategy(layout, candidate.config))
+    time = evaluator.time(replace(trace.costs, traffic=candidate.traffic), strategy)
     return replace(candidate, memory=memory, time=time, mfu=evaluator.mfu(layout, time), is_traced=True)

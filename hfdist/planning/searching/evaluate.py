@@ -97,8 +97,8 @@ class Evaluator:
         found = peak_bytes(self.model, layout, least, loads, live)
         if layout.pipeline * layout.tensor * layout.expert * layout.context > 1:
             return found
-        # DeepSpeed holds its weights in half precision.
-        sharded = replace(layout, sharding=Sharding.zero3)
+        # DeepSpeed holds its weights in half precision, and the second stage has the smallest buffers.
+        sharded = replace(layout, sharding=Sharding.zero2)
         return min(found, peak_bytes(self.model, sharded, least, loads, live))
 
     def least_seconds(self, layout: Layout, *, with_model_axes: bool = False) -> float:

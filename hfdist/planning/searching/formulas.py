@@ -7,6 +7,7 @@ of its own blocks; with blocks in equal shares (`even_loads`) they are the least
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,12 @@ from hfdist.planning.costs import MemoryUse, OpCosts, Phase, RankCosts, StageCos
 from hfdist.planning.searching.constants import Growth, ModelConstants, PartCosts, ShareOfParts
 from hfdist.planning.searching.layouts import Layout
 from hfdist.strategies.base import ShardFractions
+from hfdist.strategies.deepspeed.buckets import bucket_elements
 
-_BUCKET_ELEMENTS = 50e6
-"""Of DeepSpeed's buckets, as strategies/deepspeed/deepspeed_config.py sets them."""
+_LIVE_ELEMENTS = 1e9
+"""Of weights that ZeRO-3 gathers and keeps at a time: `stage3_max_live_parameters`."""
+_SPLIT = 1 / 3
+"""Of a block: the parameters whose gradients a rank of ZeRO-1 and 2 keeps whole, and steps in part."""
 _COPIES_OF_GRADIENTS, _COPIES_OF_STATE = 7, 6
 """How often DeepSpeed reads or writes each gradient more than autograd does, on its way through a bucket to its owner,
 and each element of a rank's own part more than the optimizer does: by traces of ZeRO-1, -2 and -3."""
@@ -123,8 +127,12 @@ def _moments(
     weights, gradients, optimizer = _state(
         model, layout, fractions, *_held(model, layout, _state_shares(model, layout), loads)
     )
-    gathered, reduced = _buffers(model, layout, shares, elements, trained)
     kept, working, of_head = _activations(model, layout, shares, loads, live)
+    if layout.sharding.is_deepspeed and layout.pipeline == 1:
+        held = _Moment(Phase.forward, weights, gradients, optimizer, kept, 0.0)
+        yield from _zero_moments(model, layout, fractions, held, elements, trained, working=working, of_head=of_head)
+        return
+    gathered, reduced, after = _buffers(model, layout, fractions, shares, elements, trained)
     before = gradients if layout.num_microbatches > 1 else 0.0
     if _is_ddp(layout):
         # Its buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
@@ -134,7 +142,54 @@ def _moments(
     yield _Moment(Phase.backward, weights, before, optimizer, kept + working, gathered + reduced)
     # At its end all gradients are there, and the activations of a block.
     yield _Moment(Phase.backward, weights, gradients, optimizer, working, gathered + reduced)
-    yield _Moment(Phase.optimizer, weights, gradients, optimizer, 0.0, 0.0)
+    yield _Moment(Phase.optimizer, weights, gradients, optimizer, 0.0, after)
+
+
+def _zero_moments(
+    model: ModelConstants,
+    layout: Layout,
+    fractions: ShardFractions,
+    held: _Moment,
+    elements: float,
+    trained: float,
+    *,
+    working: float,
+    of_head: float,
+) -> Iterator[_Moment]:
+    """Likewise, of DeepSpeed: what a rank holds after a forward, elements of the model, and bytes that come besides."""
+    half = model.half_bytes or model.gradient_bytes
+    accumulates, is_here = layout.num_microbatches > 1, layout.offload is Offload.none
+    # The largest parameter is that of an end, or little beside all.
+    largest = max(model.prologue.trained, model.epilogue.trained)
+    bucket = bucket_elements(trained, largest)
+    share = trained * fractions.optimizer
+    in_forward, in_backward = held.activations + of_head, held.activations + working
+    stepped = share * 4.0 * is_here
+    if layout.sharding is Sharding.zero3:
+        # Gradients have a place that stays.
+        buffers = (min(elements, _LIVE_ELEMENTS) + bucket) * half
+        yield replace(held, activations=in_forward, buffers=buffers)
+        yield replace(held, phase=Phase.backward, activations=in_backward, buffers=buffers + bucket * half)
+        yield replace(held, phase=Phase.optimizer, activations=0.0, buffers=bucket * half + stepped)
+        return
+    own = stepped
+    if model.half_bytes is None and fractions.optimizer < 1:
+        # A rank keeps gradients whole, also of what it steps in part.
+        split = _SPLIT * max(part.trained for part in model.kinds)
+        # Where the largest one ends, a rank keeps it with the rest of its own part.
+        own = (share * max(1, math.ceil(largest / share)) + split) * 4.0 * is_here if share else 0.0
+    is_first = layout.sharding is Sharding.zero1
+    # ZeRO-1 of bfloat16 has none.
+    buckets = 0.0 if is_first and model.half_bytes is not None else 2 * bucket * half
+    before = (trained * 4.0 if is_first else own) if accumulates else 0.0
+    # ZeRO-1 lets its buckets go after the last micro batch only.
+    waiting = buckets if is_first and accumulates else 0.0
+    yield replace(held, gradients=before, activations=in_forward, buffers=waiting)
+    yield replace(held, phase=Phase.backward, gradients=before, activations=in_backward, buffers=buckets)
+    at_end = own if is_first else before + own
+    sent = buckets + min(bucket, share) * half
+    yield replace(held, phase=Phase.backward, gradients=at_end, activations=working, buffers=sent)
+    yield replace(held, phase=Phase.optimizer, gradients=own, activations=0.0, buffers=stepped)
 
 
 def _state_shares(model: ModelConstants, layout: Layout) -> ShareOfParts:
@@ -193,25 +248,28 @@ def _state(
 
 
 def _buffers(
-    model: ModelConstants, layout: Layout, shares: ShareOfParts, elements: float, trained: float
-) -> tuple[float, float]:
-    """Bytes that a layout adds: what is gathered of the weights, and what is reduced of the gradients."""
+    model: ModelConstants,
+    layout: Layout,
+    fractions: ShardFractions,
+    shares: ShareOfParts,
+    elements: float,
+    trained: float,
+) -> tuple[float, float, float]:
+    """Bytes that a layout adds: of gathered weights, of gradients that are reduced meanwhile, and after the blocks."""
+    weight, gradient = model.weight_bytes, model.gradient_bytes
     largest = max(part.parameters * share for part, share in zip(model.kinds, shares.kinds, strict=True))
     ends = model.prologue.parameters * shares.prologue + model.epilogue.parameters * shares.epilogue
     match layout.sharding:
         case Sharding.fsdp2 if layout.pipeline > 1:
-            return elements * model.weight_bytes, trained * model.gradient_bytes
+            return elements * weight, trained * gradient, 0.0
         case Sharding.fsdp2:
-            # One block that computes, the next one, and what is outside of blocks; of two blocks the gradients.
-            gathered = (2 * largest + ends) * model.weight_bytes
-            return gathered, (largest + ends) * model.gradient_bytes
-        case Sharding.zero3:
-            held = model.half_bytes or model.weight_bytes
-            return (2 * largest + _BUCKET_ELEMENTS + ends) * held, 2 * _BUCKET_ELEMENTS * held
-        case Sharding.zero1 | Sharding.zero2:
-            return 0.0, min(2 * _BUCKET_ELEMENTS, 2 * trained) * (model.half_bytes or model.gradient_bytes)
+            # One block that computes, the next one, and what is outside of blocks, whose gradients come last.
+            return (2 * largest + ends) * weight, largest * gradient, ends * (weight + 2 * gradient)
+        case Sharding.zero1:
+            # Of a pipeline: gradients go through one bucket to the rank's own part.
+            return 0.0, 0.0, (bucket_elements(trained, ends) + trained * fractions.optimizer) * gradient
     sums = layout.data * layout.context > 1 and layout.pipeline * layout.tensor * layout.expert > 1
-    return 0.0, min(_SUM_ELEMENTS, trained) * model.gradient_bytes if sums else 0.0
+    return 0.0, 0.0, min(_SUM_ELEMENTS, trained) * gradient if sums else 0.0
 
 
 def _activations(

@@ -35,7 +35,7 @@ from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
 from hfdist.planning.costs import MemoryUse, Phase
 from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
-from hfdist.planning.tracing.trace import BUFFERS, OPTIMIZER, WEIGHTS, Trace
+from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
@@ -173,16 +173,21 @@ def name_what_is_held(engine: Engine, prepared: Any, trace: Trace) -> None:
 
 
 def _name_buckets(zero: Any, trace: Trace) -> None:
-    """Tell the trace of the buckets that ZeRO-1 and 2 make anew in each backward."""
-    make_buckets = getattr(zero, "setup_buckets", None)
-    if make_buckets is None:
+    """Tell the trace of the buckets that ZeRO-1 and 2 make anew in each backward, and of gradients that are kept."""
+    if not hasattr(zero, "setup_buckets"):
         return
+    make_buckets, keep_gradient = zero.setup_buckets, zero.copy_grads_in_partition
 
     def make_and_name() -> None:
         make_buckets()
         trace.hold((tensor for bucket in zero.ipg_buckets.values() for tensor in bucket.buffer), BUFFERS)
 
-    zero.setup_buckets = make_and_name
+    def keep_and_name(*arguments: Any) -> None:
+        keep_gradient(*arguments)
+        if zero.grads_in_partition is not None:
+            trace.hold([zero.grads_in_partition], GRADIENTS)
+
+    zero.setup_buckets, zero.copy_grads_in_partition = make_and_name, keep_and_name
 
 
 def _run_step(

@@ -25,10 +25,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.batch import IGNORED, plan_batch
+from hfdist.config.checks.preflight import plan_run
 from hfdist.config.data import Packing
 from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Offload, Schedule
+from hfdist.config.strategy import Offload, Schedule, Sharding
+from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
 from hfdist.optim.muon import MuonWithAdamW
@@ -37,6 +39,7 @@ from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, Stage
 from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer, quantize_fake
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
+from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
@@ -349,21 +352,35 @@ def make_batch(config: RunConfig, number: int = 1) -> Batch:
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions}
 
 
+def fullest_pipeline(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> range:
+    """Give the ranks of the pipeline whose ranks hold most; without stages it is one rank.
+
+    FSDP2's and a vocabulary's first rank has the largest share, and the ranks of other axes hold alike.
+    """
+    pipelines = strategy.topology.pipelines
+    is_flat = config.strategy.sharding in (Sharding.zero1, Sharding.zero2) and strategy.topology.pipeline == 1
+    if not is_flat or config.train.precision is not Precision.fp32:
+        # Beside weights in half precision each rank keeps the float32 gradients of its own elements alone.
+        return pipelines[0]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        trained = [p for p in make_fake_model(config, architecture, strategy).parameters() if p.requires_grad]
+    # The groups of `make_optimizer`.
+    groups = [[p.numel() for p in trained if (p.dim() >= 2) is decays] for decays in (True, False)]
+    return pipelines[rank_with_most_gradients(groups, strategy.topology.data_size)]
+
+
 def worst_rank(
     config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, device_type: str = "cpu"
 ) -> RankTrace:
-    """Trace the rank that holds most. Ranks differ by their stage of a pipeline; of equals the first holds most.
-
-    FSDP2's and a vocabulary's first rank has the largest share, and the ranks of other axes hold alike.
+    """Trace the rank that holds most. Ranks differ by their stage of a pipeline, and see `fullest_pipeline`.
 
     Raises:
         ConfigError: as of `trace_rank`.
     """
-    degrees = config.strategy.degrees
-    places = [Topology.of(degrees, world_size=world_size, rank=rank) for rank in range(world_size)]
-    firsts = {place.pipeline_rank: place.rank for place in reversed(places)}
+    topology, batch = plan_run(config, world_size=world_size)
+    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch, device_type=device_type)
     traces = [
         trace_rank(config, architecture, world_size=world_size, rank=rank, device_type=device_type)
-        for rank in firsts.values()
+        for rank in fullest_pipeline(config, architecture, strategy)
     ]
     return max(traces, key=lambda one: one.peak.use.total)

@@ -181,7 +181,8 @@ class Trace(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         most = self._peaks.get(self.phase)
-        if most is None or self._total > most[0]:
+        # Of equal moments the last: by then new tensors have been named.
+        if most is None or self._total >= most[0]:
             self._peaks[self.phase] = (self._total, tuple(self._held.values()))
 
     def _freed(self, reference: Any) -> None:

@@ -24,6 +24,7 @@ from hfdist.optim.probe import Reach, moving_options
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
+from hfdist.strategies.deepspeed.buckets import fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.traffic import BACKWARD, DATA, FORWARD, Axes, Sent, StepSizes
@@ -187,6 +188,7 @@ class ZeroEngine(Engine):
             # The trainer counts skipped steps, and says what to do about them.
             scaler.raise_error_at_min_scale = False
         pieces_zero.pass_by_unused(cast(PreTrainedModel, self.model), own)
+        fit_buckets(own, self.model.parameters())
         return optimizer
 
     def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from hfdist.errors import PartitionError
 from hfdist.optim.probe import Reach
 from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.deepspeed import pieces_zero
+from hfdist.strategies.deepspeed.buckets import fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import generate
 from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
@@ -54,6 +55,7 @@ class PipelineZeroEngine(PipelineEngine):
             dist_init_required=False,
         )
         pieces_zero.pass_by_unused(self._split.model, self._engine.optimizer)
+        fit_buckets(self._engine.optimizer, self.model.parameters())
         self._norm = torch.zeros(())
         return DeepSpeedOptimizerWrapper(self._engine.optimizer)
 

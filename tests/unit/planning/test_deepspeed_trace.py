@@ -7,7 +7,8 @@ from torch import nn
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
-from hfdist.planning.tracing.memory import trace_rank
+from hfdist.planning.tracing.memory import trace_rank, worst_rank
+from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
 
 
 def trace(*overrides, world_size=2, device_type="cpu"):
@@ -23,13 +24,35 @@ def whole():
 
 def test_each_stage_shares_one_more_part_of_the_state(whole):
     linear = nn.functional.linear
-    one, two, three = (trace(f"strategy=zero{stage}", world_size=4).state for stage in (1, 2, 3))
+    traces = [trace(f"strategy=zero{stage}", world_size=4) for stage in (1, 2, 3)]
+    one, two, three = (traced.state for traced in traces)
     # A quarter of the float32 masters and of two moments.
     assert one.optimizer == pytest.approx(0.25 * 3 / 2 * whole.optimizer, rel=0.02)
     assert one.weights == pytest.approx(two.weights) == pytest.approx(whole.weights, rel=0.02)
     assert three.weights < 0.75 * whole.weights
+    # DeepSpeed's own buckets hold 50M elements, of a model of a tenth of a million.
+    assert all(traced.peak.use.buffers < 3 * whole.weights for traced in traces)
     assert not dist.is_initialized()
     assert nn.functional.linear is linear
+
+
+def test_the_rank_with_most_gradients_is_planned():
+    overrides = ["model=tiny", "strategy=zero2", "data.sequence_length=16", "train.micro_batch_size=1"]
+    # The first rank's part ends within the MLP's first matrix, and two more of them are the second rank's.
+    fields = "model.config={num_hidden_layers: 1, hidden_size: 64, intermediate_size: 176, vocab_size: 64}"
+    config = compose_config([*overrides, fields])
+    architecture = find_architecture(config.model, sequence_length=16)
+    peaks = [trace_rank(config, architecture, world_size=2, rank=rank).peak.use.total for rank in (0, 1)]
+    worst = worst_rank(config, architecture, world_size=2).peak
+    assert (worst.rank, worst.use.total) == (1, peaks[1])
+    assert peaks[1] > 1.05 * peaks[0]
+
+
+def test_a_rank_keeps_whole_what_it_steps_in_part():
+    # Parts of 10: 12, 16 and 18 elements.
+    assert rank_with_most_gradients([[8, 4, 12, 6]], 3) == 2
+    assert rank_with_most_gradients([[2, 2, 12, 8]], 3) == 0
+    assert rank_with_most_gradients([[6], [], [0]], 64) == 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -15,7 +15,7 @@ from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.formulas import even_loads, live_stages, peak_bytes, rank_costs, whole_load
 from hfdist.planning.searching.layouts import Layout
 from hfdist.planning.searching.search import measure
-from hfdist.planning.tracing.memory import trace_rank
+from hfdist.planning.tracing.memory import trace_rank, worst_rank
 from hfdist.strategies.base import ShardFractions
 from tests.unit.planning.models import BLOCK, make_constants
 
@@ -162,6 +162,37 @@ def test_formulas_come_near_to_a_trace(measured, overrides, error):
     assert own.forward.flops + own.backward.flops == pytest.approx(
         traced.forward.flops + traced.backward.flops, rel=0.01
     )
+
+
+_TWO_BLOCKS = "num_hidden_layers: 2, num_attention_heads: 8, num_key_value_heads: 4, max_position_embeddings: 512"
+SHAPES = {
+    "activations": (128, 352, 1024, "data.sequence_length=128", "train.micro_batch_size=2"),
+    "state": (256, 704, 4096, "data.sequence_length=32", "train.micro_batch_size=1"),
+}
+"""Width, inner width, vocabulary and batch of a model, by what most of its memory is."""
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request):
+    """Overrides, the architecture, constants and machines."""
+    width, inner, vocabulary, *batch = SHAPES[request.param]
+    fields = f"hidden_size: {width}, intermediate_size: {inner}, vocab_size: {vocabulary}, {_TWO_BLOCKS}"
+    overrides = ["model=tiny", f"model.config={{{fields}}}", "train.global_batch_size=16", "data.lanes=16", *batch]
+    config = compose_config(overrides)
+    architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
+    hardware = replace(read_hardware("h100_80gb"), name="cpu")
+    machines = Machines(hardware=hardware, usable_bytes=hardware.memory_bytes)
+    return overrides, architecture, measure(config, architecture, machines), machines
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "tensor", "pipeline"])
+def test_formulas_and_traces_say_the_same_of_memory(shape, strategy):
+    overrides, architecture, model, machines = shape
+    degrees = [f"strategy.{strategy}=2"] if strategy in ("tensor", "pipeline") else []
+    config = compose_config([*overrides, f"strategy={strategy}", *degrees])
+    found = Evaluator(config, model, machines).evaluate(Layout.of(config, 4, 1), is_exact=True)
+    traced = worst_rank(config, architecture, world_size=4)
+    assert found.memory.use.total == pytest.approx(traced.peak.use.total, rel=0.1)
 
 
 DEEP = (
