@@ -238,7 +238,7 @@ MUTATIONS = [
         "a class's own loss is passed by",
         "self._has_plain_loss = _is_untouched(compute_loss, transformers.trainer)",
         "self._has_plain_loss = True",
-        f"{DISTRIBUTED}/test_drop_in.py::test_overrides_are_given_what_the_original_gives_them",
+        f"{DISTRIBUTED}/test_lean_step.py::test_one_process_gives_the_same_bits",
     ),
     Mutation(
         "rows that fill up the last global batch of an iterable count",

@@ -83,6 +83,14 @@ class OwnLoss(OwnLossMixin, hfdist.Trainer):
     pass
 
 
+class PlainOwnLoss(OwnLossMixin, transformers.Trainer):
+    pass
+
+
+class OwnLossAfterMixin(hfdist.DistributedTrainerMixin, PlainOwnLoss):
+    pass
+
+
 class OriginalOwnLoss(OwnLossMixin, Original):
     pass
 
@@ -136,6 +144,7 @@ def both(folder, case, kinds=(hfdist.Trainer, Original), **more):
 
 def test_one_process_gives_the_same_bits(tmp_path):
     def all_cases():
+        both(tmp_path, {}, (OwnLossAfterMixin, OriginalOwnLoss))
         found = {name: both(tmp_path, case) for name, case in CASES.items()}
         both(tmp_path, {}, (OwnLoss, OriginalOwnLoss))
         both(tmp_path, {}, compute_loss_func=own_loss)
