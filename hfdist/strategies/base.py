@@ -407,6 +407,8 @@ class Strategy(Partitioning):
     """
 
     fractions = ShardFractions()
+    keeps_uneven_gradients = False
+    """Whether a rank keeps whole the gradients of parameters that it steps in part, so that ranks differ."""
 
     def __init__(self, topology: Topology, batch: BatchPlan, config: StrategyConfig) -> None:
         self.topology = topology

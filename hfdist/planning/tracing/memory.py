@@ -29,8 +29,7 @@ from hfdist.config.checks.preflight import plan_run
 from hfdist.config.data import Packing
 from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Offload, Schedule, Sharding
-from hfdist.config.train import Precision
+from hfdist.config.strategy import Offload, Schedule
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
 from hfdist.optim.muon import MuonWithAdamW
@@ -358,9 +357,7 @@ def fullest_pipeline(config: RunConfig, architecture: PreTrainedConfig, strategy
     FSDP2's and a vocabulary's first rank has the largest share, and the ranks of other axes hold alike.
     """
     pipelines = strategy.topology.pipelines
-    is_flat = config.strategy.sharding in (Sharding.zero1, Sharding.zero2) and strategy.topology.pipeline == 1
-    if not is_flat or config.train.precision is not Precision.fp32:
-        # Beside weights in half precision each rank keeps the float32 gradients of its own elements alone.
+    if not strategy.keeps_uneven_gradients:
         return pipelines[0]
     with FakeTensorMode(allow_non_fake_inputs=True):
         trained = [p for p in make_fake_model(config, architecture, strategy).parameters() if p.requires_grad]

@@ -45,6 +45,8 @@ class ZeroStrategy(Strategy):
         self.stage = STAGE[strategy.sharding]
         self.partitions_in_constructor = self.stage == 3
         self.deepspeed_config = generate(strategy, train, batch, device_type)
+        # Beside weights in half precision a rank keeps the float32 gradients of its own elements alone.
+        self.keeps_uneven_gradients = self.stage < 3 and train.precision is Precision.fp32
         self._train = train
         share = 1.0 / topology.data_size
         self.fractions = ShardFractions(
