@@ -294,8 +294,8 @@ def write_table(page: Path, found: Mapping[Cell, Peaks]) -> None:
 
 
 def main(page: Path, layouts: Collection[str], families: Collection[str]) -> None:
-    """Measure and trace, and write the table into the page; columns of other layouts stay."""
-    found = {cell: peaks for cell, peaks in read_table(page).items() if cell.layout not in layouts}
+    """Measure and trace, and write the table into the page; of other layouts and families it stays as it is."""
+    found = read_table(page)
     for cell in cells():
         if cell.layout in layouts and cell.family in families:
             found[cell] = compare(cell)
