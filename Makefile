@@ -48,6 +48,7 @@ mesh: $(READY)  ## Compare five families in all layouts of the mesh with one pro
 	$(BIN)/python -m tests.distributed.mesh_parity docs/mesh-parity.md
 
 layouts: $(READY)  ## Change the layout at a checkpoint in all 330 ways, and write docs/layout-changes.md.
+	$(BIN)/python -m pytest tests/distributed/test_layout_changes.py -m many
 	$(BIN)/python -m tests.distributed.layout_changes docs/layout-changes.md
 
 finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole and by LoRA, and write docs/finetuned.md.

@@ -70,6 +70,7 @@ def headers(checkpoint):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.many
 def test_a_run_that_changes_its_layout_again_and_again_trains_as_one_process_does(whole, tmp_path):
     for number, name in enumerate(CHAIN, start=1):
         layout = LAYOUTS[name]
