@@ -282,7 +282,7 @@ def test_a_server_with_a_secret_hears_no_stranger():
 # ---- the reader ----
 
 
-@pytest.mark.parametrize("content", [*RAW, b'{"a": "\\ud800"}', b'{"\\ud800": 1}', b'{"a": 9223372036854775808}'])
+@pytest.mark.parametrize("content", [*RAW, b'{"a": "\\ud800"}', b'{"\\ud800": 1}', b'{"a": 18446744073709551616}'])
 def test_what_is_no_message_is_refused(content):
     with suppress(KeyError):
         try:

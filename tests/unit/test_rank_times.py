@@ -49,7 +49,8 @@ def test_each_second_is_counted_where_it_went(clock):
     times = clock.read(2)
     assert times.data >= 0.05
     assert 0.05 <= times.compute < times.step
-    assert times.wait >= 0.03
+    # 60 ms of sleep in two steps, but for what is computed around it.
+    assert times.wait >= 0.029
     assert times.data + times.compute + times.wait == pytest.approx(times.step, abs=1e-3)
     # The pause is of none of them, and a reading begins anew.
     assert clock.read(1).step < 0.05

@@ -15,6 +15,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
+from hfdist.strategies.deepspeed.buckets import BUCKET_ELEMENTS
 
 _PLACE = "strategy.deepspeed"
 
@@ -49,8 +50,6 @@ _TOP_LEVEL: dict[str, type] = {
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 """Keys of ZeRO++, whose kernels are of CUDA."""
 
-BUCKET_ELEMENTS = 50_000_000
-"""As fast as DeepSpeed's 500M on one node, at a tenth of the memory; of small models fewer (buckets.py)."""
 STAGE = {Sharding.zero1: 1, Sharding.zero2: 2, Sharding.zero3: 3}
 
 
