@@ -69,7 +69,7 @@ _FEW_BLOCKS = 4
 _MOST_HELD_OUT_SEQUENCES = 16
 _HELD_OUT_FRACTION = 0.1
 _NUM_DOCUMENTS = 4000
-_DOCUMENTS = f"proof-{1}"
+_DOCUMENTS = "proof-1"
 """In the cache; to be counted up when `_documents` gives others."""
 _LEAST_EPS = 1e-4
 """Adam divides a gradient by its own size, so that it makes a whole step, of random sign, from one that is zero but for

@@ -45,12 +45,12 @@ def test_each_second_is_counted_where_it_went(clock):
     with clock.paused():
         compute(0.05)
         time.sleep(0.05)
-    time.sleep(0.06)
+    # In two steps; what is computed around it is no wait.
+    time.sleep(0.07)
     times = clock.read(2)
     assert times.data >= 0.05
     assert 0.05 <= times.compute < times.step
-    # 60 ms of sleep in two steps, but for what is computed around it.
-    assert times.wait >= 0.029
+    assert times.wait >= 0.03
     assert times.data + times.compute + times.wait == pytest.approx(times.step, abs=1e-3)
     # The pause is of none of them, and a reading begins anew.
     assert clock.read(1).step < 0.05
