@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -35,6 +35,9 @@ test: $(READY)  ## Run all tests.
 
 bench: $(READY)  ## Measure all that hfdist does beside its peers, and write benchmarks/RESULTS.md (32 minutes, and a network the first time).
 	$(BIN)/python -m benchmarks --write
+
+matrices: $(READY)  ## Run the cases that `make test` leaves out: other layouts, families and kinds of the same tests.
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m many
 
 zoo: $(READY)  ## Split every causal language model of transformers at its blocks, and write docs/zoo.md.
 	$(BIN)/python -m pytest tests/zoo -m zoo
@@ -75,7 +78,7 @@ cluster: $(READY)  ## Disturb runs on two machines and a real SLURM, made of thi
 	@for program in ip slurmctld slurmd munged; do command -v $$program >/dev/null && continue; \
 	  command -v apt-get >/dev/null || { echo "make cluster needs $$program, of Debian's slurm-wlm, munge, iproute2" >&2; exit 1; }; \
 	  apt-get update -q && exec apt-get install -y --no-install-recommends slurm-wlm munge iproute2; exit 1; done
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest tests/cluster -m ''
 	$(BIN)/python -m tests.cluster docs/cluster.md
 
 jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCluster, and run one on two nodes of Ray.
@@ -106,7 +109,7 @@ plan: $(READY)  ## Plan runs, train them, and write what was predicted and measu
 	$(BIN)/python -m tests.distributed.plan_search docs/plan.md
 	$(BIN)/python -m tests.experiment_plans docs/experiments.md
 
-mutations: $(READY)  ## Plant twenty mistakes into a copy, one at a time, and see that a test catches each (7 minutes).
+mutations: $(READY)  ## Plant 40 mistakes into a copy, one at a time, and see that a test catches each (15 minutes).
 	$(BIN)/python -m tests.mutations
 
 TESTS ?= tests/unit

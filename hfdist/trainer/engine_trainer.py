@@ -6,7 +6,9 @@ overrides a hook is called first, in every layout, as it is without a strategy.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import copyreg
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -217,7 +219,8 @@ class EngineTrainer(transformers.Trainer):
             if self.args.push_to_hub or self.checkpointer.is_awaited():
                 self.checkpointer.wait()
             if self.args.push_to_hub:
-                on_rank_zero(partial(self._push_from_checkpoint, str(folder)))
+                with _pickled_without_token(type(self.args)):
+                    on_rank_zero(partial(self._push_from_checkpoint, str(folder)))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
@@ -246,3 +249,18 @@ class EngineTrainer(transformers.Trainer):
             super()._load_rng_state(checkpoint)
         elif checkpoint is not None:
             restore_random_state(Path(checkpoint))
+
+
+@contextmanager
+def _pickled_without_token(kind: type[TrainingArguments]) -> Iterator[None]:
+    """Keep `hub_token` out of the training_args.bin that transformers writes, and uploads, with each pushed save."""
+
+    def reduce(arguments: TrainingArguments) -> tuple[Any, ...]:
+        make, of, state, *rest = arguments.__reduce_ex__(2)
+        return make, of, {**state, "hub_token": None}, *rest
+
+    copyreg.pickle(kind, cast(Any, reduce))
+    try:
+        yield
+    finally:
+        del copyreg.dispatch_table[kind]

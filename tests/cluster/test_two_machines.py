@@ -147,7 +147,8 @@ def test_machines_leave_nothing_behind(machines):
     assert os.uname().nodename != machines[0].name
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.many
+@pytest.mark.timeout(480)
 def test_a_machine_that_leaves_and_comes_back_leaves_no_trace(tmp_path, cache_dir, machines, monkeypatch):
     story = leave_and_come_back(machines, tmp_path, monkeypatch)
     story.check((2, 6), (1, 75), (2, 0))

@@ -18,6 +18,7 @@ from hfdist.strategies.select import make_strategy
 from hfdist.testing import run_ranks
 from hfdist.verify.parity import BOUNDS, compare_runs
 from tests.distributed.runs import eval_losses, losses, pretrain
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -82,18 +83,18 @@ def single(run, tmp_path_factory):
         ("zero3", 2, LORA),
         ("fsdp2", 2, HEAD),
         ("pipeline", 2, (*LORA, "train.gradient_checkpointing=true")),
-        ("pipeline_fsdp2", 4, LORA),
-        ("pipeline", 2, DORA),
+        many("pipeline_fsdp2", 4, LORA),
+        many("pipeline", 2, DORA),
         ("pipeline_fsdp2", 4, QLORA),
         ("ddp", 2, QLORA),
-        ("fsdp2", 2, QLORA),
+        many("fsdp2", 2, QLORA),
         ("zero2", 2, QLORA),
-        ("zero3", 2, QLORA),
-        ("zero3", 2, LOKR),
-        ("zbv", 2, HEAD),
-        ("tensor", 2, HEAD),
+        many("zero3", 2, QLORA),
+        many("zero3", 2, LOKR),
+        many("zbv", 2, HEAD),
+        many("tensor", 2, HEAD),
         ("tensor", 2, (*DORA, "adapter.targets=[q_proj]")),
-        ("fsdp2_tensor", 4, LORA),
+        many("fsdp2_tensor", 4, LORA),
     ],
 )
 def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_processes, choice):
@@ -104,7 +105,7 @@ def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_process
     assert losses(reference)[-1] != losses(reference)[0]
 
 
-@pytest.mark.parametrize(("layouts", "choice"), [(("zero3", "pipeline"), LORA), (("ddp", "fsdp2"), QLORA)])
+@pytest.mark.parametrize(("layouts", "choice"), [(("zero3", "pipeline"), LORA), many(("ddp", "fsdp2"), QLORA)])
 def test_goes_on_in_any_other_layout(run, single, tmp_path, layouts, choice):
     """Three lives, each in another layout, make the steps of one.
 
@@ -126,7 +127,7 @@ def test_noise_on_the_embedding_is_added_in_training_alone(run, single, tmp_path
     assert eval_losses(noisy) == pytest.approx(eval_losses(quiet), rel=1e-6)
 
 
-@pytest.mark.parametrize(("strategy", "choice"), [("zero3", HEAD), ("fsdp2", QLORA)])
+@pytest.mark.parametrize(("strategy", "choice"), [many("zero3", HEAD), ("fsdp2", QLORA)])
 def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path, strategy, choice):
     ours = run(tmp_path, 2, f"strategy={strategy}", *choice, "adapter.merge=true", "report.sample_prompt=def")
     checkpoint = ours / "checkpoints" / f"step-{NUM_STEPS:08d}"

@@ -18,6 +18,7 @@ from tests.distributed.faults import MAX_STEPS, make_config
 from tests.distributed.kills import newest_whole
 from tests.distributed.processes import Life
 from tests.distributed.runs import losses, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -83,7 +84,7 @@ def state(folder):
 
 @pytest.mark.parametrize(
     ("layout", "first", "second"),
-    [("ddp", "deadline", ("max_kwh", "energy_kwh")), ("pipeline", "max_hours", ("max_cost", "cost"))],
+    [("ddp", "deadline", ("max_kwh", "energy_kwh")), many("pipeline", "max_hours", ("max_cost", "cost"))],
 )
 def test_a_run_that_stops_at_two_budgets_becomes_the_run_that_nobody_stopped(
     tmp_path: Path, cache_dir, layout, first, second

@@ -22,6 +22,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.reporting.traffic import Traffic
 from tests.distributed.runs import losses, pretrain, weights
 from tests.distributed.test_resume import SAVING, stopped
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -181,7 +182,7 @@ def test_layouts_without_ddp_refuse_it():
 DEFERRED = ("strategy=ddp", "strategy.compression_warmup_steps=3", "strategy.compression_share=0.05", *SAVING)
 
 
-@pytest.fixture(scope="module", params=["powersgd", "topk"])
+@pytest.fixture(scope="module", params=["powersgd", many("topk")])
 def whole(request, tmp_path_factory, cache_dir):
     kind = f"strategy.compression={request.param}"
     return pretrain(tmp_path_factory.mktemp(request.param), 2, *DEFERRED, kind), kind

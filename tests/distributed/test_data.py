@@ -11,6 +11,7 @@ from hfdist.data import TokenStream
 from hfdist.records import METRICS, read_lines
 from hfdist.verify.audit.run import batches_of_steps, describe_step, open_past_run, prove_once
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain
+from tests.marks import many
 from tests.unit.data.corpora import texts
 
 pytestmark = pytest.mark.distributed
@@ -36,7 +37,7 @@ def sources(tmp_path_factory):
 MIXTURE = ("+data.sources.a.weight=3", "+data.sources.b.weight=1", "data.anneal=[{step: 3, weights: {a: 1, b: 1}}]")
 
 
-@pytest.mark.parametrize(("packing", "strategy"), [("best_fit", "pipeline"), ("none", "zero2")])
+@pytest.mark.parametrize(("packing", "strategy"), [("best_fit", "pipeline"), many("none", "zero2")])
 def test_a_packing_trains_the_same_in_every_layout(tmp_path, sources, cache_dir, packing, strategy):
     settings = (*sources, *MIXTURE, f"data.packing={packing}")
     alone = pretrain(tmp_path / "single", 1, "strategy=single", *settings)
@@ -54,7 +55,7 @@ def test_what_was_read_of_each_source_is_reported_at_each_save(tmp_path, sources
     assert sorted(path.name for path in (run / "ledger").glob("lane-*")) == [f"lane-{n:05d}.records" for n in range(8)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ddp", many("pipeline")])
 def test_data_that_end_stop_the_run_after_the_last_document(tmp_path, sources, cache_dir, strategy):
     settings = (*sources, "+data.sources.a.epochs=1", "+data.sources.b.epochs=1", "train.max_steps=1000")
     settings = (*settings, "data.sequence_length=512", "train.eval_every=1000")

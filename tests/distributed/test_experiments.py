@@ -12,6 +12,7 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.testing import run_ranks
 from recipes import finetune, pretrain
 from tests.distributed.runs import eval_losses, losses
+from tests.marks import many
 from tests.unit.config.shipped import ARITHMETIC, EXPERIMENTS, primary_of
 from tests.unit.data.chat_styles import chat_tokenizer
 
@@ -83,8 +84,13 @@ def shrunk(experiment: str, folder: Path):
     return compose_config(overrides), whole
 
 
+# One of each kind; unit tests compose and plan them all.
+ALWAYS = ("gpt2_xl_zero2", "qwen3_30b_a3b", "qwen3_4b_sft")
 # The experiments of test_reinforcement.py are small as they are.
-@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name not in ARITHMETIC])
+OTHERS = [name for name in EXPERIMENTS if name not in (*ALWAYS, *ARITHMETIC)]
+
+
+@pytest.mark.parametrize("experiment", [*ALWAYS, *map(many, OTHERS)])
 def test_two_steps(experiment, tmp_path, cache_dir, monkeypatch):
     # The whole compiler takes most of a minute; test_layouts.py has a run with it.
     compiler = torch.nn.Module.compile

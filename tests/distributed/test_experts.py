@@ -15,6 +15,7 @@ from hfdist.testing import run_ranks
 from tests.distributed.test_optimizers import saved
 from tests.distributed.test_tensor import check
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, history, uneven_items
+from tests.marks import many
 from tests.zoo.sharding import try_types
 
 pytestmark = pytest.mark.distributed
@@ -32,7 +33,7 @@ def try_layout(families, layout):
     [
         (2, {"expert": 2}, ("qwen3_moe",)),
         (4, {"expert": 4}, ("mixtral",)),
-        (4, {"expert": 2, "sharding": "fsdp2"}, FAMILIES),
+        many(4, {"expert": 2, "sharding": "fsdp2"}, FAMILIES),
         (4, {"expert": 2, "tensor": 2}, ("deepseek_v3",)),
     ],
 )
@@ -88,10 +89,10 @@ def single(tmp_path_factory):
     ("num_ranks", "layout"),
     [
         (2, {"expert": 2}),
-        (4, {"expert": 4, "sharding": "fsdp2"}),
+        many(4, {"expert": 4, "sharding": "fsdp2"}),
         (4, {"expert": 2, "sharding": "fsdp2"}),
         (4, {"expert": 2, "context": 2}),
-        (8, {"expert": 2, "sharding": "fsdp2", "replicate": 2, "tensor": 2}),
+        many(8, {"expert": 2, "sharding": "fsdp2", "replicate": 2, "tensor": 2}),
     ],
 )
 def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_path, num_ranks, layout):
@@ -106,7 +107,7 @@ def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_p
         (4, {"expert": 2, "sharding": "fsdp2"}, adapted_model, "adamw_torch"),
         # It needs whole matrices.
         (2, {"expert": 2}, make_model, "adafactor"),
-        (4, {"expert": 2, "sharding": "fsdp2"}, make_model, "adafactor"),
+        many(4, {"expert": 2, "sharding": "fsdp2"}, make_model, "adafactor"),
     ],
 )
 def test_adapters_of_other_layers_and_other_optimizers(tmp_path, num_ranks, layout, make, optimizer):

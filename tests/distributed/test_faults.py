@@ -63,7 +63,9 @@ def small_reference(tmp_path_factory, cache_dir):
     return run_whole(folder, make_small_config(folder / "run"), num_ranks=1)
 
 
-@pytest.mark.parametrize("layout", CHAINS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.faults] * (layout != "pipeline")) for layout in CHAINS]
+)
 def test_a_run_that_is_killed_at_one_moment_after_the_other(references, tmp_path, layout):
     config = make_config(tmp_path / "run", layout)
     whole = 0

@@ -116,6 +116,8 @@ def test_a_trainer_from_python_pushes_each_save(me, tmp_path):
     assert weights
     for name in weights:
         assert there[name] == (tmp_path / "run" / name).read_bytes(), name
+    assert "training_args.bin" in there
+    assert not any(TOKEN.encode() in content for content in there.values())
 
 
 def test_gguf_in_every_layout(cache_dir, model_folder, tmp_path):

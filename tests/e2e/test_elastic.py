@@ -22,9 +22,10 @@ OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Twelve lanes and sequences: one, two and three ranks share them evenly.
 SETTINGS = ("data.lanes=12", "train.global_batch_size=12", f"train.max_steps={STEPS}", "data.workers=0",
             "checkpoint=default", "checkpoint.every=3", "optimizer.lr=5e-4")  # fmt: skip
+# On a busy machine an agent may be silent for seconds, and is alive.
 LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=3",
           "--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-id=elastic",
-          "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")  # fmt: skip
+          "--rdzv-conf=last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=8")  # fmt: skip
 
 
 def start(command, log):
