@@ -81,15 +81,20 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
         check_adapter_names(arguments["model"])
     optimizer, _ = arguments.get("optimizers") or (None, None)
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
-    if sums_over_targets(kind):
-        leave_out_router_loss(arguments["model"])
-    if not has_adapter(arguments["model"]):
-        # While it is whole.
-        find_hub_names(arguments["model"])
-    engine = strategy.build(arguments["model"])
+    engine = distribute(kind, strategy, arguments["model"])
     if own is not None:
         own.move_to(engine.model)
     return engine, arguments | {"model": engine.model}
+
+
+def distribute(kind: type, strategy: Strategy, model: nn.Module) -> Engine:
+    """Build the engine of a whole model that `kind` trains."""
+    if sums_over_targets(kind):
+        leave_out_router_loss(model)
+    if not has_adapter(model):
+        # While it is whole.
+        find_hub_names(model)
+    return strategy.build(model)
 
 
 def _check_arguments(args: Any, strategy: Strategy) -> None:

@@ -28,11 +28,17 @@ from hfdist.data import HeldOutSources, TokenStream
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import uses_all_parameters
-from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss, leave_out_router_loss
+from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
 from hfdist.strategies.base import Batch, Engine, Strategy
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer, drop_old, intervals_of
-from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine, check_has_logits
+from hfdist.trainer.engine_setup import (
+    adapt_accelerator,
+    arguments_by_name,
+    build_engine,
+    check_has_logits,
+    distribute,
+)
 from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
@@ -199,9 +205,7 @@ class DistributedTrainerMixin(_Trainer):
         model = super().call_model_init(*args, **kwargs)
         if self.strategy is None:
             return model
-        if self._sums_targets:
-            leave_out_router_loss(model)
-        self.engine = self.strategy.build(model)
+        self.engine = distribute(type(self), self.strategy, model)
         return self.engine.model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

@@ -27,7 +27,8 @@ def train(folder, keys, *, seed=0, start=None):
     random = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, 250, (NUM_TOKENS,), generator=random) for _ in range(4 * STEPS)]
     dataset = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = hfdist.Trainer(made(seed), args, strategy=strategy, train_dataset=dataset)
+    # Each training makes its model anew, and that has the Hub's names, too.
+    trainer = hfdist.Trainer(model_init=lambda: made(seed), args=args, strategy=strategy, train_dataset=dataset)
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=start and str(start))
     trainer.save_model(str(folder / "final"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.runs import eval_losses, losses, pretrain, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -42,7 +43,7 @@ def train(folder, num_processes, strategy, *overrides):
         *(("ddp", 4), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2), ("hsdp", 4)),
         ("long_context", 2),
         *(("pipeline_zero1", 4), ("fsdp2 strategy.pipeline=2", 4)),
-        *(("tensor", 2), ("pipeline_zero1 strategy.context=2", 8), ("3d", 8)),
+        *(("tensor", 2), many("pipeline_zero1 strategy.context=2", 8), ("3d", 8)),
     ],
 )
 def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes):
@@ -70,14 +71,18 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("zero3", 2, ["train.gradient_checkpointing=true"]),
         ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured"]),
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", *DEEPER]),
-        ("hsdp", 4, ["train.gradient_checkpointing=true", "train.activation_offload=true", "strategy.offload=cpu"]),
-        ("3d", 8, ["train.gradient_checkpointing=true", "model.loss=chunked", "strategy.schedule=zbv", *DEEPER]),
-        ("pipeline", 4, ["train.compile=blocks", "model.loss=chunked", "strategy.context=2"]),
+        many("hsdp", 4, ["train.gradient_checkpointing=true", "train.activation_offload=true", "strategy.offload=cpu"]),
+        many("3d", 8, ["train.gradient_checkpointing=true", "model.loss=chunked", "strategy.schedule=zbv", *DEEPER]),
+        many("pipeline", 4, ["train.compile=blocks", "model.loss=chunked", "strategy.context=2"]),
         ("tensor", 2, ["train.compile=blocks"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
-        ("long_context", 4, ["strategy.data=2", "strategy.context_method=gather", "train.gradient_checkpointing=true"]),
-        ("ddp", 2, ["strategy.min_data=1", "strategy.context=2", "train.compile=blocks", "model.loss=chunked"]),
-        ("fsdp2", 4, ["train.compile=blocks", "strategy.pipeline=2", "strategy.schedule=dualpipev", *DEEPER]),
+        many(
+            "long_context",
+            4,
+            ["strategy.data=2", "strategy.context_method=gather", "train.gradient_checkpointing=true"],
+        ),
+        many("ddp", 2, ["strategy.min_data=1", "strategy.context=2", "train.compile=blocks", "model.loss=chunked"]),
+        many("fsdp2", 4, ["train.compile=blocks", "strategy.pipeline=2", "strategy.schedule=dualpipev", *DEEPER]),
         ("single", 1, ["model.attention=eager"]),
     ],
 )
@@ -100,11 +105,11 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
     [
         ("ddp", 2, "fp16"),
         ("zero3", 2, "bf16"),
-        ("long_context", 2, "bf16"),
-        ("tensor", 2, "fp16"),
+        many("long_context", 2, "bf16"),
+        many("tensor", 2, "fp16"),
         ("pipeline_zero1", 4, "fp16"),
-        ("3d", 8, "fp16"),
-        ("pipeline strategy.context=2", 4, "bf16"),
+        many("3d", 8, "fp16"),
+        many("pipeline strategy.context=2", 4, "bf16"),
         pytest.param("fsdp2", 2, "fp8", marks=needs_torchao),
     ],
 )

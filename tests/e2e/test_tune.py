@@ -6,6 +6,7 @@ import pytest
 
 from hfdist.records import METRICS, read_lines
 from tests.e2e.test_launch import LAUNCH, ROOT, run
+from tests.marks import many
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -27,7 +28,7 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["grpo", *(many(task) for task in TASKS if task != "grpo")])
 def test_a_task_trains_under_accelerate_launch(tmp_path, cache_dir, task):
     kind, strategy, more = TASKS[task]
     rows = [{name: v.format(n=n) if isinstance(v, str) else v for name, v in ROWS[kind].items()} for n in range(60)]
