@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import pytest
 
 
-def many(*values: object):
+def many(*values: object, id: str | None = None):
     """A case of a parametrized test, of those left out."""
-    return pytest.param(*values, marks=pytest.mark.many)
+    return pytest.param(*values, marks=pytest.mark.many, id=id)
+
+
+def always(names: Iterable[str], cases: Mapping[str, object]):
+    """All cases by their names; those of other names are left out."""
+    unknown = set(names := list(names)) - set(cases)
+    assert not unknown, unknown
+    return [pytest.param(case, marks=[pytest.mark.many] * (name not in names), id=name) for name, case in cases.items()]

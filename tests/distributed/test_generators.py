@@ -13,11 +13,12 @@ from tests.distributed.policy_runs import each_once, trained_prompts
 from tests.distributed.preference_runs import GLOBAL_BATCH, STEPS, make_config, tune
 from tests.distributed.processes import Life, assert_gone
 from tests.distributed.runs import losses, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("task", "strategy"), [("grpo", "pipeline"), ("rloo", "fsdp2")])
+@pytest.mark.parametrize(("task", "strategy"), [("grpo", "pipeline"), many("rloo", "fsdp2")])
 def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, sums, cache_dir, task, strategy):
     own = (f"task={task}", *policy_runs.COMMON, "task.temperature=1.3", "task.top_k=9")
     plain = tune(tmp_path / "plain", policy, sums, 1, *own)

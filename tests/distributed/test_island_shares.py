@@ -19,6 +19,7 @@ from tests.distributed.island_runs import (
     wait_at,
 )
 from tests.distributed.runs import SMALL, losses, pretrain, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +39,10 @@ def audit(folders, *keys):
 
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
-    [(1, ("strategy=single",)), (2, ("strategy=ddp", "islands=streaming", "islands.fragments=1", "islands.overlap=1"))],
+    [
+        many(1, ("strategy=single",)),
+        (2, ("strategy=ddp", "islands=streaming", "islands.fragments=1", "islands.overlap=1")),
+    ],
     ids=["single", "ddp, with overlap"],
 )
 def test_what_a_lost_island_had_to_read_the_others_do(tmp_path, num_ranks, layout):

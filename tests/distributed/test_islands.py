@@ -31,6 +31,7 @@ from tests.distributed.island_runs import (
     wait_at,
 )
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain, weights
+from tests.marks import always, many
 
 pytestmark = pytest.mark.distributed
 
@@ -109,7 +110,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("keys", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("keys", always(["diloco", "streaming"], WAYS))
 def test_islands_are_one_process_that_trains_their_shares_in_turn(tmp_path, keys):
     folders = run_islands(tmp_path, 2, 1, *PLAIN, *(f"islands.{key}={value}" for key, value in keys.items()))
     wanted, outer = run_ranks(train_in_turn, 1, tmp_path / "in_turn", 2, keys, group=False)[0]
@@ -137,11 +138,11 @@ def of_one_rank(tmp_path_factory, imported, reads_little):
 @pytest.mark.parametrize(
     "layout",
     [
-        ("strategy=ddp",),
-        ("strategy=zero1",),
-        ("strategy=zero3",),
+        many(("strategy=ddp",)),
+        many(("strategy=zero1",)),
+        many(("strategy=zero3",)),
         ("strategy=fsdp2",),
-        ("strategy=tensor",),
+        many(("strategy=tensor",)),
         ("strategy=pipeline",),
     ],
     ids=lambda layout: layout[0].removeprefix("strategy="),
@@ -180,7 +181,7 @@ SAVING = (
 )
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "ddp")])
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "ddp")])
 def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
     """The checkpoint of step 6 stands in the middle of a round."""
     goes_on_as_if_nothing_had_been(tmp_path, num_ranks, die_at(8), f"strategy={layout}", *SHORT, *SAVING)
@@ -226,7 +227,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("at_start", DEATHS.values(), ids=DEATHS)
+@pytest.mark.parametrize("at_start", always(["in an exchange"], DEATHS))
 def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, at_start):
     sign, last = tmp_path / "is there", tmp_path / "again"
     keys = (*SHORT, "train.max_steps=18", "islands.every=3", "data.lanes=24", "checkpoint=none")

@@ -4,6 +4,7 @@ import pytest
 
 from hfdist.models.loss import chunked
 from tests.distributed.runs import eval_losses, losses, pretrain, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -38,9 +39,9 @@ def small_chunks(monkeypatch):
     ("case", "strategy", "num_processes", "more"),
     [
         ("tied", "single", 1, ("train.gradient_checkpointing=true",)),
-        ("tied", "zero3", 2, ()),
+        many("tied", "zero3", 2, ()),
         ("tied", "pipeline", 2, ("strategy.schedule=zbv",)),
-        ("head alone", "pipeline", 2, ("strategy.schedule=interleaved_zero_bubble",)),
+        many("head alone", "pipeline", 2, ("strategy.schedule=interleaved_zero_bubble",)),
         ("frozen head", "zero3", 2, ()),
         ("adapter on the head", "zero3", 2, ("model.loss=auto",)),
     ],

@@ -21,6 +21,7 @@ from tests.distributed.island_runs import (
     wait_at,
 )
 from tests.distributed.runs import eval_losses, losses, pretrain, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +40,7 @@ def of_ddp(tmp_path_factory, imported, reads_little):
     return pretrain(tmp_path_factory.mktemp("ddp") / "run", 2, "strategy=ddp", *BOTH)
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp", "zero1", "zero3", "fsdp2", "tensor", "pipeline"])
+@pytest.mark.parametrize("layout", ["single", *map(many, ["ddp", "zero1", "zero3", "tensor", "pipeline"]), "fsdp2"])
 def test_a_synchronous_server_is_ddp(tmp_path, of_ddp, layout):
     folders = run_islands(tmp_path, 2, 1 if layout == "single" else 2, f"strategy={layout}", *EACH)
     assert of_both(folders) == pytest.approx(losses(of_ddp), rel=1e-5)
@@ -51,7 +52,7 @@ def test_a_synchronous_server_is_ddp(tmp_path, of_ddp, layout):
 SAVING = ("checkpoint=default", "checkpoint.every=3", "checkpoint.background=false")
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "zero1")])
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "zero1")])
 def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
     goes_on_as_if_nothing_had_been(tmp_path, num_ranks, die_at(5), f"strategy={layout}", *EACH, *SAVING)
 
@@ -81,7 +82,7 @@ def test_islands_begin_at_a_checkpoint_of_ddp_and_train_what_it_would(tmp_path, 
     assert of_both(folders)[-1] == pytest.approx(losses(before)[-1], rel=0.05)
 
 
-@pytest.mark.parametrize("staleness", ["0", "1", "null"])
+@pytest.mark.parametrize("staleness", [many("0"), "1", many("null")])
 def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, staleness):
     keys = (*EACH, "train.max_steps=12", "checkpoint=none", f"islands.staleness={staleness}")
     sign, last = tmp_path / "is there", tmp_path / "again"

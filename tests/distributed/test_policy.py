@@ -9,6 +9,7 @@ from hfdist.testing import run_ranks
 from tests.distributed import policy_runs, trl_runs
 from tests.distributed.preference_runs import STEPS, make_config, read_answers, tune
 from tests.distributed.runs import eval_losses, losses, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +33,13 @@ def lines(run):
 
 @pytest.mark.parametrize(
     ("task", "strategy", "num_ranks"),
-    [("grpo", "ddp", 2), ("grpo", "zero3", 2), ("grpo", "pipeline", 2), ("rloo", "fsdp2", 2), ("rloo", "3d", 8)],
+    [
+        many("grpo", "ddp", 2),
+        ("grpo", "zero3", 2),
+        ("grpo", "pipeline", 2),
+        ("rloo", "fsdp2", 2),
+        many("rloo", "3d", 8),
+    ],
 )
 def test_a_layout_changes_nothing(single, tmp_path, policy, sums, task, strategy, num_ranks):
     run, reference = run_task(tmp_path, policy, sums, task, num_ranks, *BETA, f"strategy={strategy}"), single[task]

@@ -17,6 +17,7 @@ from tests.distributed.preference_runs import (
     write_rows,
 )
 from tests.distributed.runs import eval_losses, losses, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -61,10 +62,15 @@ def check_equal(run, reference):
 @pytest.mark.parametrize(
     ("task", "strategy", "num_ranks"),
     [
-        *(("dpo", "zero3", 2), ("dpo", "pipeline strategy.schedule=zbv", 2), ("dpo", "3d", 8), ("dpo", "fsdp2", 2)),
-        *(("kto", "pipeline", 2), ("kto", "zero2", 2), ("kto", "tensor", 2), ("kto", "fsdp2", 2)),
-        *(("reward", "ddp", 2), ("reward", "pipeline", 2), ("reward", "zero3", 2)),
-        *(("reward", "fsdp2 strategy.tensor=2", 4), ("kto", "pipeline_zero1", 4)),
+        *(
+            many("dpo", "zero3", 2),
+            ("dpo", "pipeline strategy.schedule=zbv", 2),
+            many("dpo", "3d", 8),
+            ("dpo", "fsdp2", 2),
+        ),
+        *(many("kto", "pipeline", 2), ("kto", "zero2", 2), many("kto", "tensor", 2), many("kto", "fsdp2", 2)),
+        *(many("reward", "ddp", 2), ("reward", "pipeline", 2), many("reward", "zero3", 2)),
+        *(("reward", "fsdp2 strategy.tensor=2", 4), many("kto", "pipeline_zero1", 4)),
     ],
 )
 def test_a_layout_changes_nothing(single, tmp_path, model, rows, task, strategy, num_ranks):

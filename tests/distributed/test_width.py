@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.runs import losses, pretrain, weights
+from tests.marks import many
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("cache_dir", "short_library")]
 
@@ -41,7 +42,15 @@ def test_the_first_step_of_hidden_matrices_is_shorter_and_no_others(tmp_path):
 
 @pytest.mark.parametrize(
     ("strategy", "processes"),
-    [("ddp", 2), ("zero1", 2), ("zero3", 2), ("fsdp2", 2), ("tensor", 2), ("pipeline", 2), ("pipeline_zero1", 4)],
+    [
+        many("ddp", 2),
+        ("zero1", 2),
+        many("zero3", 2),
+        ("fsdp2", 2),
+        many("tensor", 2),
+        ("pipeline", 2),
+        many("pipeline_zero1", 4),
+    ],
 )
 def test_layouts_train_as_one_process(single, tmp_path, strategy, processes):
     assert_same(pretrain(tmp_path, processes, f"strategy={strategy}", *STEPS, BASE), single)
