@@ -105,7 +105,8 @@ class OptimizerConfig:
     plugin: str | None = None
     """In place of `name`: an optimizer that an installed package offers, by its entry point in `hfdist.optimizers`."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    lr: float = limited(3e-4, above=0)
+    lr: float | None = limited(3e-4, above=0)
+    """Peak of the learning rate. None: by what is trained, until the config is complete."""
     base_width: int | None = limited(None, at_least=1)
     beta1: float = limited(0.9, at_least=0, at_most=0.9999999)
     """This, `beta2` and `eps` are those of Adam and its relatives."""

@@ -30,8 +30,10 @@ def scheduler_of(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[
 def rate_at(optimizer: OptimizerConfig, max_steps: int) -> Callable[[int], float]:
     """Give the rate by the number of steps before, as a Trainer has it; `warmup_steps` alone is the warm-up."""
     kind, settings = scheduler_of(optimizer, max_steps)
-    made = torch.optim.SGD([torch.zeros(1)], lr=optimizer.lr)
+    peak = optimizer.lr
+    assert peak is not None, "of a complete config"
+    made = torch.optim.SGD([torch.zeros(1)], lr=peak)
     warmup, steps = optimizer.warmup_steps, max_steps
     scheduler: Any = get_scheduler(kind, made, warmup, steps, scheduler_specific_kwargs=settings)
     of_step = scheduler.lr_lambdas[0]
-    return lambda step: optimizer.lr * float(of_step(step))
+    return lambda step: peak * float(of_step(step))

@@ -18,6 +18,7 @@ from hfdist.config.composition.files import refuse_resolver, searching, shipped_
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
 from hfdist.config.data import Packing, RowFormat
+from hfdist.config.rates import default_rate
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
@@ -98,6 +99,8 @@ def complete(values: RunConfig) -> RunConfig:
     """Fill in what follows from other values, and check all; ConfigError: a failed check."""
     _expand_home(values)
     _fit_to_task(values)
+    if values.optimizer.lr is None:
+        values.optimizer.lr = default_rate(values)
     check_config(values)
     for source in values.data.sources.values():
         # The limits of the sources are what ends a stream.

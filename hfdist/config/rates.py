@@ -1,0 +1,35 @@
+"""Learning rates by what is trained, for runs that say none (`optimizer.lr=null`, the default of fine-tuning)."""
+
+from __future__ import annotations
+
+from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskName
+
+_ALL_WEIGHTS = {
+    TaskName.causal_lm: (2e-5, "SFTTrainer"),
+    TaskName.dpo: (1e-6, "DPOTrainer"),
+    TaskName.kto: (1e-6, "KTOTrainer"),
+    TaskName.reward: (1e-4, "RewardTrainer"),
+    TaskName.grpo: (1e-6, "GRPOTrainer"),
+    TaskName.rloo: (1e-6, "RLOOTrainer"),
+}
+"""Rate for all weights, and the class of TRL 1.16 whose default it is."""
+_ADAPTER_FACTOR = 10
+"""The best rates of LoRA are about ten times those of all weights, in supervised and in reinforcement learning
+(Schulman et al., LoRA Without Regret, 2025); QLoRA (Dettmers et al., 2023) took 2e-4."""
+
+
+def default_rate(config: RunConfig) -> float:
+    """Give the peak learning rate of a run that says none."""
+    rate, _ = _ALL_WEIGHTS[config.task.name]
+    # Two digits: no 9.999999e-06.
+    return float(f"{rate * (_ADAPTER_FACTOR if config.adapter.is_used else 1):.1e}")
+
+
+def explain_rate(config: RunConfig) -> str:
+    """Say where the default rate comes from; empty: the run has another rate."""
+    if config.optimizer.lr != default_rate(config):
+        return ""
+    _, trainer = _ALL_WEIGHTS[config.task.name]
+    factor = f"{_ADAPTER_FACTOR} times that of all weights, the default of" if config.adapter.is_used else "as in"
+    return f" ({factor} TRL's {trainer})"

@@ -1,0 +1,31 @@
+"""The learning rate of a run that says none."""
+
+import pytest
+
+from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.rates import explain_rate
+
+
+@pytest.mark.parametrize(
+    ("primary", "overrides", "rate", "why"),
+    [
+        ("finetune", [], 2e-5, " (as in TRL's SFTTrainer)"),
+        ("finetune", ["adapter=lora"], 2e-4, " (10 times that of all weights, the default of TRL's SFTTrainer)"),
+        ("finetune", ["adapter=qlora"], 2e-4, " (10 times that of all weights, the default of TRL's SFTTrainer)"),
+        ("tune", ["task=dpo"], 1e-6, " (as in TRL's DPOTrainer)"),
+        ("tune", ["task=dpo", "adapter=lora"], 1e-5, " (10 times that of all weights, the default of TRL's DPOTrainer)"),
+        ("tune", ["task=reward"], 1e-4, " (as in TRL's RewardTrainer)"),
+        ("tune", ["task=grpo", "task.rewards={arithmetic: 1}"], 1e-6, " (as in TRL's GRPOTrainer)"),
+        # Those that are said win, of a file too.
+        ("finetune", ["adapter=lora", "optimizer.lr=3e-5"], 3e-5, ""),
+        ("finetune", ["optimizer=adamw"], 3e-4, ""),
+        ("pretrain", [], 3e-4, ""),
+    ],
+)
+def test_a_rate_follows_from_the_task_and_the_adapter(primary, overrides, rate, why):
+    data = ["data.sources.a.path=a.jsonl"] if primary == "tune" else []
+    config = compose_config(["model=tiny", *data, *overrides], name=primary)
+    assert config.optimizer.lr == rate
+    assert explain_rate(config) == why
+    # A run's own file says the number.
+    assert to_values(config)["optimizer"]["lr"] == rate
