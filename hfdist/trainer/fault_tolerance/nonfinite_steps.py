@@ -107,7 +107,7 @@ class SkipCounter:
         return self.rollbacks < self.limits.rollbacks
 
     def roll_back(self, step: int) -> None:
-        """The run has gone back, since it could not go on behind `step`."""
+        """Note that the run has gone back, since it could not go on after `step`."""
         self._failed_step = max(self._failed_step, step)
         self.rollbacks += 1
         self.skipped = []
@@ -225,7 +225,7 @@ class NonfiniteGuard:
         self._counter.roll_back(step)
         self._deferred = False, False
         if (replicas := self._trainer.options.replicas) is not None:
-            # Before the data go back: what was kept behind the checkpoint is no state of this run any more.
+            # Before the data go back: what was kept after the checkpoint is no state of this run any more.
             checkpoint = replicas.begin_line(checkpoint) or checkpoint
         self._restore(checkpoint)
         logger.warning(

@@ -3,7 +3,7 @@
     step s       the policy's version s is written      prompts of the steps up to s + max_staleness go to generators
                  the answers to the prompts of step s, of versions s - max_staleness to s, are awaited and trained on
 
-An answer is used once: a line of the ledger names it. Lines of steps behind a checkpoint are set aside at a resume.
+An answer is used once: a line of the ledger names it. Lines of steps after a checkpoint are set aside at a resume.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from hfdist.watch.diagnosis import GENERATING
 
 LEDGER = "rollouts-ledger.jsonl"
 _FOLDER = "generators"
-"""In the run's folder: the policy, and what generators print."""
+"""Folder in the run's folder: it has the policy, and what generators print."""
 
 _Answers = dict[int, dict[str, Any]]
-"""By the prompt's number: its completions, their log-probabilities and the policy's version."""
+"""Completions of each prompt, their log-probabilities and the policy's version, by the prompt's number."""
 
 
 class Generators(TrainerCallback):
-    """Of one Trainer. As a callback it ends them with the training.
+    """The generators of one Trainer. As a callback it ends them with the training.
 
     Args:
         config: of the run.

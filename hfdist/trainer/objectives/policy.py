@@ -5,9 +5,9 @@
 
 GRPO sums over tokens and divides by all answers' tokens of the global batch (as DAPO, arXiv 2503.14476, and TRL do);
 RLOO takes the ratio of whole answers, and divides by their number. An answer trains once. Within the step, the model
-that it trains gave it: so the old probabilities are those that the step begins with. Generators may be some steps
-behind: they give the old probabilities, and a ratio above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL truncates
-importance weights alike).
+that it trains gave it: so the old probabilities are those that the step begins with. Generators may have a policy that
+is some steps older: they give the old probabilities, and a ratio above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL
+truncates importance weights alike).
 
 `task.beta` holds the model to the one that the run begins with; p and r are the probabilities of a token by the two.
 GRPO adds beta x ratio x (r / p - log(r / p) - 1) to the loss of each token (with the ratio as in arXiv 2512.02556 and

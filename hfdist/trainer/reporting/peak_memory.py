@@ -17,7 +17,7 @@ _STATUS, _RESET = "/proc/self/status", "/proc/self/clear_refs"
 _NEARLY_BYTES = 2**20
 """The two counts are not taken at the same time."""
 _largest_bytes: dict[str, int] = {}
-"""Of the process, by kind; at readings."""
+"""The most bytes that the process has had at a reading, by kind: `GPU` or `host`."""
 
 
 class PeakMemory:
