@@ -26,7 +26,7 @@ from hfdist.watch.watcher import Watcher
 logger = logging.getLogger(__name__)
 
 _VERDICT_SECONDS = 5.0
-"""Behind the heartbeat: until then the watch has said who is missing, and has ended the process."""
+"""Seconds after the heartbeat: until then the watch has said who is missing, and has ended the process."""
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh")
 
 
@@ -49,7 +49,7 @@ class Watch(TrainerCallback):
 
     As a callback it watches from the beginning of training to its end. As a context (`with watch: trainer.train()`) it
     also tells the other ranks when this one ends with an error, and turns an error of a broken connection into one
-    message. Add it behind callbacks that decide about saving and stopping. One process is not watched.
+    message. Add it after callbacks that decide about saving and stopping. One process is not watched.
 
     Args:
         run_dir: stacks and reports go to `watch/` in it.

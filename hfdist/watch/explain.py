@@ -199,7 +199,7 @@ class _Case:
             waits = [*waits, Wait(waiting, silent, "whatever comes next")]
         first = self._silent[silent[0]]
         place = f"{name_ranks(silent)} (on {first.beat.host or '?'}, process {first.beat.pid or 'unknown'})"
-        after = f"behind {first.beat.mark}, {first.beat.step} steps done"
+        after = f"after {first.beat.mark}, {first.beat.step} steps done"
         if first.process == "ended":
             verdict = f"{place} died without a word, {after}"
             hint = f"`dmesg` tells whether memory ran out; {_FROM_CHECKPOINT}"
@@ -333,7 +333,7 @@ class _Case:
         if beat.broken_seconds is not None:
             return "has lost the connection to another rank"
         doing = beat.exempt or "runs its own code"
-        return f"{doing}, behind {beat.mark}"
+        return f"{doing}, after {beat.mark}"
 
     def _where(self, rank: int) -> str:
         return next(self._places(rank), "-")

@@ -27,7 +27,7 @@ T = TypeVar("T", Heartbeat, Diagnosis)
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
-"""Of a line: one message."""
+"""The most bytes of a line, which is one message."""
 
 Exchanged = tuple[dict[int, Heartbeat], Diagnosis | None]
 """The last heartbeats of the ranks that this rank follows, and the verdict of rank 0."""
