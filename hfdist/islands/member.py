@@ -33,7 +33,7 @@ class Participants:
     members: Mapping[int, list[str]]
     """Islands that exchange, with the addresses of their ranks; empty: nothing is exchanged."""
     weights: Mapping[int, float]
-    """Of what each of them has learned."""
+    """Weight of what each island has learned, in the mean of all, by the island's index."""
     resting: list[int]
     """Islands that do not train in the next round."""
     there: list[int]
@@ -92,7 +92,7 @@ class Member:
         self._timeout_seconds = timeout_seconds
         self._connection: _Connection | None = None
         self.nonce = ""
-        """Of the server; marks what islands send each other."""
+        """Nonce of the server; it marks what islands send each other."""
 
     def connect(self) -> None:
         """Connect, if there is no connection.

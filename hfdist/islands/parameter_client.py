@@ -109,7 +109,7 @@ class ParameterClient:
         """Push the gradients of a step, and take weights.
 
         Args:
-            step: behind which it is.
+            step: the step that has just ended.
             recorder: has them.
             targets: of the step, over this island.
             state: as of `connect`.
@@ -160,7 +160,7 @@ class ParameterClient:
     def _join(self, step: int, state: Any, *, may_begin: bool) -> dict[str, Any]:
         """Bring what this island has, to begin with it or to be given what the others have.
 
-        `may_begin` is False behind a step: what the optimizer keeps is then older than the weights.
+        `may_begin` is False after a step: what the optimizer keeps is then older than the weights.
         """
         assert self._member is not None
         for _ in range(_MOST_CONNECTIONS):
