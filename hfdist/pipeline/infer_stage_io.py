@@ -200,7 +200,7 @@ def _hold_embedding(split: SplitModel, group: dist.ProcessGroup) -> None:
 
 
 _Holders = list[dict[str, list[int]]]
-"""Of each pipeline: the ranks that hold a trained parameter, by name."""
+"""For each pipeline: the ranks that hold a trained parameter, by the parameter's name."""
 
 
 def _find_holders(split: SplitModel, topology: Topology) -> _Holders:

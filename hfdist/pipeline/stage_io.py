@@ -47,7 +47,7 @@ CARRIES = tuple(Carry(outputs, embedding) for outputs in Outputs for embedding i
 
 @dataclass(frozen=True)
 class Absent:
-    """A floating-point tensor that stayed behind: NaN takes its place, so that a model that needs it is noticed."""
+    """A floating-point tensor that is not sent: NaN takes its place, so that a model that needs it is noticed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Header:
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
-        """Of the tensors, in the order in which they travel."""
+        """Metadata of the tensors, in the order in which they travel."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
 
     def pack(self, tensors: tuple[torch.Tensor, ...]) -> Activations:

@@ -81,7 +81,7 @@ class _Forward:
         try:
             return stage(**inputs | {CACHE: cache})
         finally:
-            # Also where the forward ends behind the blocks of the stage.
+            # Also where StageEnd ends the forward after the blocks of the stage.
             _count(cache, num_before, inputs["input_ids"])
 
 

@@ -77,7 +77,7 @@ class ShareOfParts:
 
     prologue: float = 1.0
     kinds: tuple[float, ...]
-    """Of each kind of block."""
+    """Shares of each kind of block."""
     epilogue: float = 1.0
 
 
@@ -96,28 +96,28 @@ class ModelConstants:
     """Elements that the head shares with the embedding; a pipeline has them twice."""
     sequence_length: int
     boundary_bytes: float
-    """What one sequence has between two blocks."""
+    """Bytes of one sequence between two blocks."""
     weight_bytes: float = 4.0
-    """Of one element."""
+    """Bytes of one element of the weights."""
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
-    """Of one trained element: the state, without master weights."""
+    """Bytes of the optimizer's state of one trained element, without master weights."""
     half_bytes: float | None = None
-    """Of one element in the type of the arithmetic, where that is not the weights' type."""
+    """Bytes of one element in the type of the arithmetic, where that is not the weights' type."""
     shares: Mapping[tuple[int, int], ShareOfParts]
-    """By (tensor, expert) degree; what is missing does not go with this model."""
+    """Shares by (tensor, expert) degree; degrees that are missing do not go with this model."""
     shares_tokens: bool = True
     """Whether ranks can share its sequences: what a token needs of others comes through attention."""
     balance: Costs
-    """By which a pipeline's stages share the blocks."""
+    """Costs by which a pipeline's stages share the blocks."""
     flops_per_token: float
-    """Of forward and backward, by the formula that MFU counts."""
+    """FLOPs of forward and backward for one token, by the formula that MFU counts."""
     sizes: Mapping[int, StepSizes]
     """What traffic is computed from, by tensor degree."""
 
     @property
     def num_blocks(self) -> int:
-        """Of the whole model."""
+        """Number of blocks of the whole model."""
         return len(self.kind_of_block)
 
     @property
