@@ -30,10 +30,10 @@ class ShardedParameter:
     name: str
     parameter: nn.Parameter
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     group: dist.ProcessGroup
     own_pieces: Callable[[torch.Tensor], list[Piece]]
-    """Gives pieces of the whole, of what this rank has of the parameter, or of its gradient."""
+    """Gives pieces of the whole parameter from what this rank has of it, or from that of its gradient."""
 
 
 class WholeSteps:
