@@ -39,7 +39,7 @@ class Participants:
     there: list[int]
     """Islands that take part in the round that follows."""
     sources: Mapping[int, tuple[int, list[str]]]
-    """By the index of an island that gets the state of another: that other, and the addresses of its own ranks."""
+    """The island that gives its state, and the addresses of the island that gets it, by the index of that one."""
 
     def island_of(self, address: str, rank: int) -> int:
         """Give the member whose rank has an address."""

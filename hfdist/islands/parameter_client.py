@@ -24,7 +24,7 @@ from hfdist.islands.parameter_store import find_slots
 
 _GRADIENT = "gradient"
 _MOST_CONNECTIONS = 3
-"""That end one after another before anything has come."""
+"""The most connections that end one after another before anything has come."""
 
 
 class GradientRecorder(torch.optim.SGD):
@@ -64,7 +64,7 @@ class ParameterClient:
         self._updates = torch.zeros(())
         own = self._owned.own()
         self._kept = {key: [torch.zeros(piece.view.numel()) for piece in own] for key in self._slots.tensors}
-        """By slot: of each own piece what the server's optimizer keeps, as the last answer or a checkpoint has it."""
+        """What the server's optimizer keeps of each own piece, by slot, as the last answer or a checkpoint has it."""
         self._sizes = [piece.view.numel() for piece in own]
         self._member: Member | None = None
         """None before and after a training."""

@@ -48,15 +48,15 @@ class _Worker:
 
     island: Island
     segments: dict[int, list[Segment]] = field(default_factory=dict)
-    """By rank."""
+    """Segments of the island's ranks, by rank."""
     contents: dict[int, bytes] = field(default_factory=dict)
-    """By rank: weights and optimizer as it brings them; empty once it trains."""
+    """Weights and optimizer as a rank brings them, by rank; empty once the island trains."""
     updates: int = 0
     step: int = 0
     state: Any = None
     """What others need besides tensors to go on from its step."""
     pushes: dict[int, _Push] = field(default_factory=dict)
-    """By rank."""
+    """Pushes of the island's ranks, by rank."""
     pulls: set[int] = field(default_factory=set)
     """Ranks that ask for weights and slots."""
     trains: bool = False

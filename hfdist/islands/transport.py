@@ -33,7 +33,7 @@ MOST_PART_BYTES = 4 * _CHUNK_ELEMENTS
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.2
 _LINGER_SECONDS = 5.0
-"""For what is under way when a rank ends."""
+"""Seconds for what is under way when a rank ends."""
 _CONNECT_SECONDS = 10.0
 _MOST_WAITING = 8
 """Messages of one rank that have come before they were asked for: it cannot be further ahead."""
@@ -89,7 +89,7 @@ class Transport:
         self._served = DoorThread(self._door, listener, "islands-inbox")
         in_url = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{in_url}:{self._served.port}"
-        """For other islands."""
+        """Address of this rank for other islands."""
         self._peers: dict[str, _Sender] = {}
         self.sent_bytes = 0
 

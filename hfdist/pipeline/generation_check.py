@@ -22,7 +22,7 @@ BOUND = 1e-5
 """The largest difference of logits that is allowed, relative to the largest one: the operations are the same."""
 
 _NUM_TOKENS, _NUM_NEW_TOKENS, _NUM_PADDING = 7, 12, 3
-"""So that windows of small models end among them."""
+"""Numbers of tokens that are chosen so that windows of small models end among them."""
 
 
 def find_generation_problem(model: PreTrainedModel) -> str | None:

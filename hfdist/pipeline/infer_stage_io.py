@@ -40,7 +40,7 @@ class StageIO:
     shared: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
     """Parameters that several ranks hold, such as a tied head and its embedding: the ranks, and the names."""
     counted_elsewhere: frozenset[str]
-    """Those that an earlier rank counts in the norm."""
+    """Parameters that an earlier rank counts in the norm."""
 
 
 def infer_stage_io(

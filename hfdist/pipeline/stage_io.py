@@ -36,13 +36,13 @@ class Carry:
     """Whether every stage needs the real input embedding."""
 
     def describe(self) -> str:
-        """For people, for example `hidden states and the embedding`."""
+        """Describe it for people, for example as `hidden states and the embedding`."""
         names = {Outputs.hidden: "hidden states", Outputs.last: "block outputs", Outputs.history: "all block outputs"}
         return names[self.outputs] + (" and the embedding" if self.embedding else "")
 
 
 CARRIES = tuple(Carry(outputs, embedding) for outputs in Outputs for embedding in (False, True))
-"""From the least to the most."""
+"""All ways to carry, from the least to the most."""
 
 
 @dataclass(frozen=True)

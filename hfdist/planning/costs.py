@@ -90,7 +90,7 @@ class StageCosts:
 
     forward: OpCosts
     backward: OpCosts
-    """With what activation checkpointing computes again."""
+    """Costs of the backward, with what activation checkpointing computes again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class AxisTraffic:
     axis: str
     """As `Topology` names it; `data` where ranks of all replicas take part."""
     sent_bytes: float
-    """By one rank, as a ring or a pairwise exchange sends it: (n - 1) / n of the whole for a reduce-scatter."""
+    """Bytes sent by one rank, as in a ring or a pairwise exchange: (n - 1) / n of the whole for a reduce-scatter."""
     calls: int
     """Number of collectives, or of messages."""
     size: int
@@ -134,9 +134,9 @@ class StepTime:
     compute: float
     """Forward, backward and the optimizer's step."""
     bubble: float = 0.0
-    """In which a pipeline's rank waits for others."""
+    """Seconds in which a pipeline's rank waits for others."""
     exposed: dict[str, float] = field(default_factory=dict)
-    """By axis: communication that no computation hides."""
+    """Seconds of communication that no computation hides, by axis."""
     low: float = 0.0
     high: float = 0.0
     """The range of `seconds`."""

@@ -121,7 +121,7 @@ class DistributedTrainerMixin(_Trainer):
         self.router_loss = RouterLoss(self)
         self._lean_step: LeanStep | None = None
         self._figures: dict[str, float] = {}
-        """For the next training line."""
+        """Figures for the next training line."""
         self.num_targets: Any = None
         """Number of targets of the step that is under way, over all ranks; None: they are not counted."""
         self._predicts = False

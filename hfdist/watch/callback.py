@@ -60,7 +60,7 @@ class Watch(TrainerCallback):
         self.progress = Progress()
         self._run_dir, self._heartbeat_seconds = Path(run_dir).absolute(), heartbeat_seconds
         self._start_number: int | None = None
-        """In the record of the run, if it has one."""
+        """Number of this start in the record of the run; None: the run has no record."""
         self._watcher: Watcher | None = None
         self._is_context = False
 
@@ -178,7 +178,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def _what_follows(control: TrainerControl) -> str | None:
-    """In the Trainer's order, which takes each wish back when it is done."""
+    """Name what follows, in the order of the Trainer, which takes each wish back when it is done."""
     if control.should_evaluate:
         return EVALUATING
     if control.should_save:

@@ -91,7 +91,7 @@ class Progress:
 
     @property
     def idle_seconds(self) -> float:
-        """Since the last mark."""
+        """Time since the last mark, by the clock."""
         return time.monotonic() - self._marked_seconds
 
     def mark(self, name: str) -> None:

@@ -28,7 +28,7 @@ from hfdist.watch.snapshot import (
 )
 
 _ANSWER_SECONDS = 8.0
-"""For all ranks to write what they are doing; rank 0 looks for a request once a second."""
+"""Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
 _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 1.0
 _SLOW_SECONDS = 5.0
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     host: str
     step: int
     idle_seconds: float
-    """Since its last mark of progress."""
+    """Seconds since the rank's last mark of progress."""
     does: str
     where: str
     """File, line and function."""

@@ -21,7 +21,7 @@ from hfdist.errors import ConfigError
 from hfdist.watch.diagnosis import Heartbeat, PeerState
 
 FOLDER = "watch"
-"""In a run's folder; it has a folder for each verdict, and for each request."""
+"""Folder in a run's folder; it has a folder for each verdict, and for each request."""
 BEATS, REPORT = "beats.json", "report.txt"
 
 _REQUEST = "request"

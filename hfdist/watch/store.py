@@ -63,7 +63,7 @@ def open_store() -> HostedStore | JoinedStore:
 
 
 class HostedStore:
-    """That of rank 0: served by a thread of its own, which answers every beat with rank 0's and the verdict.
+    """The store of rank 0: served by a thread of its own, which answers every beat with rank 0's and the verdict.
 
     Args:
         world_size: how many ranks there are.
@@ -108,7 +108,7 @@ class HostedStore:
 
 
 class JoinedStore:
-    """That of the other ranks: a connection to rank 0.
+    """The store of the other ranks: a connection to rank 0.
 
     Raises:
         OSError: there is none.

@@ -26,10 +26,10 @@ from hfdist.watch.store import HostedStore, JoinedStore
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
-"""For stacks and the report, on a disk that may hang, and for the other ranks' to be written."""
+"""Seconds for stacks and the report, on a disk that may hang, and for the other ranks' to be written."""
 _HURRIED_BEAT_SECONDS = 0.05
 _REQUEST_SECONDS = 1.0
-"""Between two looks for a request."""
+"""Seconds between two looks for a request."""
 
 
 class Watcher:

@@ -21,13 +21,13 @@ class Growth:
     """Bytes that grow with the sequences of a micro batch."""
 
     fixed: float = 0.0
-    """For any number of them: what goes with the weights, as their copies in half precision do."""
+    """Bytes for any number of sequences: what goes with the weights, as their copies in half precision do."""
     constant: float = 0.0
-    """For any number of them, on any rank: a chunk of logits."""
+    """Bytes for any number of sequences, on any rank: a chunk of logits."""
     whole: float = 0.0
-    """For each sequence, on each tensor rank."""
+    """Bytes for each sequence, on each tensor rank."""
     divided: float = 0.0
-    """For each sequence, shared by the tensor ranks."""
+    """Bytes for each sequence, shared by the tensor ranks."""
 
     def of(self, sequences: float, tensor: int = 1, held: float = 1.0) -> float:
         """Give the bytes of so many sequences on one of `tensor` ranks, which holds this share of the weights."""
@@ -42,7 +42,7 @@ class Work:
     """Shared by tensor ranks."""
     moved: Growth = field(default_factory=Growth)
     kernels: int = 0
-    """For any number of sequences."""
+    """Number of kernels, for any number of sequences."""
 
     def of(self, sequences: float, tensor: int = 1, held: float = 1.0) -> OpCosts:
         """Give the costs of so many sequences on one of `tensor` ranks, which holds this share of the weights."""
@@ -60,10 +60,10 @@ class PartCosts:
     parameters: float
     """Number of elements; of a tied head none."""
     trained: float
-    """Those that are not frozen."""
+    """Number of elements that are not frozen."""
     forward: Work
     backward: Mapping[Mode, Work]
-    """With what is computed again."""
+    """Work of the backward by mode, with what is computed again."""
     kept: Mapping[Mode, Growth]
     """Bytes that the forward leaves for the backward, the output included."""
     working: Mapping[Mode, Growth]

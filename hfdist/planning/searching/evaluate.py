@@ -56,7 +56,7 @@ class Machines:
     runtime_bytes: float = 0.0
     """Bytes that a process holds without a model."""
     factors: Factors | None = None
-    """By how much steps take longer than its limits; None: those of no calibration."""
+    """Factors by which steps take longer than the limits of the hardware; None: those without calibration."""
 
     @property
     def per_machine(self) -> int:

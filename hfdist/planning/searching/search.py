@@ -30,7 +30,7 @@ from hfdist.planning.searching.short_traces import measure_constants
 _MOST_TRACED, _MOST_TRACED_BLOCKS = 3, 40
 """Layouts that are traced, and all blocks of these."""
 _MOST_PROCESSES = 2**17
-"""That `fewest_processes` tries."""
+"""The most processes that `fewest_processes` tries."""
 
 
 @dataclass(frozen=True, kw_only=True)

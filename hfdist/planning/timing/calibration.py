@@ -23,7 +23,7 @@ COMPONENTS = ("compute", "memory", "kernels", "link")
 _PRIOR = {"compute": 0.5, "memory": 0.7, "kernels": 0.7, "link": 0.7}
 """Standard deviations of the logarithms of the factors about their defaults, where no step says more."""
 _NOISE = 0.05
-"""That of a measured step."""
+"""Standard deviation of the logarithm of a measured step."""
 _OUTLIER = 1.5
 """Residuals of more standard deviations than this count less (Huber)."""
 _ROUNDS = 50

@@ -111,7 +111,7 @@ class PipelineTrace(Recorder):
         self._trace = trace
         self._left_out = left_out
         self.model: Any = None
-        """Whose gradients are named as such."""
+        """Model whose gradients are named as such."""
         self._costs: dict[tuple[int, Phase], OpCosts] = defaultdict(OpCosts)
         self._forwards: dict[int, int] = defaultdict(int)
         self._is_begun = False

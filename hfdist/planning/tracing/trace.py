@@ -333,7 +333,7 @@ def _is_known(operation: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _grouped_product(left: Any, right: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
-    """As torch's own for fake tensors, which knows bfloat16 only, as a GPU; a CPU takes each type."""
+    """Do what torch's own does for fake tensors, which knows bfloat16 only, as a GPU; a CPU takes each type."""
     groups = [offs.shape[0]] if left.ndim == right.ndim == 2 else [left.shape[0]] if left.ndim == right.ndim else []
     return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 

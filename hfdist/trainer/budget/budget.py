@@ -59,7 +59,7 @@ class Pace:
 
     @property
     def reserve_seconds(self) -> float:
-        """For two steps (the one that begins, and a longer one in its place), a save, an evaluation and an export.
+        """Time for two steps (the one that begins, and a longer one in its place), a save, an evaluation and an export.
 
         An export is taken to last as long as a save: it writes less.
         """

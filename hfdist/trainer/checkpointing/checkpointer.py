@@ -70,7 +70,7 @@ class Checkpointer:
         self.asks_class = False
         """Whether the class's `save_model` is called for what it adds to a checkpoint, which has the weights itself."""
         self._replica_figures: dict[str, float] = {}
-        """For the next training line."""
+        """Figures of replicas for the next training line."""
 
     @property
     def _stem(self) -> str:
@@ -216,7 +216,7 @@ class Checkpointer:
             state.best_model_checkpoint = str(path)
 
     def _states_of_callbacks(self) -> dict[str, Any]:
-        """By class, as the original has them; several of one class are a list."""
+        """States of the callbacks by class, as the original Trainer has them; several of one class are a list."""
         states: dict[str, list[Any]] = {}
         for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
             if isinstance(callback, ExportableState):

@@ -118,5 +118,5 @@ class Dispatcher:
         return used if self.version is None else used | {self.version}
 
     def _staleness(self, prompt: _Prompt, version: int) -> int:
-        """By how many versions an answer of this one would be too old; at most 0: it is not."""
+        """Number of versions by which an answer of this version would be too old; at most 0: it is not too old."""
         return prompt.step - version - self._max_staleness

@@ -66,9 +66,9 @@ class Generators(TrainerCallback):
         self._folder = run_dir / _FOLDER
         self._files = PolicyFiles(self._folder / "policy")
         self._broker: Broker | None = None
-        """On rank 0, from the first step on."""
+        """Broker on rank 0, from the first step on; None elsewhere."""
         self._used = [0.0, 0.0, 0.0]
-        """Since the last reading: answers' prompts, the sum of their staleness, and the most of it."""
+        """Prompts with answers since the last reading, the sum of their staleness, and the most of it."""
         self._wait_seconds = 0.0
         self._read_seconds, self._read_tokens, self._read_thrown_away = time.monotonic(), 0, 0
 

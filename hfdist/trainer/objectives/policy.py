@@ -35,14 +35,14 @@ from hfdist.trainer.objectives.reference_weights import ReferenceWeights
 from hfdist.trainer.objectives.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
-"""In a batch of GRPO: of each token of an answer by the reference; 0 elsewhere; shape [rows, tokens]."""
+"""Key in a batch of GRPO: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""
 DIVERGENCE = "divergence"
-"""In a batch of RLOO: of each token of an answer log(p / r); 0 elsewhere; shape [rows, tokens]."""
+"""Key in a batch of RLOO: log(p / r) of each token of an answer, else 0; shape [rows, tokens]."""
 
 _SMALLEST = 1e-4
 """Added to a standard deviation, as TRL does."""
 _LARGEST_RATIO = 3.0
-"""Without it, a bad answer that has become likely would outweigh all others."""
+"""The largest ratio that counts: otherwise a bad answer that has become likely would outweigh all others."""
 
 
 class PolicyGradient(Objective):

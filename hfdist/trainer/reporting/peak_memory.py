@@ -68,7 +68,7 @@ def _peak_bytes(device: torch.device, status: BinaryIO | None) -> tuple[str, int
 
 
 def _resident_bytes(status: BinaryIO | None) -> int:
-    """Since the process began, or since the count was reset; pages of mapped files included."""
+    """The most bytes since the process began, or since the count was reset; pages of mapped files included."""
     if status is not None:
         content = os.pread(status.fileno(), 8192, 0)
         if (begin := content.find(b"VmHWM:")) >= 0:

@@ -20,7 +20,7 @@ from hfdist.trainer.reporting.throughput import Throughput
 
 _COLUMNS = tuple(column.value for column in RankColumn)
 _GATHER_SECONDS = 0.5
-"""Between two gathers of short steps: each costs a tenth of a millisecond, and a step may be of a few."""
+"""Seconds between two gathers of short steps: a gather costs a tenth of a millisecond, and a step may take a few."""
 _MOST_LINES = 64
 
 

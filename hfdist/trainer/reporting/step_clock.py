@@ -23,11 +23,11 @@ class StepTimes(NamedTuple):
 
     step: float
     data: float
-    """In the loader, until it gave the batches."""
+    """Seconds in the loader, until it gave the batches."""
     compute: float | None
-    """On a CPU core, or ready to run while there was none for it: a rank without a core is slow, too."""
+    """Seconds on a CPU core, or ready to run while no core was free: a rank without a core is slow, too."""
     wait: float | None
-    """Blocked outside the loader."""
+    """Seconds in which the rank was blocked outside the loader."""
 
 
 class StepClock:

@@ -177,7 +177,7 @@ def _start(connection: Connection) -> int:
 
 
 def make_received(descriptor: int) -> None:
-    """In a new process: receive what makes the plan, and answer."""
+    """Receive what makes the plan, and answer; called in a new process."""
     connection = Connection(descriptor)
     _answer(lambda: connection.recv()(), connection)
 
