@@ -13,7 +13,7 @@ from hfdist.data import Cursor, TokenStream
 
 
 class DataShare:
-    """Of one island. All its ranks call its methods together.
+    """The data share of one island. All ranks of the island call its methods together.
 
     Args:
         stream: of this rank.

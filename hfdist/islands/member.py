@@ -33,13 +33,13 @@ class Participants:
     members: Mapping[int, list[str]]
     """Islands that exchange, with the addresses of their ranks; empty: nothing is exchanged."""
     weights: Mapping[int, float]
-    """Of what each of them has learned."""
+    """Weight of what each island has learned, in the mean of all, by the island's index."""
     resting: list[int]
     """Islands that do not train in the next round."""
     there: list[int]
     """Islands that take part in the round that follows."""
     sources: Mapping[int, tuple[int, list[str]]]
-    """By the index of an island that gets the state of another: that other, and the addresses of its own ranks."""
+    """The island that gives its state, and the addresses of the island that gets it, by the index of that one."""
 
     def island_of(self, address: str, rank: int) -> int:
         """Give the member whose rank has an address."""
@@ -92,7 +92,7 @@ class Member:
         self._timeout_seconds = timeout_seconds
         self._connection: _Connection | None = None
         self.nonce = ""
-        """Of the server; marks what islands send each other."""
+        """Nonce of the server; it marks what islands send each other."""
 
     def connect(self) -> None:
         """Connect, if there is no connection.

@@ -15,7 +15,7 @@ BEAT_SECONDS = 1.0
 
 @dataclass(eq=False)
 class Connection:
-    """Of one rank."""
+    """The connection of one rank to the server."""
 
     writer: asyncio.StreamWriter
     heard_seconds: float
@@ -36,16 +36,16 @@ class Connection:
 
 @dataclass(eq=False)
 class Island:
-    """A launch that is connected."""
+    """An island: a launch that is connected."""
 
     index: int
     start: str
-    """Chosen anew at each start of the launch."""
+    """Text that is chosen anew at each start of the launch."""
     job: Message = field(default_factory=Message)
     addresses: list[str] = field(default_factory=list)
-    """Of its ranks, for other islands."""
+    """Addresses of the island's ranks, for other islands."""
     connections: dict[int, Connection] = field(default_factory=dict)
-    """By rank."""
+    """Connections of the island's ranks, by rank."""
 
     @property
     def is_complete(self) -> bool:

@@ -20,7 +20,7 @@ from hfdist.islands.owned_pieces import OwnedPieces, join, share_out, to_host
 OUTER_WEIGHT, OUTER_MOMENTUM, OUTER_SQUARE, OUTER_STEP = (
     f"{OPTIONAL}outer_{name}" for name in ("weight", "momentum", "square", "step")
 )
-"""Keys of pieces: weights, momentum and mean of squares behind the last round, and the step at which it ended."""
+"""Keys of pieces: weights, momentum and mean of squares after the last round, and the step at which it ended."""
 _NEVER = -1
 
 
@@ -48,7 +48,7 @@ class OuterOptimizer:
         self._has_momentum = config.outer_momentum > 0 or self._has_square
         sizes = [piece.view.numel() for piece in self.owned.held()]
         self._fragment = share_out(sizes, config.fragments)
-        """Of each piece that this rank holds."""
+        """Number of the fragment of each piece that this rank holds."""
         self._own_fragment = [part for part, is_own in zip(self._fragment, self.owned.is_own, strict=True) if is_own]
         self._step = torch.full((1,), _NEVER)
         self._outer = [
@@ -68,7 +68,7 @@ class OuterOptimizer:
 
     @property
     def step(self) -> int:
-        """At which the last round ended."""
+        """Step at which the last round ended."""
         return int(self._step)
 
     def begin(self, step: int) -> None:
@@ -121,7 +121,7 @@ class OuterOptimizer:
 
         Args:
             mean: of `changes` of all islands.
-            step: behind which these were.
+            step: the step after which these changes were computed.
             fragment: of `changes`.
         """
         moved = [outer for outer, part in zip(self._outer, self._own_fragment, strict=True) if fragment in (None, part)]
@@ -131,7 +131,7 @@ class OuterOptimizer:
         self._step.fill_(step)
         self._digest = None
         among = [fragment in (None, part) for part in self._fragment]
-        # All of it behind the last exchange of a run.
+        # After the last exchange of a run no share of the island's own weights stays.
         mix = 0.0 if fragment is None else self._config.mix
         self.owned.spread([outer.weight for outer in moved], among=among, mix=mix)
 

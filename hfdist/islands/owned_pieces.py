@@ -15,7 +15,7 @@ from hfdist.collectives import device_of, gather_json, rank
 from hfdist.data.cache import digest_of
 
 Place = tuple[str, tuple[int, ...], int, int, int, int]
-"""Of a piece: name, shape of the whole tensor, start, run, pitch, elements."""
+"""Place of a piece: name, shape of the whole tensor, start, run, pitch, elements."""
 
 
 class OwnedPieces:
@@ -30,17 +30,17 @@ class OwnedPieces:
         self._copied = _copied(list_pieces())
         held = self.held()
         self.layout = digest_of([[piece.key, place_of(piece)] for piece in held])
-        """Equal for ranks that hold the same pieces."""
+        """Digest that is equal for ranks that hold the same pieces."""
         told = gather_json([self.layout, min((piece.name for piece in held), default=None)])
         self.first_name = min(name for _, name in told if name is not None)
-        """Of all ranks."""
+        """The smallest name of a piece on any rank, in the order of text."""
         alike = [place for place, (layout, _) in enumerate(told) if layout == told[rank()][0]]
         self._group = _group_of([layout for layout, _ in told])
         self._place = alike.index(rank())
         self._owner = share_out([piece.view.numel() for piece in held], len(alike))
-        """Of each piece, its number among the ranks that hold the same."""
+        """Owner of each piece that this rank holds: its number among the ranks that hold the same pieces."""
         self.is_own = [owner == self._place for owner in self._owner]
-        """Of each of `held`."""
+        """Whether this rank owns each of `held`."""
 
     def held(self) -> list[Piece]:
         """List what the optimizer steps on this rank: weights that are trained, or their float32 copies."""

@@ -24,7 +24,7 @@ from hfdist.islands.parameter_store import find_slots
 
 _GRADIENT = "gradient"
 _MOST_CONNECTIONS = 3
-"""That end one after another before anything has come."""
+"""The most connections that end one after another before anything has come."""
 
 
 class GradientRecorder(torch.optim.SGD):
@@ -64,7 +64,7 @@ class ParameterClient:
         self._updates = torch.zeros(())
         own = self._owned.own()
         self._kept = {key: [torch.zeros(piece.view.numel()) for piece in own] for key in self._slots.tensors}
-        """By slot: of each own piece what the server's optimizer keeps, as the last answer or a checkpoint has it."""
+        """What the server's optimizer keeps of each own piece, by slot, as the last answer or a checkpoint has it."""
         self._sizes = [piece.view.numel() for piece in own]
         self._member: Member | None = None
         """None before and after a training."""
@@ -109,7 +109,7 @@ class ParameterClient:
         """Push the gradients of a step, and take weights.
 
         Args:
-            step: behind which it is.
+            step: the step that has just ended.
             recorder: has them.
             targets: of the step, over this island.
             state: as of `connect`.
@@ -160,7 +160,7 @@ class ParameterClient:
     def _join(self, step: int, state: Any, *, may_begin: bool) -> dict[str, Any]:
         """Bring what this island has, to begin with it or to be given what the others have.
 
-        `may_begin` is False behind a step: what the optimizer keeps is then older than the weights.
+        `may_begin` is False after a step: what the optimizer keeps is then older than the weights.
         """
         assert self._member is not None
         for _ in range(_MOST_CONNECTIONS):

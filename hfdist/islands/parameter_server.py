@@ -31,12 +31,12 @@ from hfdist.optim.schedule import rate_at
 
 _MOST_STEPS = 2**40
 _MOST_BAD = 5
-"""Pushes in a row that are left out, before the island is."""
+"""Number of pushes in a row that are left out before the island itself is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """Of one rank: what it has behind a step."""
+    """What one rank pushes after a step."""
 
     gradients: bytes
     targets: float
@@ -48,15 +48,15 @@ class _Worker:
 
     island: Island
     segments: dict[int, list[Segment]] = field(default_factory=dict)
-    """By rank."""
+    """Segments of the island's ranks, by rank."""
     contents: dict[int, bytes] = field(default_factory=dict)
-    """By rank: weights and optimizer as it brings them; empty once it trains."""
+    """Weights and optimizer as a rank brings them, by rank; empty once the island trains."""
     updates: int = 0
     step: int = 0
     state: Any = None
     """What others need besides tensors to go on from its step."""
     pushes: dict[int, _Push] = field(default_factory=dict)
-    """By rank."""
+    """Pushes of the island's ranks, by rank."""
     pulls: set[int] = field(default_factory=set)
     """Ranks that ask for weights and slots."""
     trains: bool = False
@@ -114,13 +114,13 @@ class ParameterServer:
         self._max_steps = job.integer("train.max_steps", least=1, default=_MOST_STEPS)
         self._rate_at = rate_at(self._optimizer, self._max_steps)
         self._bad: Counter[int] = Counter()
-        """By island: pushes in a row that were left out."""
+        """Number of pushes in a row that were left out, by island."""
         self._workers: dict[int, _Worker] = {}
         self._store: ParameterStore | None = None
         self._step = 0
-        """Of the island that is ahead of all."""
+        """Step of the island that is ahead of all others."""
         self._state: Any = None
-        """Of it, besides tensors."""
+        """State of the island that is ahead of all others, without tensors."""
         self._order = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -283,7 +283,7 @@ class ParameterServer:
             self._do(lambda: self._give(islands, told, with_slots=with_slots))
 
     def _do(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Let it run behind all earlier ones."""
+        """Let a call run after all earlier ones."""
 
         async def run() -> None:
             # It wakes who waits in their order.

@@ -87,7 +87,7 @@ class ParameterStore:
             else torch.empty(1 + len(slots.tensors), 0)
             for rank, content in contents.items()
         }
-        """By rank, of shape [weights and slots, elements]."""
+        """Weights and slots by rank, of shape [weights and slots, elements]."""
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._counted: list[nn.Parameter] = []
         """Each element of the model once: tensor ranks hold some of them alike."""

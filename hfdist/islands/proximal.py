@@ -28,6 +28,6 @@ class ProximalTerm:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Move the weights behind a step of this rate. `engine.after_load` must follow."""
+        """Move the weights after a step of this learning rate. `engine.after_load` must follow."""
         for piece, anchor in zip(self._owned.held(), self._anchors, strict=True):
             piece.view.lerp_(anchor, min(1.0, lr * self._strength))

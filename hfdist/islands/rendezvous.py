@@ -22,9 +22,9 @@ from hfdist.messages.message import Message, NotAMessageError
 
 _MOST_TIMES_OUT = 3
 _AGAIN_SECONDS = 120.0
-"""In which those whose exchange was aborted come again."""
+"""Seconds in which the members of an aborted exchange must come again."""
 _LATE_SECONDS = 1800.0
-"""In which the rest have what the first one has."""
+"""Seconds in which the other islands must end an exchange once one of them has."""
 _MOST_SAID = 200
 """Characters of what an island has sent, in a line."""
 
@@ -35,15 +35,15 @@ class Arrival:
 
     step: int
     outer_step: int
-    """Of the last round that counts."""
+    """Step at which the last round that counts ended."""
     digest: str
-    """Of the outer weights behind it."""
+    """Digest of the outer weights after the last round that counts."""
     weight: float = 1.0
-    """Of what it has learned, in the mean of all."""
+    """Weight of what the island has learned, in the mean of all islands."""
     rests: bool = False
-    """Whether it does not train in this round, and waits for what the others learn."""
+    """Whether the island does not train in this round, and waits for what the others learn."""
     read: Any = None
-    """What it has read of the data, for the others."""
+    """What the island has read of the data, for the others."""
 
     def to_json(self) -> list[Any]:
         """Give it as a message has it."""
@@ -83,7 +83,7 @@ class _Rendezvous:
     number: int
     members: list[int]
     sources: dict[int, int]
-    """Of islands that get the state of a member: that member, by their index."""
+    """Index of a member, by the index of an island that gets the state of that member."""
     missing: set[int]
     """Members that do not have all yet; once it is empty the exchange counts."""
     read: dict[int, Any]
@@ -114,20 +114,20 @@ class Rendezvous:
         self._least = count if least is None else least
         self._participation = job.number("islands.participation") if "islands.participation" in job else 1.0
         self._arrivals: dict[int, Arrival] = {}
-        """By the index of an island that waits."""
+        """Arrivals of the islands that wait, by their index."""
         self._under_way: _Rendezvous | None = None
         self._number = 0
         self._has_begun = False
         self._accused: dict[int, dict[int, str]] = {}
-        """Whose parts could not be used in the rendezvous that was aborted last: by whom, and why."""
+        """Islands whose parts could not be used in the rendezvous that was aborted last: by whom, and why."""
         self._aborted: set[int] = set()
-        """Its members."""
+        """Members of the rendezvous that was aborted last."""
         self._left_out: set[int] = set()
-        """Of the exchange that is to come."""
+        """Islands that the next exchange leaves out."""
         self._times_out: Counter[int] = Counter()
-        """Exchanges in a row of which an island was left out."""
+        """Number of exchanges in a row that have left an island out, by its index."""
         self._until = math.inf
-        """When those who are waited for are lost, by the clock."""
+        """Time on the clock at which the islands that are waited for are lost."""
 
     def most_bytes(self, rank: int, message: Message) -> int:
         """Give none: weights travel between the islands."""

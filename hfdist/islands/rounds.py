@@ -30,26 +30,26 @@ logger = logging.getLogger(__name__)
 _STATE = "state"
 _MOST_HEADER_BYTES = 2**26
 _MOST_TRIES = 12
-"""Exchanges of one step that do not come to their end."""
+"""The most tries of the exchange of one step."""
 _REST_SECONDS, _MOST_REST_SECONDS = 0.1, 5.0
-"""Before the third try, doubled for each other one; and the longest."""
+"""Seconds before a try: twice the first number before the third try, then doubled each time; at most the second."""
 
 
 @dataclass
 class _Exchange:
-    """One that is under way."""
+    """An exchange that is under way."""
 
     step: int
     fragment: int | None
     changes: torch.Tensor
     weight: float
-    """Of the changes, in the mean of all."""
+    """Weight of this island's changes, in the mean of all islands."""
     rests: bool
     sent_before: int
     participants: Participants | None = None
-    """None: they are not known yet."""
+    """Who takes part; None: they are not known yet."""
     mean: Future[torch.Tensor] | None = None
-    """Of the changes; None: this island is no member."""
+    """Mean of the changes of all members; None: this island is no member."""
     waited_seconds: float = 0.0
     num_tries: int = 0
     bad: dict[int, str] = field(default_factory=dict)
@@ -106,15 +106,15 @@ class Rounds:
 
     @property
     def open_step(self) -> int:
-        """Behind which it began."""
+        """Step after which the exchange under way began."""
         assert self._exchange is not None
         return self._exchange.step
 
     def begin(self, step: int, fragment: int | None = None, *, weight: float = 1.0, rests: bool = False) -> None:
-        """Meet the other islands behind a step, or before the first one, and begin to exchange.
+        """Meet the other islands after a step, or before the first one, and begin to exchange.
 
         Args:
-            step: behind which it is.
+            step: the step that has just ended.
             fragment: of the model, that is exchanged; None: all.
             weight: of what this island has learned, in the mean of all.
             rests: whether it has not trained, and waits for what the others learn.

@@ -52,9 +52,9 @@ class IslandServer:
         self._silent_seconds, self._say = silent_seconds, say
         self._islands: dict[int, Island] = {}
         self._coordinator: Coordinator | None = None
-        """Of the job whose islands are there; None: none are."""
+        """Coordinator of the job whose islands are connected; None: no island is connected."""
         self._nonce = secrets.token_hex(16)
-        """Known to who is connected here: marks what islands send each other."""
+        """Nonce that only connected ranks know: it marks what islands send each other."""
 
     async def serve(self) -> None:
         """Serve until it is cancelled."""

@@ -28,12 +28,12 @@ from hfdist.messages.door import Door, DoorThread, knock, read_bytes, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 
 _CHUNK_ELEMENTS = 2**24
-"""Of a vector, that travel at a time."""
+"""Elements of a vector that travel at a time."""
 MOST_PART_BYTES = 4 * _CHUNK_ELEMENTS
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.2
 _LINGER_SECONDS = 5.0
-"""For what is under way when a rank ends."""
+"""Seconds for what is under way when a rank ends."""
 _CONNECT_SECONDS = 10.0
 _MOST_WAITING = 8
 """Messages of one rank that have come before they were asked for: it cannot be further ahead."""
@@ -75,21 +75,21 @@ class Transport:
     ) -> None:
         self._codec, self._most_bytes, self._silent_seconds = codec, most_bytes, silent_seconds
         self._nonce = ""
-        """Of the server and this rendezvous' islands: who does not know it is none of them."""
+        """Nonce of the server and of its islands: who does not know it is none of them."""
         self._news = threading.Condition()
         self._waiting: dict[_Key, list[bytes]] = {}
-        """What has come before it was asked for."""
+        """Messages that have come before they were asked for."""
         self._heard: dict[str, float] = {}
-        """By sender: when something has come, by the clock."""
+        """Time on the clock at which something has come last, by sender."""
         self._oldest = 0
-        """Rendezvous whose messages are still taken."""
+        """Number of the oldest rendezvous whose messages are still taken."""
         # Until it is told which server's islands may speak to it, none may.
         self._door = Door(secrets.token_hex(16), self._hear)
         listener = listen(host, 0)
         self._served = DoorThread(self._door, listener, "islands-inbox")
         in_url = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{in_url}:{self._served.port}"
-        """For other islands."""
+        """Address of this rank for other islands."""
         self._peers: dict[str, _Sender] = {}
         self.sent_bytes = 0
 

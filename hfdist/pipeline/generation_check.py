@@ -19,10 +19,10 @@ from hfdist.pipeline.stage_io import CARRIES
 from hfdist.pipeline.whole_model import make_whole
 
 BOUND = 1e-5
-"""Of differences of logits, relative to the largest: the operations are the same."""
+"""The largest difference of logits that is allowed, relative to the largest one: the operations are the same."""
 
 _NUM_TOKENS, _NUM_NEW_TOKENS, _NUM_PADDING = 7, 12, 3
-"""So that windows of small models end among them."""
+"""Numbers of tokens that are chosen so that windows of small models end among them."""
 
 
 def find_generation_problem(model: PreTrainedModel) -> str | None:

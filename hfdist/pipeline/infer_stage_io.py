@@ -40,7 +40,7 @@ class StageIO:
     shared: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
     """Parameters that several ranks hold, such as a tied head and its embedding: the ranks, and the names."""
     counted_elsewhere: frozenset[str]
-    """Those that an earlier rank counts in the norm."""
+    """Parameters that an earlier rank counts in the norm."""
 
 
 def infer_stage_io(
@@ -200,7 +200,7 @@ def _hold_embedding(split: SplitModel, group: dist.ProcessGroup) -> None:
 
 
 _Holders = list[dict[str, list[int]]]
-"""Of each pipeline: the ranks that hold a trained parameter, by name."""
+"""For each pipeline: the ranks that hold a trained parameter, by the parameter's name."""
 
 
 def _find_holders(split: SplitModel, topology: Topology) -> _Holders:

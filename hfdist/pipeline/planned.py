@@ -19,11 +19,11 @@ class PlannedPipeline:
     """What a plan knows instead of other ranks."""
 
     header: Header
-    """Of what the first block hands on; its tensors have the shape [sequences, tokens, width]."""
+    """Header of what the first block hands on; its tensors have the shape [sequences, tokens, width]."""
     recorder: Recorder
-    """Is told of each action."""
+    """Recorder that is told of each action."""
     receives_early: bool
-    """As of the channel of the run."""
+    """Whether stages receive early, as the channel of the run does."""
 
 
 class PlannedChannel(P2PChannel):

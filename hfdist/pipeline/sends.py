@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Sends:
-    """Those of one rank.
+    """The sends of one rank.
 
     Args:
         tells: whether the backend's work says that it is done. That of gloo does so only to who waits for it, so a

@@ -2,7 +2,7 @@
 
     root -> d -> c -> b -> a -> input       the path: all nodes from which an input is reached
                  |         |
-                 p         q                parameters hang off it, behind nodes such as casts and transposes
+                 p         q                parameters hang off it, after nodes such as casts and transposes
 
 The first half runs along the path and keeps the gradients that arrive at its branches, here c and a. The second half
 runs from the branches to the parameters. If a parameter hangs off several branches, what flows from one of them along

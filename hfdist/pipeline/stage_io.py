@@ -36,18 +36,18 @@ class Carry:
     """Whether every stage needs the real input embedding."""
 
     def describe(self) -> str:
-        """For people, for example `hidden states and the embedding`."""
+        """Describe it for people, for example as `hidden states and the embedding`."""
         names = {Outputs.hidden: "hidden states", Outputs.last: "block outputs", Outputs.history: "all block outputs"}
         return names[self.outputs] + (" and the embedding" if self.embedding else "")
 
 
 CARRIES = tuple(Carry(outputs, embedding) for outputs in Outputs for embedding in (False, True))
-"""From the least to the most."""
+"""All ways to carry, from the least to the most."""
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A floating-point tensor that stayed behind: NaN takes its place, so that a model that needs it is noticed."""
+    """A floating-point tensor that is not sent: NaN takes its place, so that a model that needs it is noticed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Header:
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
-        """Of the tensors, in the order in which they travel."""
+        """Metadata of the tensors, in the order in which they travel."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
 
     def pack(self, tensors: tuple[torch.Tensor, ...]) -> Activations:

@@ -75,7 +75,7 @@ class Recorder:
     def start(self) -> None:
         """Forget earlier events and set the zero. Call it on all ranks, just after a barrier."""
         self._spans.clear()
-        # The zero is a time of the stream: with work still queued there it would lie behind the barrier.
+        # The zero is a time of the stream: with work still queued there it would lie after the barrier.
         self._synchronize()
         self._zero = self._mark()
         self._is_recording = True

@@ -51,7 +51,7 @@ def build_figure(events: Sequence[Event], *, title: str, formula: float) -> Figu
         for rank in busy
     }
     last_ms = 1e3 * max(event.stop_seconds for event in events)
-    # A Figure of its own, without pyplot, needs no display and leaves no state behind.
+    # A Figure of its own, without pyplot, needs no display and leaves no state.
     figure = Figure(figsize=(_width_inches(events), 1.8 + 0.45 * len(busy)), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(0, last_ms)
@@ -134,7 +134,7 @@ def _write_microbatch(
         ha="center",
         va="center_baseline",
         fontsize=min(points, LARGEST_POINTS),
-        # Waiting stays behind the computing.
+        # Waiting is less visible than computing.
         color="#666666" if event.action is Action.wait else "white" if is_dark else "#222222",
         zorder=10,
     ).set_in_layout(False)

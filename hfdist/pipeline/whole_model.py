@@ -59,7 +59,7 @@ class _Forward:
     def __init__(self, stages: Sequence[PreTrainedModel], run_stages: RunStages) -> None:
         self._stages, self._run_stages = stages, run_stages
         self._given: DynamicCache | None = None
-        """By `generate`: that of the first stage here."""
+        """Cache that `generate` gives: that of the first stage on this rank."""
         self._caches: dict[PreTrainedModel, DynamicCache] = {}
 
     def __call__(self, **inputs: Any) -> CausalLMOutputWithPast:
@@ -81,7 +81,7 @@ class _Forward:
         try:
             return stage(**inputs | {CACHE: cache})
         finally:
-            # Also where the forward ends behind the blocks of the stage.
+            # Also where StageEnd ends the forward after the blocks of the stage.
             _count(cache, num_before, inputs["input_ids"])
 
 

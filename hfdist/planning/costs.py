@@ -26,7 +26,7 @@ class MemoryUse:
     activations: float = 0.0
     """What the forward keeps for the backward, and what both need for a moment."""
     buffers: float = 0.0
-    """Of the layout: gathered parameters, buckets, what travels."""
+    """Buffers of the layout: gathered parameters, buckets, what travels."""
     runtime: float = 0.0
     """What the process holds without a model: on a GPU the context and libraries, on a CPU the interpreter too."""
 
@@ -65,9 +65,9 @@ class OpCosts:
     """What some operations cost, on any device."""
 
     flops: float = 0.0
-    """Of matrix products and attention in the type that `train.precision` computes in; a multiply-add counts two."""
+    """FLOPs of matrix products and attention in the type that `train.precision` computes in; a multiply-add is two."""
     moved_bytes: float = 0.0
-    """Read and written by all other operations."""
+    """Bytes that all other operations read and write."""
     kernels: int = 0
     """Calls of operations."""
 
@@ -90,7 +90,7 @@ class StageCosts:
 
     forward: OpCosts
     backward: OpCosts
-    """With what activation checkpointing computes again."""
+    """Costs of the backward, with what activation checkpointing computes again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class AxisTraffic:
     axis: str
     """As `Topology` names it; `data` where ranks of all replicas take part."""
     sent_bytes: float
-    """By one rank, as a ring or a pairwise exchange sends it: (n - 1) / n of the whole for a reduce-scatter."""
+    """Bytes sent by one rank, as in a ring or a pairwise exchange: (n - 1) / n of the whole for a reduce-scatter."""
     calls: int
     """Number of collectives, or of messages."""
     size: int
@@ -110,7 +110,7 @@ class AxisTraffic:
     machine_ranks: int = 1
     """Its ranks on one machine: all of them send to other machines at once, each over its own link."""
     kind: str = ""
-    """Of the collective, as in `sent_bytes`."""
+    """Kind of the collective, as in `sent_bytes`."""
     microbatches: int = 1
     """Micro batches in which it travels; the time of the others hides nothing."""
     overlaps: Phase | None = None
@@ -134,9 +134,9 @@ class StepTime:
     compute: float
     """Forward, backward and the optimizer's step."""
     bubble: float = 0.0
-    """In which a pipeline's rank waits for others."""
+    """Seconds in which a pipeline's rank waits for others."""
     exposed: dict[str, float] = field(default_factory=dict)
-    """By axis: communication that no computation hides."""
+    """Seconds of communication that no computation hides, by axis."""
     low: float = 0.0
     high: float = 0.0
     """The range of `seconds`."""

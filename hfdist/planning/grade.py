@@ -19,9 +19,9 @@ class Held:
     """Bytes that one rank holds, as they are."""
 
     peak: float
-    """The most in all steps."""
+    """The most bytes in all steps."""
     parts: Mapping[str, float]
-    """Of fields of `MemoryUse`, those that can be told apart: what a layout keeps inside itself is in the rest. Without
+    """Bytes by the fields of `MemoryUse` that can be told apart: what a layout keeps in itself is in the rest. Without
     `runtime`, the peak does not hold it either."""
 
 
@@ -30,18 +30,19 @@ class Measured:
     """What a run has measured; None: it could not."""
 
     held: Held | None = None
-    """Of the rank with the highest peak."""
+    """Bytes that the rank with the highest peak holds."""
     rank: int = 0
-    """Which one it is."""
+    """The rank with the highest peak."""
     step_seconds: float | None = None
     """The median of steady steps."""
     steps: int = 0
-    """That this start has done."""
+    """Number of steps that this start has done."""
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Of one rank in a step, by axis."""
+    """Bytes that one rank sends in a step, by axis."""
     cost: float | None = None
-    """Of this start, with what it did besides steps; so is `kwh`."""
+    """Cost of this start, with what it did besides steps."""
     kwh: float | None = None
+    """Energy of this start in kWh, with what it did besides steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

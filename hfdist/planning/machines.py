@@ -24,9 +24,9 @@ from hfdist.planning.timing.hardware import find_hardware, measure_cpu
 from hfdist.planning.timing.host_memory import usable_bytes
 
 STEPS = "timed_steps.jsonl"
-"""In hfdist's cache folder: a line a run, from which later plans learn."""
+"""File in hfdist's cache folder with a line for each run, from which later plans learn."""
 _MOST_STEPS = 50
-"""Of which the last count: machines change."""
+"""Number of lines of `STEPS` that count, the last ones: machines change."""
 _GIB = 2**30
 # Of the trainer's libraries and the tokenizer, which a plan does not import: measured on Linux.
 _MORE_IN_A_RUN = 96 * 2**20

@@ -18,22 +18,22 @@ class Plan:
     processes: int
     memory: PeakMemory
     usable_bytes: float
-    """Of one device, or of the share of the host's memory that a process has."""
+    """Usable bytes of one device, or of the share of the host's memory that a process has."""
     flops_per_step: float
-    """Of all ranks, by the formula that MFU counts (models/flops.py)."""
+    """FLOPs of all ranks in a step, by the formula that MFU counts (models/flops.py)."""
     time: StepTime
     tokens_per_step: int
     mfu: float | None
     traffic: tuple[AxisTraffic, ...]
     max_steps: int | None
     ideal_seconds: dict[str, float] = field(default_factory=dict)
-    """Of a step by component, without factors: see `StepParts`."""
+    """Seconds of a step by component, without factors: see `StepParts`."""
     timed_runs: int = 0
     """Past runs on such hardware whose steps correct the time."""
     cost: float | None = None
     currency: str = "USD"
     kwh: float | None = None
-    """Of the whole run."""
+    """Energy of the whole run in kWh."""
     binds: str = "compute"
     """What a step's time or the layout is bound by: `memory`, `compute` or `link`."""
     advice: str | None = None
@@ -46,12 +46,12 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks together."""
         return self.tokens_per_step / self.time.seconds
 
     @property
     def hours(self) -> float | None:
-        """Of the whole run."""
+        """Hours of the whole run."""
         return None if self.max_steps is None else self.max_steps * self.time.seconds / 3600
 
     def to_json(self) -> dict[str, Any]:

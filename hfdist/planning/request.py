@@ -18,7 +18,7 @@ class PlanRequest:
     config: RunConfig
     plan: PlanConfig
     hardware: Hardware | None
-    """That is named; None: what is at hand."""
+    """Hardware that is named; None: what is at hand."""
     processes: int | None
-    """None: they are to be found."""
+    """Number of processes; None: it is to be found."""
     as_json: bool = False

@@ -416,7 +416,7 @@ class Strategy(Partitioning):
         self.config = config
         self._partitioned: nn.Module | None = None
         self._plans: list[Plans] = []
-        """For the parameters of the partitioned model, the best first; empty: ranks share none."""
+        """Plans for the parameters of the partitioned model, the best first; empty: ranks share none."""
         self.whole: dict[str, tuple[int, ...]] = {}
         """Shapes of all that the model saves, by name, as it was before it was partitioned."""
         if config.compression is not Compression.none and topology.world_size == 1:

@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of a group share each sequence, and attention sees all of it.
 
-ulysses   all-to-all before and behind attention: each rank has all tokens there, of its share of the heads
+ulysses   all-to-all before and after attention: each rank has all tokens there, of its share of the heads
 gather    all-gather of keys and values: each rank's queries see all tokens before them
 
 Both stand in transformers' registries of attention and of masks, so that models need no change.
@@ -132,7 +132,7 @@ class ContextParallel:
         if given is not None and self._keeps_apart and mask is None:
             # As transformers finds documents.
             starts = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
-        # Padding is a document of its own behind all others; of ordinary tokens, as gemma3n divides by embeddings.
+        # Padding is a document of its own after all others; of ordinary tokens, as gemma3n divides by embeddings.
         num_added = -num_tokens % (2 * self._size)
         if num_added:
             ids = torch.cat([ids, ids[:, -1:].expand(-1, num_added)], 1)
@@ -254,7 +254,7 @@ class ContextParallel:
         key, value = (self._gather(state).index_select(2, sequence.order) for state in states)
         part = key.shape[2] // (2 * self._size)
         found = []
-        # Behind the last of these queries there is nothing to see.
+        # The last of these queries sees no key after its own place.
         for place, last in enumerate((self._rank + 1, 2 * self._size - self._rank)):
             rows, before = slice(place * part, (place + 1) * part), slice(0, last * part)
             of_rows = mask[..., rows, before]
@@ -281,7 +281,7 @@ class _Shared(AbstractContextManager[dict[str, torch.Tensor]]):
 
 
 def _values(kinds: Any) -> Iterable[Any]:
-    """Of all kinds of blocks, where they differ."""
+    """Values of all kinds of blocks where kinds differ; otherwise the one value of all blocks."""
     return kinds.values() if isinstance(kinds, dict) else (kinds,)
 
 

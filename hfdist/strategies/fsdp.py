@@ -217,7 +217,7 @@ class ShardedEngine(Engine):
     axes_of_parts = (TENSOR,)
 
     def _use(self, root: nn.Module, mesh: DeviceMesh, frees_behind_forward: bool, unused: frozenset[str]) -> None:
-        """Take the module that FSDP knows as its root; the blocks in it are freed behind their forwards, or are not.
+        """Take the module that FSDP knows as its root; the blocks in it are freed after their forwards, or are not.
 
         `unused` is what `shard_by_blocks` gave.
         """
@@ -358,7 +358,7 @@ class FsdpEngine(ShardedEngine):
     ) -> None:
         super().__init__(model, context, parts)
         self._use(model, mesh, frees_behind_forward, unused)
-        # Behind FSDP's own hook.
+        # After FSDP's own hook.
         model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, *_: Any) -> None:

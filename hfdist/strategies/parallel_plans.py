@@ -38,12 +38,12 @@ class Plans:
 
     @property
     def axes(self) -> list[str]:
-        """Those that share parameters."""
+        """Axes whose ranks share parameters."""
         return [axis for axis, plan in ((TENSOR, self.tensor), (EXPERT, self.expert)) if plan is not None]
 
     @property
     def keys(self) -> str:
-        """Those that ask for it."""
+        """Config keys that ask for it."""
         return ", ".join(f"strategy.{axis}" for axis in self.axes)
 
     def describe(self) -> str:

@@ -26,10 +26,10 @@ class ParameterShard:
     """What this rank holds of one parameter: along one dimension, one part or several."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dim: int
     parts: tuple[tuple[int, int], ...]
-    """First index and one past the last, along `dim`; the rank holds them one behind the other."""
+    """First index of each part and one past its last, along `dim`; the rank holds the parts one after the other."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ class Groups:
     tokens: dist.ProcessGroup | None = None
     """The ranks with this rank's index in their tensor groups. Each reads other tokens."""
     tokens_of_experts: dist.ProcessGroup | None = None
-    """Those of them that hold the same experts."""
+    """The ranks of `tokens` that hold the same experts."""
 
     def of(self, axis: str | None) -> dist.ProcessGroup | None:
         """Give the group of TENSOR or EXPERT; that of None has one rank."""

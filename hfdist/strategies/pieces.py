@@ -67,12 +67,12 @@ def list_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """For one parameter or flat buffer."""
+    """What the optimizer keeps for one parameter or flat buffer."""
 
     numbers: list[Piece]
-    """Without a name."""
+    """Pieces of single numbers, without a name."""
     tensors: dict[str, torch.Tensor]
-    """By key."""
+    """Tensors by key."""
 
     def numbers_of(self, name: str) -> Iterator[Piece]:
         """The numbers as those of a parameter."""

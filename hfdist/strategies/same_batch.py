@@ -30,7 +30,7 @@ def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, w
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:
-    """Of shape and whole numbers; one that other orders of the same numbers do not have."""
+    """Checksum of a tensor's shape and whole numbers; other orders of the same numbers have other checksums."""
     numbers = value.flatten().to(torch.int64)
     places = torch.arange(1, len(numbers) + 1, device=value.device)
     return (numbers * places).sum() + sum(size * 10**6 for size in value.shape)

@@ -72,7 +72,7 @@ class BatchSharding:
     data_ranks: int = 1
     """Ranks that have other sequences: fewer, where ranks share sequences."""
     data_rank: int = 0
-    """Which of them this rank is."""
+    """Index of this rank among the data ranks."""
 
 
 def find_problem(

@@ -27,17 +27,17 @@ class Sent:
 
     axis: str
     kind: str
-    """Of the collective, as in `sent_bytes`."""
+    """Kind of the collective, as in `sent_bytes`."""
     size: int
     """Ranks that take part."""
     stride: int
-    """From one of them to the next, in ranks."""
+    """Distance from one rank that takes part to the next, in ranks."""
     num_bytes: float
     calls: float
     hidden_by: str | None = None
     """The phase beside which it can run, `forward` or `backward`; None: the rank waits for it."""
     microbatches: int = 1
-    """In which it travels; the time of the others hides nothing."""
+    """Micro batches in which it travels; the time of the others hides nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class TensorSizes:
     divided: int = 0
     """Parameters of which each rank has a part."""
     embedded: int = 0
-    """Summed for each token behind the embedding; 0: it is whole on each rank."""
+    """Elements summed for each token after the embedding; 0: the embedding is whole on each rank."""
     summed: int = 0
-    """For each token in the forward of the blocks."""
+    """Elements summed for each token in the forward of the blocks."""
     gathered: int = 0
-    """For each token in the forward of the blocks."""
+    """Elements gathered for each token in the forward of the blocks."""
     summed_backward: int = 0
-    """For each token in the backward of the blocks."""
+    """Elements summed for each token in the backward of the blocks."""
     calls: int = 0
     """Collectives of the forward of all blocks; the backward has about as many."""
 
@@ -63,35 +63,35 @@ class StepSizes:
     """Numbers of a whole model, in elements, and of a step's arithmetic."""
 
     parameters: int
-    """Tied ones once."""
+    """Elements of all parameters, tied ones once."""
     blocks: int
-    """In all blocks, with experts."""
+    """Elements of all blocks, experts included."""
     num_blocks: int
     hidden: int
     queries: int
     """Width of all heads together."""
     keys: int
-    """That of the heads of keys, and of values."""
+    """Width of all heads of keys together, and of all heads of values."""
     head_size: int
     embedding: int = 0
-    """Of the input embedding."""
+    """Elements of the input embedding."""
     is_tied: bool = False
     """Whether the head is the embedding."""
     trained_share: float = 1.0
-    """Of all parameters."""
+    """Share of all parameters that is trained."""
     small: int = 0
-    """In tensors that ZeRO-3 keeps whole: see `stage3_param_persistence_threshold`."""
+    """Elements of tensors that ZeRO-3 keeps whole: see `stage3_param_persistence_threshold`."""
     experts: int = 0
-    """In all experts."""
+    """Elements of all experts."""
     num_expert_blocks: int = 0
     chosen_experts: int = 0
-    """Of a token."""
+    """Number of experts that are chosen for a token."""
     tensor: TensorSizes = field(default_factory=TensorSizes)
-    """Of the plan for `strategy.tensor` ranks."""
+    """Sizes of the plan for `strategy.tensor` ranks."""
     weight_bytes: int = 4
-    """Of an element of the weights, of their gradients, and of the hidden states between blocks."""
+    """Bytes of an element of the weights, of their gradients, and of the hidden states between blocks."""
     compute_bytes: int = 4
-    """Of an element of what matrix products give."""
+    """Bytes of an element of what matrix products give."""
     recomputes: bool = False
     """Whether the backward runs the blocks' forward again."""
     is_gpu: bool = True
@@ -100,7 +100,7 @@ class StepSizes:
 
     @property
     def forwards(self) -> int:
-        """Of each block in a micro batch."""
+        """Number of forwards of each block in a micro batch."""
         return 2 if self.recomputes else 1
 
 
@@ -110,7 +110,7 @@ class Axes:
     def __init__(self, topology: Topology, batch: BatchPlan, config: StrategyConfig, sizes: StepSizes) -> None:
         self.topology, self.batch, self.config, self.sizes = topology, batch, config, sizes
         self.tokens = batch.num_microbatches * batch.micro_batch_size * batch.sequence_length / topology.context
-        """Of a step that go through this rank's part of the model."""
+        """Tokens of a step that go through this rank's part of the model."""
         self.stages_share = 1 / topology.pipeline
 
     def held(self) -> float:

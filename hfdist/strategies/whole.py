@@ -30,10 +30,10 @@ class ShardedParameter:
     name: str
     parameter: nn.Parameter
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     group: dist.ProcessGroup
     own_pieces: Callable[[torch.Tensor], list[Piece]]
-    """Gives pieces of the whole, of what this rank has of the parameter, or of its gradient."""
+    """Gives pieces of the whole parameter from what this rank has of it, or from that of its gradient."""
 
 
 class WholeSteps:
@@ -64,7 +64,7 @@ class WholeSteps:
             self._owners |= dict(zip(alike, owners, strict=True))
             self._places |= dict(zip(alike, _gather_places(alike), strict=True))
         self._wholes: dict[ShardedParameter, nn.Parameter] = {}
-        """Those that this rank owns; without memory between steps."""
+        """Whole parameters that this rank owns, without memory between steps."""
         self.named: list[tuple[str, Group, nn.Parameter]] = []
         for group, parts in of_groups:
             for one in filter(self._is_own, parts):
@@ -177,7 +177,7 @@ def _assign_owners(sizes: list[int], num_ranks: int) -> list[int]:
 
 
 def _alike(shared: list[ShardedParameter], key: Callable[[ShardedParameter], Any]) -> Iterator[list[ShardedParameter]]:
-    """By a key, in one order on all ranks."""
+    """Groups of parameters with equal keys, in one order on all ranks."""
     by_key: dict[Any, list[ShardedParameter]] = defaultdict(list)
     for one in shared:
         by_key[key(one)].append(one)

@@ -1,4 +1,4 @@
-"""A Trainer that is an island: behind each round, or each step, it goes on from what all have learned."""
+"""A Trainer that is an island: after each round, or each step, it goes on from what all have learned."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ class RoundIsland(Island):
         self._rounds: Rounds | None = None
         self._proximal: ProximalTerm | None = None
         self._data_share: DataShare | None = None
-        """None: each island has data of its own."""
+        """This island's share of the data; None: each island has data of its own."""
         self._saves = False
-        """Whether it saves behind the next step."""
+        """Whether it saves after the next step."""
         self._lr = 0.0
         self._num_targets = 0.0
-        """Since the last exchange."""
+        """Number of targets since the last exchange."""
 
     def begin(self) -> None:
         """Make the outer optimizer."""
@@ -144,11 +144,11 @@ class RoundIsland(Island):
         self._saves |= control.should_save
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the rate of the step: behind it the schedule has the next one."""
+        """Keep the learning rate of the step: after the step the schedule has the next one."""
         self._lr = float(self._trainer.lr_scheduler.get_last_lr()[0])
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Begin an exchange, or end one, if it is time; behind the last step exchange all."""
+        """Begin an exchange, or end one, if it is time; after the last step exchange all."""
         assert self._outer is not None
         assert self._rounds is not None
         config, rounds = self._config, self._rounds

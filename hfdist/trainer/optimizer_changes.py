@@ -1,4 +1,4 @@
-"""`optimizer.changes`: other values behind some steps, as a run has them that goes on with other overrides."""
+"""`optimizer.changes`: other values after some steps, as in a run that goes on with other overrides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfdist.errors import ConfigError
 
 
 class OptimizerChanges(TrainerCallback):
-    """Sets the values that hold behind each step. All schedules of a config are torch's LambdaLR.
+    """Sets the values that hold after each step. All schedules of a config are torch's LambdaLR.
 
     Args:
         config: of the optimizer, which has just been made of it.
@@ -34,7 +34,7 @@ class OptimizerChanges(TrainerCallback):
         lr_scheduler: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Called by the Trainer, behind a resume."""
+        """Called by the Trainer, after a resume."""
         self._scheduler = lr_scheduler
         groups = zip(lr_scheduler.optimizer.param_groups, lr_scheduler.base_lrs, strict=True)
         self._begun = [{**group, "params": None, "base_lr": base} for group, base in groups]
@@ -69,6 +69,6 @@ class OptimizerChanges(TrainerCallback):
 
 
 def _scaled(own: float, before: float, now: float) -> float:
-    """Of a group whose value is not the config's, such as 0 where nothing decays."""
+    """Scale a group's own value as the config's changes; the own one may differ, such as 0 where nothing decays."""
     # In this order, so that a power of two stays one.
     return now * (own / before)

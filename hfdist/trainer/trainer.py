@@ -80,7 +80,7 @@ class RunOptions:
     loss_head: LossHead | None = None
     """Computes training losses without whole logits; None: the model computes them."""
     base_width: int | None = None
-    """Of the model in which the learning rate was found; None: of this one."""
+    """Width (`hidden_size`) of the model in which the learning rate was found; None: it was found in this one."""
     limits: Limits = field(default_factory=Limits)
     """How many steps may be skipped, and how often the run goes back."""
     measures: Sequence[Measure] = ()
@@ -88,9 +88,9 @@ class RunOptions:
     figures: Callable[[], dict[str, float]] = dict
     """What each training line says besides; called on all ranks together."""
     islands: IslandsConfig | None = None
-    """With whom it trains the model; None: alone."""
+    """Settings of an island, which trains the model with others; None: it trains alone."""
     server_optimizer: ServerOptimizer | None = None
-    """Of a parameter server; None: there is none."""
+    """How a parameter server steps the optimizer; None: there is no parameter server."""
 
 
 class DistributedTrainerMixin(_Trainer):
@@ -121,9 +121,9 @@ class DistributedTrainerMixin(_Trainer):
         self.router_loss = RouterLoss(self)
         self._lean_step: LeanStep | None = None
         self._figures: dict[str, float] = {}
-        """For the next training line."""
+        """Figures for the next training line."""
         self.num_targets: Any = None
-        """Of the step that is under way, over all ranks; None: they are not counted."""
+        """Number of targets of the step that is under way, over all ranks; None: they are not counted."""
         self._predicts = False
         self._steps_run, self._trained = set(), []
         self._num_read = 0
@@ -273,7 +273,7 @@ class DistributedTrainerMixin(_Trainer):
         self.optimizer = self.engine.setup(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
         self._trained = [(one, one.requires_grad) for one in cast(nn.Module, self.model).parameters()]
-        # Behind DeepSpeed's hooks, which wrap what a module gives.
+        # After DeepSpeed's hooks, which wrap what a module gives.
         self.router_loss.begin(self.engine.model)
         self._lean_step = LeanStep.make(self, self.model_wrapped, super().compute_loss)
         self.checkpointer.begin()
@@ -451,7 +451,7 @@ class DistributedTrainerMixin(_Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
         is_due = self.engine is not None and self.checkpointer.replicates_at(self.state.global_step)
         if is_due and self._guard.is_sound:
-            # Behind the line of this step, which a start from the replica does not write again.
+            # After the line of this step, which a start from the replica does not write again.
             with self.throughput.paused():
                 self.checkpointer.replicate()
 

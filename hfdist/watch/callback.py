@@ -26,7 +26,7 @@ from hfdist.watch.watcher import Watcher
 logger = logging.getLogger(__name__)
 
 _VERDICT_SECONDS = 5.0
-"""Behind the heartbeat: until then the watch has said who is missing, and has ended the process."""
+"""Seconds after the heartbeat: until then the watch has said who is missing, and has ended the process."""
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh")
 
 
@@ -49,7 +49,7 @@ class Watch(TrainerCallback):
 
     As a callback it watches from the beginning of training to its end. As a context (`with watch: trainer.train()`) it
     also tells the other ranks when this one ends with an error, and turns an error of a broken connection into one
-    message. Add it behind callbacks that decide about saving and stopping. One process is not watched.
+    message. Add it after callbacks that decide about saving and stopping. One process is not watched.
 
     Args:
         run_dir: stacks and reports go to `watch/` in it.
@@ -60,7 +60,7 @@ class Watch(TrainerCallback):
         self.progress = Progress()
         self._run_dir, self._heartbeat_seconds = Path(run_dir).absolute(), heartbeat_seconds
         self._start_number: int | None = None
-        """In the record of the run, if it has one."""
+        """Number of this start in the record of the run; None: the run has no record."""
         self._watcher: Watcher | None = None
         self._is_context = False
 
@@ -178,7 +178,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def _what_follows(control: TrainerControl) -> str | None:
-    """In the Trainer's order, which takes each wish back when it is done."""
+    """Name what follows, in the order of the Trainer, which takes each wish back when it is done."""
     if control.should_evaluate:
         return EVALUATING
     if control.should_save:

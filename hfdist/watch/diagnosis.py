@@ -32,27 +32,27 @@ class Heartbeat(NamedTuple):
     number: int
     host: str = ""
     marks: int = 0
-    """Grows on all ranks at the same places, so that the rank with the fewest is behind."""
+    """Number of marks: it grows on all ranks at the same places, so that the rank with the fewest is the last one."""
     mark: str = "the start"
-    """The last such place."""
+    """Place of the last mark."""
     step: int = 0
     idle_seconds: float = 0.0
-    """Since that mark."""
+    """Seconds since the last mark."""
     longest_idle_seconds: float = 0.0
-    """Between two marks, so far; without evaluations and saves, and without the warm-up but its last step."""
+    """The most seconds between two marks so far, without evaluations, saves, and the warm-up but its last step."""
     exempt: str | None = None
     """What it does without marks: STARTING, EVALUATING, SAVING, MEETING, GENERATING, ENDING or compiling; None: it
     should make some."""
     waits_in: str | None = None
     """The collective in which it is, where that is known."""
     broken_seconds: float | None = None
-    """Since a connection to another rank broke."""
+    """Seconds since a connection to another rank broke; None: none has."""
     left: int | None = None
     """The exit code of a rank that has ended by itself; this is its last beat."""
     has_written: bool = False
     """Whether its stack is on the disk."""
     pid: int = 0
-    """Of its process, on `host`."""
+    """Id of the rank's process on `host`."""
     asked: str | None = None
     """The last request to write what the ranks are doing; rank 0 passes it on."""
 
@@ -91,7 +91,7 @@ class Progress:
 
     @property
     def idle_seconds(self) -> float:
-        """Since the last mark."""
+        """Time since the last mark, by the clock."""
         return time.monotonic() - self._marked_seconds
 
     def mark(self, name: str) -> None:
@@ -112,7 +112,7 @@ class Progress:
         self._longest_of_step = 0.0
 
     def marking(self, batches: Iterable[T]) -> Iterator[T]:
-        """Give the batches, with a mark behind each."""
+        """Give the batches, with a mark after each is read."""
         for batch in batches:
             self.mark("a batch that was read")
             yield batch
@@ -211,7 +211,7 @@ def _waiting(here: Collection[int], awaited: Collection[int]) -> str:
 def _places(ranks: Mapping[int, PeerState]) -> str:
     """Name ranks with the place of the first: more would not fit a line, and the files have them all."""
     beat = ranks[min(ranks)].beat
-    return f"{name_ranks(ranks)} (on {beat.host or '?'}, behind {beat.mark}, {beat.step} steps done)"
+    return f"{name_ranks(ranks)} (on {beat.host or '?'}, after {beat.mark}, {beat.step} steps done)"
 
 
 def _where(beats: Mapping[int, Heartbeat]) -> str:

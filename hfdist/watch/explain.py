@@ -28,7 +28,7 @@ from hfdist.watch.snapshot import (
 )
 
 _ANSWER_SECONDS = 8.0
-"""For all ranks to write what they are doing; rank 0 looks for a request once a second."""
+"""Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
 _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 1.0
 _SLOW_SECONDS = 5.0
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     host: str
     step: int
     idle_seconds: float
-    """Since its last mark of progress."""
+    """Seconds since the rank's last mark of progress."""
     does: str
     where: str
     """File, line and function."""
@@ -199,7 +199,7 @@ class _Case:
             waits = [*waits, Wait(waiting, silent, "whatever comes next")]
         first = self._silent[silent[0]]
         place = f"{name_ranks(silent)} (on {first.beat.host or '?'}, process {first.beat.pid or 'unknown'})"
-        after = f"behind {first.beat.mark}, {first.beat.step} steps done"
+        after = f"after {first.beat.mark}, {first.beat.step} steps done"
         if first.process == "ended":
             verdict = f"{place} died without a word, {after}"
             hint = f"`dmesg` tells whether memory ran out; {_FROM_CHECKPOINT}"
@@ -333,7 +333,7 @@ class _Case:
         if beat.broken_seconds is not None:
             return "has lost the connection to another rank"
         doing = beat.exempt or "runs its own code"
-        return f"{doing}, behind {beat.mark}"
+        return f"{doing}, after {beat.mark}"
 
     def _where(self, rank: int) -> str:
         return next(self._places(rank), "-")

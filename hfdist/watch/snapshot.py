@@ -21,7 +21,7 @@ from hfdist.errors import ConfigError
 from hfdist.watch.diagnosis import Heartbeat, PeerState
 
 FOLDER = "watch"
-"""In a run's folder; it has a folder for each verdict, and for each request."""
+"""Folder in a run's folder; it has a folder for each verdict, and for each request."""
 BEATS, REPORT = "beats.json", "report.txt"
 
 _REQUEST = "request"
@@ -29,23 +29,23 @@ _NAME = re.compile(r"asked-\d{8}-\d{6}")
 
 
 class Collective(NamedTuple):
-    """One that a rank has begun."""
+    """A collective that a rank has begun."""
 
     group: str
     """Name of its process group, equal on all ranks of the group."""
     number: int
-    """Within the group; the first is 1."""
+    """Number of the collective within its group; the first is 1."""
     name: str
-    """As `gloo:all_reduce`."""
+    """Backend and operation, as `gloo:all_reduce`."""
     sizes: list[list[int]]
     is_done: bool
     description: str = ""
-    """Of the group."""
+    """Description of the group."""
     is_p2p: bool = False
 
     @property
     def place(self) -> str:
-        """Its number and its group."""
+        """Number and group of the collective, in words."""
         return f"number {self.number} of {self.description or 'its group'}"
 
     @property

@@ -108,7 +108,7 @@ def recorded_collectives() -> list[Collective]:
 
 
 def _ranks_of_groups() -> dict[str, list[int]]:
-    """By the names that the flight recorder has, which has no ranks of gloo's groups; `_world` is private."""
+    """Ranks by the group names of the flight recorder, which has no ranks of gloo's groups; `_world` is private."""
     with contextlib.suppress(Exception):
         return {
             name: dist.get_process_group_ranks(group) for group, name in dist.distributed_c10d._world.pg_names.items()
@@ -122,7 +122,7 @@ def _is_of_libraries(file: str) -> bool:
 
 
 def _main_frames() -> Iterator[FrameType]:
-    """From the innermost outwards."""
+    """Frames of the main thread, from the innermost outwards."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         yield frame

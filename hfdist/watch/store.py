@@ -27,7 +27,7 @@ T = TypeVar("T", Heartbeat, Diagnosis)
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
-"""Of a line: one message."""
+"""The most bytes of a line, which is one message."""
 
 Exchanged = tuple[dict[int, Heartbeat], Diagnosis | None]
 """The last heartbeats of the ranks that this rank follows, and the verdict of rank 0."""
@@ -63,7 +63,7 @@ def open_store() -> HostedStore | JoinedStore:
 
 
 class HostedStore:
-    """That of rank 0: served by a thread of its own, which answers every beat with rank 0's and the verdict.
+    """The store of rank 0: served by a thread of its own, which answers every beat with rank 0's and the verdict.
 
     Args:
         world_size: how many ranks there are.
@@ -108,7 +108,7 @@ class HostedStore:
 
 
 class JoinedStore:
-    """That of the other ranks: a connection to rank 0.
+    """The store of the other ranks: a connection to rank 0.
 
     Raises:
         OSError: there is none.

@@ -26,10 +26,10 @@ from hfdist.watch.store import HostedStore, JoinedStore
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
-"""For stacks and the report, on a disk that may hang, and for the other ranks' to be written."""
+"""Seconds for stacks and the report, on a disk that may hang, and for the other ranks' to be written."""
 _HURRIED_BEAT_SECONDS = 0.05
 _REQUEST_SECONDS = 1.0
-"""Between two looks for a request."""
+"""Seconds between two looks for a request."""
 
 
 class Watcher:
@@ -221,7 +221,7 @@ class Watcher:
         beat = self._own_beat(0)
         header = (
             f"rank {self._store.rank} on {beat.host}, process {os.getpid()}: "
-            f"behind {beat.mark}, {beat.step} steps done, {beat.idle_seconds:.1f} s ago"
+            f"after {beat.mark}, {beat.step} steps done, {beat.idle_seconds:.1f} s ago"
         )
         stacks.write_stacks(folder / f"rank-{self._store.rank:05d}.txt", header)
         snapshot.write_snapshot(folder, stacks.take_snapshot(self._store.rank, beat))
@@ -244,7 +244,7 @@ class Watcher:
 
 
 def _within(seconds: float, action: Callable[[], None]) -> None:
-    """Run it in a thread that is left behind when it hangs or fails."""
+    """Run an action in a thread, for so many seconds at the most; when it hangs or fails, go on without it."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

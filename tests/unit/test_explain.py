@@ -31,9 +31,7 @@ def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_hangs(tmp_path):
     snapshot(tmp_path, 2, Collective("0", 9, "nccl:recv 2<-1", [[8]], False, "pipeline", True))
     found = explain_folder(tmp_path, "x")
     assert [(wait.waiting, wait.awaited) for wait in found.waits] == [([1], [0]), ([2], [1])]
-    assert (
-        "for rank 0, which never came to it: runs its own code, behind the start at models/own.py:12" in found.verdict
-    )
+    assert "for rank 0, which never came to it: runs its own code, after the start at models/own.py:12" in found.verdict
 
 
 def test_groups_of_one_name_and_other_ranks_are_not_compared(tmp_path):

@@ -40,13 +40,13 @@ def heard(*beats, silent=None):
 def test_silence_is_an_alarm_after_the_heartbeat_and_not_before():
     assert find_lost(heard({}, {}, {}, silent={1: 59.9}), HEARTBEAT_SECONDS) is None
     line = find_lost(heard({}, {"step": 7}, {}, silent={1: 60.1}), HEARTBEAT_SECONDS).line
-    assert line.startswith("ranks 0, 2 wait for rank 1 (on here, behind the start, 7 steps done), which is dead")
+    assert line.startswith("ranks 0, 2 wait for rank 1 (on here, after the start, 7 steps done), which is dead")
 
 
 def test_once_a_connection_broke_a_few_missing_beats_are_enough():
     assert find_lost(heard({"broken_seconds": 0.1}, {}, silent={1: 2.4}), HEARTBEAT_SECONDS) is None
     line = find_lost(heard({"broken_seconds": 2.4}, {}, {}, silent={1: 2.6, 2: 2.6}), HEARTBEAT_SECONDS).line
-    assert line.startswith("rank 0 waits for ranks 1-2 (on here, behind the start, 0 steps done), which are dead")
+    assert line.startswith("rank 0 waits for ranks 1-2 (on here, after the start, 0 steps done), which are dead")
     # A broken connection, though everyone beats.
     assert find_lost(heard({"broken_seconds": 59}, {}), HEARTBEAT_SECONDS) is None
     assert "rank 0 lost the connection" in find_lost(heard({"broken_seconds": 61}, {}), HEARTBEAT_SECONDS).line
@@ -73,7 +73,7 @@ def test_the_rank_with_the_fewest_marks_is_the_one_that_the_others_wait_for():
         heard({"marks": 9, **idle, "waits_in": "all_gather"}, {"marks": 8, **idle}, {"marks": 9, **idle}),
         HEARTBEAT_SECONDS,
     ).line
-    assert line.startswith("ranks 0, 2 wait for rank 1 (on here, behind the start, 4 steps done), which has made no")
+    assert line.startswith("ranks 0, 2 wait for rank 1 (on here, after the start, 4 steps done), which has made no")
     assert line.endswith("; rank 0 is in all_gather")
 
 

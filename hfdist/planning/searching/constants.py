@@ -21,13 +21,13 @@ class Growth:
     """Bytes that grow with the sequences of a micro batch."""
 
     fixed: float = 0.0
-    """For any number of them: what goes with the weights, as their copies in half precision do."""
+    """Bytes for any number of sequences: what goes with the weights, as their copies in half precision do."""
     constant: float = 0.0
-    """For any number of them, on any rank: a chunk of logits."""
+    """Bytes for any number of sequences, on any rank: a chunk of logits."""
     whole: float = 0.0
-    """For each sequence, on each tensor rank."""
+    """Bytes for each sequence, on each tensor rank."""
     divided: float = 0.0
-    """For each sequence, shared by the tensor ranks."""
+    """Bytes for each sequence, shared by the tensor ranks."""
 
     def of(self, sequences: float, tensor: int = 1, held: float = 1.0) -> float:
         """Give the bytes of so many sequences on one of `tensor` ranks, which holds this share of the weights."""
@@ -42,7 +42,7 @@ class Work:
     """Shared by tensor ranks."""
     moved: Growth = field(default_factory=Growth)
     kernels: int = 0
-    """For any number of sequences."""
+    """Number of kernels, for any number of sequences."""
 
     def of(self, sequences: float, tensor: int = 1, held: float = 1.0) -> OpCosts:
         """Give the costs of so many sequences on one of `tensor` ranks, which holds this share of the weights."""
@@ -60,10 +60,10 @@ class PartCosts:
     parameters: float
     """Number of elements; of a tied head none."""
     trained: float
-    """Those that are not frozen."""
+    """Number of elements that are not frozen."""
     forward: Work
     backward: Mapping[Mode, Work]
-    """With what is computed again."""
+    """Work of the backward by mode, with what is computed again."""
     kept: Mapping[Mode, Growth]
     """Bytes that the forward leaves for the backward, the output included."""
     working: Mapping[Mode, Growth]
@@ -77,7 +77,7 @@ class ShareOfParts:
 
     prologue: float = 1.0
     kinds: tuple[float, ...]
-    """Of each kind of block."""
+    """Shares of each kind of block."""
     epilogue: float = 1.0
 
 
@@ -96,28 +96,28 @@ class ModelConstants:
     """Elements that the head shares with the embedding; a pipeline has them twice."""
     sequence_length: int
     boundary_bytes: float
-    """What one sequence has between two blocks."""
+    """Bytes of one sequence between two blocks."""
     weight_bytes: float = 4.0
-    """Of one element."""
+    """Bytes of one element of the weights."""
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
-    """Of one trained element: the state, without master weights."""
+    """Bytes of the optimizer's state of one trained element, without master weights."""
     half_bytes: float | None = None
-    """Of one element in the type of the arithmetic, where that is not the weights' type."""
+    """Bytes of one element in the type of the arithmetic, where that is not the weights' type."""
     shares: Mapping[tuple[int, int], ShareOfParts]
-    """By (tensor, expert) degree; what is missing does not go with this model."""
+    """Shares by (tensor, expert) degree; degrees that are missing do not go with this model."""
     shares_tokens: bool = True
     """Whether ranks can share its sequences: what a token needs of others comes through attention."""
     balance: Costs
-    """By which a pipeline's stages share the blocks."""
+    """Costs by which a pipeline's stages share the blocks."""
     flops_per_token: float
-    """Of forward and backward, by the formula that MFU counts."""
+    """FLOPs of forward and backward for one token, by the formula that MFU counts."""
     sizes: Mapping[int, StepSizes]
     """What traffic is computed from, by tensor degree."""
 
     @property
     def num_blocks(self) -> int:
-        """Of the whole model."""
+        """Number of blocks of the whole model."""
         return len(self.kind_of_block)
 
     @property

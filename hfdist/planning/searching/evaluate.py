@@ -34,7 +34,7 @@ class Candidate:
 
     layout: Layout
     config: RunConfig
-    """Of the run in this layout."""
+    """Config of the run in this layout."""
     overrides: tuple[str, ...]
     """What must be added to the command of the run that was asked for."""
     memory: PeakMemory
@@ -52,11 +52,11 @@ class Machines:
 
     hardware: Hardware
     usable_bytes: float
-    """Of one device, or of a process's share of the host."""
+    """Usable bytes of one device, or of a process's share of the host."""
     runtime_bytes: float = 0.0
-    """What a process holds without a model."""
+    """Bytes that a process holds without a model."""
     factors: Factors | None = None
-    """By how much steps take longer than its limits; None: those of no calibration."""
+    """Factors by which steps take longer than the limits of the hardware; None: those without calibration."""
 
     @property
     def per_machine(self) -> int:

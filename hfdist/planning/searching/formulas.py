@@ -19,14 +19,14 @@ from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.deepspeed.buckets import bucket_elements
 
 _LIVE_ELEMENTS = 1e9
-"""Of weights that ZeRO-3 gathers and keeps at a time: `stage3_max_live_parameters`."""
+"""The most elements of weights that ZeRO-3 gathers and keeps at a time: `stage3_max_live_parameters`."""
 _SPLIT = 1 / 3
-"""Of a block: the parameters whose gradients a rank of ZeRO-1 and 2 keeps whole, and steps in part."""
+"""Share of a block's parameters whose gradients a rank of ZeRO-1 and 2 keeps whole, though it steps only a part."""
 _COPIES_OF_GRADIENTS, _COPIES_OF_STATE = 7, 6
 """How often DeepSpeed reads or writes each gradient more than autograd does, on its way through a bucket to its owner,
 and each element of a rank's own part more than the optimizer does: by traces of ZeRO-1, -2 and -3."""
 _SUM_ELEMENTS = 16 * 1024 * 1024
-"""That are added up over ranks at a time (strategies/gradients/reduction.py)."""
+"""Elements that are added up over ranks at a time (strategies/gradients/reduction.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from hfdist.planning.searching.constants import MODES, ModelConstants
 from hfdist.planning.searching.layouts import Layout
 
 _MOST_STAGES_PER_RANK = 4
-"""More only send more."""
+"""The most pipeline stages of a rank: more of them only send more."""
 _LEAST_TOKENS = 128
-"""Of a sequence on a rank."""
+"""The fewest tokens of a sequence that a rank of a context group has."""
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

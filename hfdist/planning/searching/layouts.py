@@ -29,9 +29,9 @@ class Layout:
     stages_per_rank: int = 1
     micro_batch_size: int = 1
     num_microbatches: int = 1
-    """Of one data rank, in a step."""
+    """Micro batches of one data rank in a step."""
     recompute: Recompute | None = None
-    """None: activations are kept."""
+    """What the backward computes again; None: activations are kept."""
 
     @property
     def shard(self) -> int:
@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Of all axes but that of the data."""
+        """Degrees of all axes but that of the data."""
         return {axis: getattr(self, axis) for axis in ("replicate", "pipeline", "context", "tensor", "expert")}
 
     @classmethod

@@ -1,7 +1,7 @@
 """The best layouts of a run on so many processes, of all that its own checks allow, and the fewest processes that fit.
 
 The search goes from what a rank computes to how state is sharded. Two bounds cut it short. Of memory: micro batches
-only need more as they grow, so that none is looked at behind the first that does not fit in any sharding. Of time:
+only need more as they grow, so that none is looked at after the first that does not fit in any sharding. Of time:
 layouts are looked at in the order of the seconds that they take at the least, until that is more than the worst of the
 best ones takes.
 """
@@ -30,7 +30,7 @@ from hfdist.planning.searching.short_traces import measure_constants
 _MOST_TRACED, _MOST_TRACED_BLOCKS = 3, 40
 """Layouts that are traced, and all blocks of these."""
 _MOST_PROCESSES = 2**17
-"""That `fewest_processes` tries."""
+"""The most processes that `fewest_processes` tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class SearchResult:
     num_bounded: int
     """Ways to compute a step whose bounds were found."""
     num_pruned: int
-    """Of these and of the degrees above them: whatever does not fit in any sharding."""
+    """Ways to compute a step that do not fit in any sharding; larger micro batches are not counted after them."""
     num_evaluated: int
     """Layouts whose time was computed."""
 

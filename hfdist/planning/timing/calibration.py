@@ -23,7 +23,7 @@ COMPONENTS = ("compute", "memory", "kernels", "link")
 _PRIOR = {"compute": 0.5, "memory": 0.7, "kernels": 0.7, "link": 0.7}
 """Standard deviations of the logarithms of the factors about their defaults, where no step says more."""
 _NOISE = 0.05
-"""That of a measured step."""
+"""Standard deviation of the logarithm of a measured step."""
 _OUTLIER = 1.5
 """Residuals of more standard deviations than this count less (Huber)."""
 _ROUNDS = 50
@@ -32,7 +32,7 @@ _LEAST_SPREAD = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """By what the ideal seconds of each component are multiplied."""
+    """Factors by which the ideal seconds of each component are multiplied."""
 
     compute: float
     memory: float
@@ -41,7 +41,7 @@ class Factors:
     spread: float
     """A step lies between its seconds over this, and times this."""
     num_steps: int = 0
-    """Timed steps behind them; 0: none, they are defaults."""
+    """Number of timed steps from which these factors come; 0: none, they are defaults."""
 
     def apply(self, ideal: Mapping[str, float]) -> float:
         """Give the seconds of a step from its components."""
@@ -71,7 +71,7 @@ class TimedStep:
     step_seconds: float
     """The median step of the run."""
     cpu_seconds: float | None = None
-    """Of one rank, all its threads."""
+    """CPU seconds of one rank, over all its threads."""
 
 
 def write_step(step: TimedStep, path: Path) -> None:

@@ -19,15 +19,15 @@ from hfdist.testing import run_ranks
 
 _GIB = 2.0**30
 _WIDTHS = (256, 768)
-"""Of the matrices that are multiplied, as of small models; the larger ones where the smaller ones are quick."""
+"""Widths of the matrices that are multiplied, as in small models; the larger one is used if the smaller is quick."""
 _COPIED_BYTES = 32 * 2**20
-"""More than caches hold."""
+"""Bytes that are copied: more than caches hold."""
 _SENT_BYTES = 4 * 2**20
 _NUM_SMALL = 100
-"""Operations on a few numbers, forward and backward."""
+"""Number of operations on a few numbers, forward and backward."""
 _TURN_SECONDS = 0.1
 _MOST_RANKS = 4
-"""That measure at once; more of them share the cores alike."""
+"""The most ranks that measure at once; more of them share the cores alike."""
 
 
 def find_hardware(name: str | None = None, *, processes: int = 1, own: Path | None = None) -> Hardware:

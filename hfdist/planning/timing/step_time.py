@@ -27,7 +27,7 @@ from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
 from hfdist.strategies.base import Strategy
 
 _LEFT_OF_FUSED = 0.67
-"""Of the memory traffic and of the number of operations where blocks are compiled: by published runs."""
+"""Share of memory traffic and of operations that is left where blocks are compiled: by published runs."""
 _SLOPE = 1e-6
 _PIPELINE = "pipeline"
 _IN_BLOCKS = ("tensor", "context", "expert")
@@ -138,13 +138,13 @@ class _Rank:
     """Seconds of one rank."""
 
     forwards: list[float]
-    """Of one micro batch in each of its stages."""
+    """Seconds of the forward of one micro batch, for each stage of the rank."""
     backwards: list[float]
     optimizer: float
     exposed: dict[str, float] = field(default_factory=dict)
-    """By axis, without what is in the blocks of a pipeline, and messages between its stages."""
+    """Seconds by axis, without what is in the blocks of a pipeline, and without messages between its stages."""
     message: float = 0.0
-    """From one stage to the next."""
+    """Seconds of a message from one stage to the next."""
 
     def busy(self, num_microbatches: int) -> float:
         return num_microbatches * (sum(self.forwards) + sum(self.backwards))

@@ -100,7 +100,7 @@ def deepspeed_on_fake_tensors(topology: Topology) -> Iterator[None]:
         try:
             yield
         finally:
-            # Behind torch's own, DeepSpeed would keep its groups for the next plan, or the run.
+            # If only torch's own were destroyed, DeepSpeed would keep its groups for the next plan, or the run.
             deepspeed.comm.destroy_process_group()
 
 

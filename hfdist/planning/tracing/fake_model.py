@@ -1,4 +1,4 @@
-"""The model of a run on fake tensors: its shapes and types, with no memory behind them, and prepared as in the run."""
+"""The model of a run on fake tensors: its shapes and types, without memory, and prepared as in the run."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from hfdist.strategies.deepspeed.zero import ZeroStrategy
 
 _RANGES = {"cpu": (0.97, 1.03), "cuda": (0.97, 1.15)}
-"""Of a peak, as shares of the traced one. On a CPU, what traces and measured peaks differ by (docs/plan.md). A GPU's
+"""Range of a peak, as shares of the traced one. On a CPU: how traces and measured peaks differ (docs/plan.md). A GPU's
 allocator rounds sizes up and keeps pieces that fit nothing; and its kernels have workspaces of their own."""
 
 
@@ -58,7 +58,7 @@ class RankTrace:
 
     peak: PeakMemory
     costs: RankCosts
-    """Without traffic."""
+    """Costs of the rank, without traffic."""
     state: MemoryUse
     """What it holds between steps."""
 
@@ -66,7 +66,7 @@ class RankTrace:
 def trace_rank(
     config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, rank: int, device_type: str = "cpu"
 ) -> RankTrace:
-    """Trace a step of one rank. No process group may exist; none is left behind.
+    """Trace a step of one rank. No process group may exist before it, and none is left after it.
 
     Tensors of the CPU stand for those of a GPU. So sdpa is the flash attention of the CPU, which keeps what that of a
     GPU keeps, but with a mask a GPU pads the mask; autocast widens more operations on a GPU, such as a layer norm; and
@@ -112,7 +112,7 @@ def trace_rank(
 
 @contextmanager
 def fake_ranks(topology: Topology) -> Iterator[None]:
-    """Start a process group of which this process is one rank, and the others do not exist; end it behind."""
+    """Start a process group of which this process is one rank, and the others do not exist; end it after the block."""
     if topology.world_size == 1:
         yield
         return

@@ -77,8 +77,8 @@ def _fewest(schedule: Schedule, num_ranks: int, per_rank: int, num_microbatches:
 def most_held(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int) -> list[set[tuple[int, ...]]]:
     """Give for each rank how many micro batches of each of its stages it holds when it holds most.
 
-    A micro batch counts until all its gradients are there. Behind them stands of each stage whether it has gradients by
-    then. Of several moments with as many micro batches, all are listed.
+    A micro batch counts until all its gradients are there. After these numbers, a tuple has for each stage whether it
+    has gradients by then. Of several moments with as many micro batches, all are listed.
     """
     found = []
     for own in plan(schedule, ranks, num_microbatches):
@@ -111,7 +111,7 @@ class PipelineTrace(Recorder):
         self._trace = trace
         self._left_out = left_out
         self.model: Any = None
-        """Whose gradients are named as such."""
+        """Model whose gradients are named as such."""
         self._costs: dict[tuple[int, Phase], OpCosts] = defaultdict(OpCosts)
         self._forwards: dict[int, int] = defaultdict(int)
         self._is_begun = False

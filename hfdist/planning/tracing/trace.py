@@ -333,7 +333,7 @@ def _is_known(operation: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _grouped_product(left: Any, right: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
-    """As torch's own for fake tensors, which knows bfloat16 only, as a GPU; a CPU takes each type."""
+    """Do what torch's own does for fake tensors, which knows bfloat16 only, as a GPU; a CPU takes each type."""
     groups = [offs.shape[0]] if left.ndim == right.ndim == 2 else [left.shape[0]] if left.ndim == right.ndim else []
     return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 
@@ -383,10 +383,10 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     _aten._grouped_mm: _grouped_product_flops,
 }
-"""Of operations that torch's own table lacks."""
+"""FLOP formulas of operations that torch's own table lacks."""
 
 _FORMULAS_BY_NAME: dict[str, Callable[..., int]] = {
     "transformers.grouped_mm_fallback": _grouped_product_flops,
     "transformers.grouped_mm_fallback_backward": _grouped_product_backward_flops,
 }
-"""Likewise, of operations that exist only once a model has been imported."""
+"""FLOP formulas of operations that exist only once a model has been imported, by name."""

@@ -137,7 +137,7 @@ def start_deepspeed() -> None:
 
     if not torch.cuda.is_available():
         # On a CPU, DeepSpeed compiles a shared-memory all-reduce for half a minute, which only its inference
-        # calls, and leaves its 66 MiB a rank behind in /dev/shm. An empty table of what could be compiled also
+        # calls, and leaves its 66 MiB a rank in /dev/shm. An empty table of what could be compiled also
         # spares the trial compilations that would fill it.
         deepspeed.ops.__compatible_ops__ = {}
     if not dist.is_initialized():
@@ -230,7 +230,7 @@ class ZeroEngine(Engine):
         return pieces_zero.list_weights(self.model)
 
     def held_bytes(self, device: torch.device) -> dict[str, int]:
-        """Of weights, and of what the optimizer steps with its state; gradients lie in buckets of DeepSpeed's own."""
+        """Give the bytes of weights, and of what the optimizer steps with its state, without DeepSpeed's buckets."""
         weights = [getattr(parameter, "ds_tensor", parameter) for parameter in self.model.parameters()]
         found = {"weights": storage_bytes([*weights, *self.model.buffers()], device)}
         if self._engine is None:

@@ -1,6 +1,6 @@
 """Gradients of DDP that travel in fewer bytes, by communication hooks; what is left out comes with a later step.
 
-Parameters are compressed one by one, so that DDP's buckets, which change behind the first step of each start, change no
+Parameters are compressed one by one, so that DDP's buckets, which change after the first step of each start, change no
 number. PowerSGD is that of Vogels et al. 2019 (arXiv:1905.13727), of which torch's own hook keeps its state by bucket,
 and aborts under gloo, where ranks start the collectives of several buckets in different orders.
 """
@@ -43,9 +43,9 @@ class GradientCompressor:
         device = next(iter(trained.values())).device
         self._steps = torch.zeros(1, dtype=torch.int64)
         self.residuals: dict[str, torch.Tensor] = {}
-        """Float32, in the shape of each parameter."""
+        """What was left out of each parameter's gradient so far, by name: float32, in the shape of the parameter."""
         self._factors: dict[str, torch.Tensor] = {}
-        """Of shape [columns, rank], the same on all ranks."""
+        """Factors of PowerSGD by the parameter's name, of shape [columns, rank]; the same on all ranks."""
         if config.defers_gradients:
             self.residuals = {
                 name: torch.zeros(parameter.shape, dtype=torch.float32, device=device)

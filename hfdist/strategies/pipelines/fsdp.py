@@ -111,7 +111,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
 
     def _reduce_gradients(self) -> None:
         self._is_last_backward(True)
-        # Behind a backward FSDP reduces all gradients that are left.
+        # After a backward FSDP reduces all gradients that are left.
         self._end.backward()
         self._sum_shared()
         self._drop_unused_gradients()

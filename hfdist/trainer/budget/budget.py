@@ -22,7 +22,7 @@ from hfdist.trainer.fault_tolerance.rank_flags import stop_after_step
 logger = logging.getLogger(__name__)
 
 _ASSUMED_BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: a float32 weight with two moments."""
+"""Bytes of a parameter in a checkpoint: a float32 weight with two moments."""
 _ASSUMED_BYTES_PER_SECOND = 1e8
 _LEAST_SAVE_SECONDS = 1.0
 
@@ -59,7 +59,7 @@ class Pace:
 
     @property
     def reserve_seconds(self) -> float:
-        """For two steps (the one that begins, and a longer one in its place), a save, an evaluation and an export.
+        """Time for two steps (the one that begins, and a longer one in its place), a save, an evaluation and an export.
 
         An export is taken to last as long as a save: it writes less.
         """
@@ -116,7 +116,7 @@ class Budget(TrainerCallback):
         self._end_seconds = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Look at the limits, behind `Usage`; and at how long things have taken in earlier starts.
+        """Look at the limits, after `Usage`; and at how long things have taken in earlier starts.
 
         Raises:
             ConfigError: a budget of energy, or of cost by the price of energy, where the energy is not known.
@@ -168,14 +168,14 @@ class Budget(TrainerCallback):
         logger.warning("train.%s: at %s of %s, saving after step %d, and stopping", name, *words, state.global_step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long the last step took, with the wait for data behind it."""
+        """Note how long the last step took, with the wait for data after it."""
         now = time.monotonic()
         if self._begin_seconds is not None:
             self._pace.stepped(now - self._begin_seconds)
         self._begin_seconds = now
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note when it ended: an evaluation and a save behind it are no part of it."""
+        """Note when the step ended: an evaluation and a save after it are no part of it."""
         self._end_seconds = time.monotonic()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

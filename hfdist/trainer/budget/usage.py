@@ -21,9 +21,9 @@ from hfdist.records.run_file import SUMMED
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 10.0
-"""Between two sums over the ranks, at the most: each gathers about 1 KB a rank."""
+"""The most seconds between two sums over the ranks: each sum gathers about 1 KB a rank."""
 _READ_SHARE = 0.05
-"""Of the time so far, after which the ranks sum again: the power of the first steps says little of the later ones."""
+"""Share of the time so far, after which the ranks sum again: the power of first steps says little of later ones."""
 _JOULES_PER_KWH = 3.6e6
 _SECONDS_PER_HOUR = 3600
 

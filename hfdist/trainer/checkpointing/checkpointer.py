@@ -64,13 +64,13 @@ class Checkpointer:
         self._trainer = trainer
         self._model_files: dict[str, bytes] | None = None
         self.saver: Saver | None = None
-        """None before the first training."""
+        """Saves the checkpoints of a training; None before the first training."""
         self._kept_step = -1
-        """Of the last save or replica."""
+        """Step of the last save or replica; -1: there is none."""
         self.asks_class = False
         """Whether the class's `save_model` is called for what it adds to a checkpoint, which has the weights itself."""
         self._replica_figures: dict[str, float] = {}
-        """For the next training line."""
+        """Figures of replicas for the next training line."""
 
     @property
     def _stem(self) -> str:
@@ -160,7 +160,7 @@ class Checkpointer:
         return {path.removeprefix(f"{name}/"): content for path, content in files.items()}
 
     def replicates_at(self, step: int) -> bool:
-        """Whether a replica is due behind this step, beside those that saves leave. Any one rank may call it."""
+        """Whether a replica is due after this step, beside those that saves leave. Any one rank may call it."""
         every = self._trainer.options.replicate_every
         return every is not None and step % every == 0
 
@@ -216,7 +216,7 @@ class Checkpointer:
             state.best_model_checkpoint = str(path)
 
     def _states_of_callbacks(self) -> dict[str, Any]:
-        """By class, as the original has them; several of one class are a list."""
+        """States of the callbacks by class, as the original Trainer has them; several of one class are a list."""
         states: dict[str, list[Any]] = {}
         for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
             if isinstance(callback, ExportableState):
@@ -372,7 +372,7 @@ class Checkpointer:
         on_all_ranks(lambda: None if ledger is None else ledger.flush())
 
     def _write_counted(self) -> None:
-        # What the checkpoint counts, before there is one; a resume cuts off what lies behind the last checkpoint.
+        # What the checkpoint counts, before there is one; a resume cuts off what comes after the last checkpoint.
         if (ledger := self._ledger) is not None:
             ledger.write_counted()
 
@@ -474,7 +474,7 @@ class Checkpointer:
         return None if found is None else (Path(found[0]), float(found[1]))
 
     def _tidy(self) -> None:
-        """Remove what a run that was killed behind its last save has left: no later save may come to do it."""
+        """Remove what a run that was killed after its last save has left: no later save may come to do it."""
         folder, keep = self.folder, self._keep()
         if folder.is_dir():
             remove_unfinished(folder)

@@ -29,13 +29,13 @@ class Start:
     """Where a run begins."""
 
     checkpoint: str | None
-    """Path; None: at step 0."""
+    """Path of the checkpoint; None: the run begins at step 0."""
     goes_on: bool
-    """Whether it is one of this run, whose lines go on then."""
+    """Whether the checkpoint is one of this run, whose lines then go on."""
     in_memory: bool
-    """Whether it is a replica."""
+    """Whether the checkpoint is a replica in memory."""
     changes: list[str]
-    """Of the config since then."""
+    """Changes of the config since the checkpoint."""
     passed_over: list[str]
     """Replicas that could not be used, and why."""
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = "samples.jsonl"
 GROUP = "hfdist.metrics"
-"""Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
+"""Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
 _RESERVED = re.compile(r"(.*_)?loss|perplexity|tokens|runtime|.*_per_second|model_preparation_time")
 
 Generate = Callable[[Sequence[Sequence[int]], Forward], list[list[int]]]
@@ -82,7 +82,7 @@ def encode_prompts(
     if chat is Chat.never or not tokenizer.chat_template:
         for prompt in prompts:
             ids = list(tokenizer(prompt)["input_ids"])
-            # Some tokenizers put an end-of-text token behind each text.
+            # Some tokenizers put an end-of-text token after each text.
             encoded.append(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids)
         return encoded
     template = ChatTemplate(tokenizer, rendering)

@@ -107,7 +107,7 @@ def table(figures: Mapping[str, float]) -> str:
 
 
 def _answer(request: dict[str, Any]) -> Any:
-    """In the harness's process: list the tasks, or measure a model."""
+    """List the tasks, or measure a model; called in the harness's process."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

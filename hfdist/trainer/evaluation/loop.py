@@ -49,7 +49,7 @@ class Evaluator:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._num_rows = 0
-        """That the data ranks have evaluated."""
+        """Number of rows that the data ranks have evaluated."""
 
     def __call__(self, batches: Any, prefix: str) -> EvalLoopOutput:
         """Measure the held-out loss, and whatever else the Trainer's options name. All ranks call it.

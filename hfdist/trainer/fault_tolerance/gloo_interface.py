@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 _ANYWHERE = "192.0.2.1"
-"""Of an address block that nobody has: its route is the default one."""
+"""An address in a block that nobody has: its route is the default one."""
 
 
 def choose_gloo_interface() -> None:

@@ -46,9 +46,9 @@ class Limits:
     """How much a run bears; see `train.*`."""
 
     skipped_steps: int = 3
-    """Skipped in a row, after which the run goes back to its last checkpoint."""
+    """Steps skipped in a row, after which the run goes back to its last checkpoint."""
     rollbacks: int = 2
-    """Without progress, after which the run stops."""
+    """Rollbacks without progress, after which the run stops."""
     compare_replicas_every: int | None = 100
     """Steps between comparisons; None: none."""
 
@@ -66,7 +66,7 @@ class Skipped(NamedTuple):
 
     step: int
     data_ranks: tuple[int, ...]
-    """Those whose loss was not finite; none: the losses were, and the gradient was not."""
+    """Data ranks whose loss was not finite; none: the losses were finite, and the gradient was not."""
     end_sample: int
     """The number of sequences that the run had read after this step."""
 
@@ -86,7 +86,7 @@ class SkipCounter:
 
     limits: Limits
     skipped: list[Skipped] = field(default_factory=list)
-    """In a row, up to now."""
+    """Steps that were skipped in a row, up to now."""
     rollbacks: int = 0
     _failed_step: int = 0
 
@@ -107,7 +107,7 @@ class SkipCounter:
         return self.rollbacks < self.limits.rollbacks
 
     def roll_back(self, step: int) -> None:
-        """The run has gone back, since it could not go on behind `step`."""
+        """Note that the run has gone back, since it could not go on after `step`."""
         self._failed_step = max(self._failed_step, step)
         self.rollbacks += 1
         self.skipped = []
@@ -225,7 +225,7 @@ class NonfiniteGuard:
         self._counter.roll_back(step)
         self._deferred = False, False
         if (replicas := self._trainer.options.replicas) is not None:
-            # Before the data go back: what was kept behind the checkpoint is no state of this run any more.
+            # Before the data go back: what was kept after the checkpoint is no state of this run any more.
             checkpoint = replicas.begin_line(checkpoint) or checkpoint
         self._restore(checkpoint)
         logger.warning(

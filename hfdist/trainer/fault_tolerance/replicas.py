@@ -22,7 +22,7 @@ class Difference:
 
     parameters: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Those that differ from the majority; without one, all that hold the parameters."""
+    """Ranks that differ from the majority; without a majority, all ranks that hold the parameters."""
     has_majority: bool
 
 

@@ -140,7 +140,7 @@ class _Scores(LogitsProcessor):
 def generate(
     model: nn.Module, batch: Batch, *, limits: Limits, score: Score, exchanges_tokens: bool = False
 ) -> torch.Tensor:
-    """Give the tokens behind each sequence; what stands behind a token of `end_ids` does not matter.
+    """Give the tokens that continue each sequence; what comes after a token of `end_ids` does not matter.
 
     Ranks wait for each other at each token only where a forward is a collective over data ranks.
 
@@ -209,9 +209,9 @@ def _recompute_rows(
 
 
 def next_tokens(model: nn.Module, batch: Batch, *, score: Score = likeliest, num_before: int = 0) -> torch.Tensor:
-    """Give the token behind place `last` of each sequence; shape [sequences, 1].
+    """Give the token after place `last` of each sequence; shape [sequences, 1].
 
-    What stands behind that place does not matter: the model is causal.
+    What comes after that place does not matter: the model is causal.
     """
     return score(_next_logits(model, batch).float(), batch, num_before).argmax(-1, keepdim=True)
 

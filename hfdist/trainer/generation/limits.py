@@ -20,7 +20,7 @@ class Limits:
     end_ids: frozenset[int]
     """Tokens that end it."""
     most_tokens: int | None
-    """That the model can read; None: any number."""
+    """The most tokens that the model can read; None: any number."""
     where: str = _KEY
     """The key of `max_new_tokens`, for errors."""
 

@@ -28,11 +28,11 @@ class Sampling:
     """The distribution that tokens are drawn from, as transformers' `generate` defines it."""
 
     temperature: float = 1.0
-    """> 0: what logits are divided by."""
+    """What logits are divided by; > 0."""
     top_k: int | None = None
-    """>= 1: of so many tokens, the likeliest; None: of all."""
+    """Number of the likeliest tokens that one is drawn from, >= 1; None: all tokens."""
     top_p: float = 1.0
-    """Of the fewest likeliest tokens whose probabilities reach it; > 0, and 1 is all tokens."""
+    """A token is drawn from the fewest likeliest ones whose probabilities sum to this; > 0, and 1: all tokens."""
 
     def warpers(self) -> LogitsProcessorList:
         """Give what changes logits, in the order of transformers' `generate`."""
@@ -107,13 +107,13 @@ def perturb(logits: torch.Tensor, batch: Batch, num_before: int, *, warpers: Log
 class TokenLogProbabilities:
     """The log-probability of each token that is drawn, by the softmax of all logits at a temperature.
 
-    So the loss computes it, too: `top_k` and `top_p` change from what is drawn, and not how probable it was.
+    The loss computes it in the same way: `top_k` and `top_p` change which tokens can be drawn, and not this number.
     """
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
         self._drawn: list[torch.Tensor] = []
-        """Of each new token; float32 of shape [rows]."""
+        """Log-probabilities of the drawn tokens: one float32 tensor of shape [rows] for each new token of a row."""
 
     def noting(self, score: Score) -> Score:
         """Note what is drawn by a score."""

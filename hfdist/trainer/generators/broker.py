@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _POLL_MILLISECONDS = 50
 _MOST_SAID = 100
 _NOT_UNDERSTOOD = -1
-"""In place of a prompt's number."""
+"""Number that stands in place of a prompt's number."""
 
 
 class Broker:
@@ -52,11 +52,11 @@ class Broker:
         self._ended: set[str] = set()
         """Names of generators that are no more: what they have sent may come late. A new start has a new name."""
         self._needed: dict[int, tuple[bytes, int]] = {}
-        """By a prompt's number: the rank that waits for its answers, and the step."""
+        """The rank that waits for the answers of a prompt, and the step, by the prompt's number."""
         self._error: PeerError | None = None
         self._heard_seconds = time.monotonic()
         self.num_tokens = 0
-        """That generators have given so far."""
+        """Number of tokens that generators have given so far."""
         self._stops = threading.Event()
         self._thread = threading.Thread(target=self._run, name="generators", daemon=True)
         self._thread.start()

@@ -14,9 +14,9 @@ class Answers(NamedTuple):
     """All completions of a prompt."""
 
     version: int
-    """Of the policy that gave them."""
+    """Version of the policy that gave the answers."""
     content: Any
-    """As the generator sent it."""
+    """The completions, as the generator sent them."""
 
 
 class HandedOut(NamedTuple):
@@ -32,12 +32,12 @@ class _Prompt:
     """The number of steps before the one that it is for."""
     content: Any
     at: dict[str, HandedOut] = field(default_factory=dict)
-    """By generator."""
+    """Generators that have the prompt, by name."""
     answers: Answers | None = None
 
 
 class Dispatcher:
-    """Of one run. Times are of any one clock, in seconds.
+    """Hands the prompts of one run to generators. Times are of any one clock, in seconds.
 
     Args:
         max_staleness: how many versions older than the policy that it trains an answer's may be.
@@ -47,9 +47,9 @@ class Dispatcher:
     def __init__(self, *, max_staleness: int, answer_seconds: float) -> None:
         self._max_staleness, self._answer_seconds = max_staleness, answer_seconds
         self._prompts: dict[int, _Prompt] = {}
-        """By number in the run's data, until their answers are taken."""
+        """Prompts by their number in the run's data, until their answers are taken."""
         self.version: int | None = None
-        """Of the newest policy that generators can read."""
+        """Version of the newest policy that generators can read."""
         self.num_thrown_away = 0
         """Prompts whose answers came twice, or were too old."""
 
@@ -118,5 +118,5 @@ class Dispatcher:
         return used if self.version is None else used | {self.version}
 
     def _staleness(self, prompt: _Prompt, version: int) -> int:
-        """By how many versions an answer of this one would be too old; at most 0: it is not."""
+        """Number of versions by which an answer of this version would be too old; at most 0: it is not too old."""
         return prompt.step - version - self._max_staleness

@@ -3,7 +3,7 @@
     step s       the policy's version s is written      prompts of the steps up to s + max_staleness go to generators
                  the answers to the prompts of step s, of versions s - max_staleness to s, are awaited and trained on
 
-An answer is used once: a line of the ledger names it. Lines of steps behind a checkpoint are set aside at a resume.
+An answer is used once: a line of the ledger names it. Lines of steps after a checkpoint are set aside at a resume.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from hfdist.watch.diagnosis import GENERATING
 
 LEDGER = "rollouts-ledger.jsonl"
 _FOLDER = "generators"
-"""In the run's folder: the policy, and what generators print."""
+"""Folder in the run's folder: it has the policy, and what generators print."""
 
 _Answers = dict[int, dict[str, Any]]
-"""By the prompt's number: its completions, their log-probabilities and the policy's version."""
+"""Completions of each prompt, their log-probabilities and the policy's version, by the prompt's number."""
 
 
 class Generators(TrainerCallback):
-    """Of one Trainer. As a callback it ends them with the training.
+    """The generators of one Trainer. As a callback it ends them with the training.
 
     Args:
         config: of the run.
@@ -66,9 +66,9 @@ class Generators(TrainerCallback):
         self._folder = run_dir / _FOLDER
         self._files = PolicyFiles(self._folder / "policy")
         self._broker: Broker | None = None
-        """On rank 0, from the first step on."""
+        """Broker on rank 0, from the first step on; None elsewhere."""
         self._used = [0.0, 0.0, 0.0]
-        """Since the last reading: answers' prompts, the sum of their staleness, and the most of it."""
+        """Prompts with answers since the last reading, the sum of their staleness, and the most of it."""
         self._wait_seconds = 0.0
         self._read_seconds, self._read_tokens, self._read_thrown_away = time.monotonic(), 0, 0
 

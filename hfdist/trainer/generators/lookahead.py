@@ -1,4 +1,4 @@
-"""Prompts of the next steps, read ahead of the run's stream, whose cursor stays behind what is trained.
+"""Prompts of the next steps, read ahead of the run's stream, whose cursor stands after what was trained.
 
 So a checkpoint knows nothing of what was read ahead: a run that goes on from it reads the same prompts again.
 """
@@ -12,7 +12,7 @@ from hfdist.strategies.base import Batch
 
 
 class Lookahead:
-    """Of the stream of one data rank, which reads all that it reads once more, in its own process."""
+    """Reads ahead on the stream of one data rank, in that rank's process; the stream reads the same prompts later."""
 
     def __init__(self, stream: TokenStream, *, data_rank: int, data_size: int) -> None:
         self._stream, self._data_rank, self._data_size = stream, data_rank, data_size
@@ -21,7 +21,7 @@ class Lookahead:
         """Number in the run's data of the last prompt that was read here."""
 
     def restart(self) -> None:
-        """Begin anew, behind what the stream has given."""
+        """Begin anew, after what the stream has given."""
         self._rows, self._newest = iter(()), -1
 
     def read(self, last: int, until: int) -> Iterator[tuple[int, Batch]]:

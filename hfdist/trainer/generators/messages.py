@@ -15,7 +15,7 @@ _NAME = "broker"
 RANK = "rank-"
 """Begins the names of ranks."""
 _MOST_BYTES = 2**28
-"""Of the prompts of a step, or of their answers."""
+"""The most bytes of one message: of the prompts of a step, or of their answers."""
 
 
 def open_broker(folder: Path) -> Any:

@@ -12,7 +12,7 @@ from hfdist.errors import PeerError
 from hfdist.topology import without_launcher
 
 MOST_RESTARTS = 3
-"""Of each generator. What kills it more often will do so again."""
+"""How often each generator is started again. What kills it more often will do so again."""
 
 
 @dataclass

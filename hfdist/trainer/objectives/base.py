@@ -82,14 +82,14 @@ class Objective:
     """What a Trainer computes in place of the model's own loss; see `RunOptions.objective`."""
 
     names: tuple[str, ...] = ()
-    """Of the figures, which are means, in the order in which ranks add them up."""
+    """Names of the figures, which are means, in the order in which ranks add them up."""
     evaluates_itself = False
     """Whether an evaluation is no mean of losses over the held-out batches: `evaluate` gives it."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
         self._sums: dict[bool, torch.Tensor] = {}
-        """By whether the model trains: of each figure its sum, and of how many; shape [figures, 2]."""
+        """Sum and number of items of each figure, by whether the model trains; shape [figures, 2]."""
 
     # ---- what each objective defines ----
 

@@ -86,7 +86,7 @@ class LearnedReward:
         with reading_from_hub(_KEY, str(self._folder)), self._layout.without_partitioning(arguments):
             model: Any = AutoModelForSequenceClassification.from_pretrained(self._folder, dtype=dtype, **_SAFELY)
         if model.config.pad_token_id is None:
-            # It asks for it, though what fills rows up stands behind the token that is read.
+            # The model asks for it, though padding comes after the token that is read.
             model.config.pad_token_id = 0
         frozen: PreTrainedModel = model.requires_grad_(False).eval().to(arguments.device)
         return frozen
@@ -105,7 +105,7 @@ class LearnedReward:
             return tokens
         end = self._own_tokenizer.eos_token_id
         [prompt] = encoder.raw([generation.prompt])
-        # Some tokenizers put an end-of-text token behind each text.
+        # Some tokenizers put an end-of-text token after each text.
         prompt = prompt[:-1] if prompt and prompt[-1] == end else prompt
         has_ended = end is not None and bool(tokens) and tokens[-1] in self._tokenizer.all_special_ids
         return [*prompt, *encoder.inside(generation.text), *([end] if has_ended else [])]

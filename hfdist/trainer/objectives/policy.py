@@ -5,9 +5,9 @@
 
 GRPO sums over tokens and divides by all answers' tokens of the global batch (as DAPO, arXiv 2503.14476, and TRL do);
 RLOO takes the ratio of whole answers, and divides by their number. An answer trains once. Within the step, the model
-that it trains gave it: so the old probabilities are those that the step begins with. Generators may be some steps
-behind: they give the old probabilities, and a ratio above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL truncates
-importance weights alike).
+that it trains gave it: so the old probabilities are those that the step begins with. Generators may have a policy that
+is some steps older: they give the old probabilities, and a ratio above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL
+truncates importance weights alike).
 
 `task.beta` holds the model to the one that the run begins with; p and r are the probabilities of a token by the two.
 GRPO adds beta x ratio x (r / p - log(r / p) - 1) to the loss of each token (with the ratio as in arXiv 2512.02556 and
@@ -35,14 +35,14 @@ from hfdist.trainer.objectives.reference_weights import ReferenceWeights
 from hfdist.trainer.objectives.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
-"""In a batch of GRPO: of each token of an answer by the reference; 0 elsewhere; shape [rows, tokens]."""
+"""Key in a batch of GRPO: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""
 DIVERGENCE = "divergence"
-"""In a batch of RLOO: of each token of an answer log(p / r); 0 elsewhere; shape [rows, tokens]."""
+"""Key in a batch of RLOO: log(p / r) of each token of an answer, else 0; shape [rows, tokens]."""
 
 _SMALLEST = 1e-4
 """Added to a standard deviation, as TRL does."""
 _LARGEST_RATIO = 3.0
-"""Without it, a bad answer that has become likely would outweigh all others."""
+"""The largest ratio that counts: otherwise a bad answer that has become likely would outweigh all others."""
 
 
 class PolicyGradient(Objective):

@@ -51,7 +51,7 @@ class ReferenceTable:
         self._known: dict[int, float | None] = {}
         """None: another rank has found it."""
         self._num_sequences: dict[str, int] = {}
-        """By the identity of a stream: of how many of its sequences all documents are known."""
+        """Number of sequences all of whose documents are known, by the identity of a stream."""
 
     def fill(self, trainer: Any, parts: Callable[[Batch], list[Batch]]) -> None:
         """Compute what is not known yet of all steps, and of the held-out set. A collective.

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from hfdist.trainer.generators.generators import Generators
 
 ADVANTAGES = "advantages"
-"""In a batch: of each answer; shape [rows]."""
+"""Key in a batch: the advantage of each answer; shape [rows]."""
 OLD_LOG_PROBABILITIES = "old_log_probabilities"
-"""In a batch whose answers generators gave: of each token of an answer when it was drawn; shape [rows, tokens]."""
+"""Key in a batch whose answers generators gave: log-probabilities of tokens when drawn; shape [rows, tokens]."""
 ROLLOUTS = "rollouts.jsonl"
 
 _SHOWN_PROMPTS = 2
-"""Of each step that is logged, in the file."""
+"""Number of prompts of each logged step whose answers are written to the file."""
 
 
 class Rollouts:
-    """Of one Trainer.
+    """Answers, rewards and batches of one Trainer.
 
     Args:
         config: `task.*` says how answers are sampled, and by whom.

@@ -41,7 +41,7 @@ class OnRollback(Protocol):
     """A callback that must know when the run goes back to a checkpoint."""
 
     def on_rollback(self, state: TrainerState) -> None:
-        """Forget the steps behind `state.global_step`: they will be done again."""
+        """Forget the steps after `state.global_step`: they will be done again."""
 
 
 class StepLines(TrainerCallback):
@@ -55,7 +55,7 @@ class StepLines(TrainerCallback):
         self._file: TextIO | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Open the file on rank 0; go on behind the lines up to the present step, at step 0 behind none."""
+        """Open the file on rank 0; go on after the lines up to the present step. At step 0 no line is kept."""
         self.on_rollback(state)
 
     def on_rollback(self, state: TrainerState) -> None:
@@ -183,7 +183,7 @@ def plot_losses(run_dir: Path, task: TaskName = TaskName.causal_lm) -> Path:
         for line in lines
         if line.get(f"eval_{name}") is not None and line["step"] in tokens_at
     ]
-    # A Figure of its own, without pyplot, needs no display and leaves no state behind.
+    # A Figure of its own, without pyplot, needs no display and leaves no state.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     if train:

@@ -51,7 +51,7 @@ def _without_queries(record: logging.LogRecord) -> bool:
 class _Plain(logging.Formatter):
     """Messages as they are, but for control characters and secrets; warnings and errors say so.
 
-    Lines behind the first of a warning stand further in: a name that holds a line cannot pass for a message.
+    Lines of a warning after its first one are indented: a name that holds a line break cannot pass for a message.
     """
 
     def format(self, record: logging.LogRecord) -> str:

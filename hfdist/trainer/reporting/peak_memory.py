@@ -17,7 +17,7 @@ _STATUS, _RESET = "/proc/self/status", "/proc/self/clear_refs"
 _NEARLY_BYTES = 2**20
 """The two counts are not taken at the same time."""
 _largest_bytes: dict[str, int] = {}
-"""Of the process, by kind; at readings."""
+"""The most bytes that the process has had at a reading, by kind: `GPU` or `host`."""
 
 
 class PeakMemory:
@@ -68,7 +68,7 @@ def _peak_bytes(device: torch.device, status: BinaryIO | None) -> tuple[str, int
 
 
 def _resident_bytes(status: BinaryIO | None) -> int:
-    """Since the process began, or since the count was reset; pages of mapped files included."""
+    """The most bytes since the process began, or since the count was reset; pages of mapped files included."""
     if status is not None:
         content = os.pread(status.fileno(), 8192, 0)
         if (begin := content.find(b"VmHWM:")) >= 0:

@@ -28,13 +28,13 @@ from hfdist.strategies.base import Engine
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT_STEP = 2
-"""Of this start: the optimizer has its state by then."""
+"""Last step of this start at which the bytes held are counted: the optimizer has its state by then."""
 _UNSTEADY_STEPS = 2
-"""Of this start: the first ones also compile, and fill caches."""
+"""Number of first steps of this start that are not steady: they also compile, and fill caches."""
 
 
 class PlanGrader(TrainerCallback):
-    """Measures what a plan has said. All ranks have it; rank 0 writes. It comes behind `RankTimes`.
+    """Measures what a plan has said. All ranks have it; rank 0 writes. It comes after `RankTimes`.
 
     Args:
         plan: on rank 0; None: there is none, and nothing is written.

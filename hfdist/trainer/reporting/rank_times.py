@@ -20,7 +20,7 @@ from hfdist.trainer.reporting.throughput import Throughput
 
 _COLUMNS = tuple(column.value for column in RankColumn)
 _GATHER_SECONDS = 0.5
-"""Between two gathers of short steps: each costs a tenth of a millisecond, and a step may be of a few."""
+"""Seconds between two gathers of short steps: a gather costs a tenth of a millisecond, and a step may take a few."""
 _MOST_LINES = 64
 
 
@@ -51,7 +51,7 @@ class RankTimes(StepLines):
         self._throughput, self._use = throughput, use
         self._steps: list[int] = []
         self._figures: list[list[float]] = []
-        """Of this rank, of `_steps`; they are not yet on their way."""
+        """Figures of this rank for each of `_steps`; they have not been sent yet."""
         self._last_step, self._lines_together = 0, 1
         self._gathering: _Gathering | None = None
 
@@ -62,7 +62,7 @@ class RankTimes(StepLines):
         self._group, self._memory = control_group(), PeakMemory(args.device)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note the figures of this rank behind a training line of the Trainer, which all ranks have alike."""
+        """Note the figures of this rank after a training line of the Trainer, which all ranks have alike."""
         if "step_seconds" in (kwargs.get("logs") or {}):
             self._steps.append(state.global_step)
             figures = [*self._throughput.of_rank, self._memory.read()]

@@ -1,7 +1,7 @@
 """Where the time of this rank's steps goes: into its loader, into computing, or into waiting for other ranks.
 
 A CPU computes a forward and a backward on the calling thread, and gloo communicates on threads of its own: a rank whose
-main thread is blocked waits. A GPU works behind its caller's back, and its kernels wait for other ranks by themselves.
+main thread is blocked waits. A GPU works while its caller goes on, and its kernels wait for other ranks by themselves.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class StepTimes(NamedTuple):
 
     step: float
     data: float
-    """In the loader, until it gave the batches."""
+    """Seconds in the loader, until it gave the batches."""
     compute: float | None
-    """On a CPU core, or ready to run while there was none for it: a rank without a core is slow, too."""
+    """Seconds on a CPU core, or ready to run while no core was free: a rank without a core is slow, too."""
     wait: float | None
-    """Blocked outside the loader."""
+    """Seconds in which the rank was blocked outside the loader."""
 
 
 class StepClock:
@@ -88,7 +88,7 @@ class StepClock:
         return StepTimes(step / steps, data / steps, compute / steps, max(step - data - compute, 0.0) / steps)
 
     def _busy_seconds(self) -> float:
-        # This clock is exact, and the kernel's count in the file is one of its ticks behind.
+        # This clock is exact, and the kernel's count in the file is late by one of its ticks.
         on_core = time.thread_time()
         if self._schedstat is None:
             return on_core

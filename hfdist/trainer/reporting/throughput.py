@@ -27,7 +27,7 @@ class Throughput:
         """This rank's own times of the steps of the last reading."""
 
     def start(self, step: int, tokens: int, flops_per_token: Callable[[int], float], *, num_devices: int) -> None:
-        """Start the clock behind so many steps and tokens; FLOPs of a token go by the length of its sequence."""
+        """Start the clock after so many steps and tokens; FLOPs of a token go by the length of its sequence."""
         self.tokens = self._last_tokens = tokens
         self._last_step = step
         self._flops, self._num_devices = cache(flops_per_token), num_devices

@@ -54,7 +54,7 @@ class TensorBoardRun(TensorBoardCallback):
             self.tb_writer.add_text("config", f"```yaml\n{to_yaml(self._config)}\n```")
 
     def on_rollback(self, state: TrainerState) -> None:
-        """Go on behind the present step, in a file of its own."""
+        """Go on after the present step, in a file of its own."""
         if not state.is_world_process_zero:
             return
         if self.tb_writer is not None:
@@ -75,7 +75,7 @@ class _GoesOn(_Callback):
         self._sent: dict[str, int] = {}
         """Last step of each figure that was sent before the run came to the present step by a resume or a rollback."""
         self._seen: dict[str, int] = {}
-        """Of each figure, as of now."""
+        """Last step of each figure that has been sent by now, or stands in metrics.jsonl."""
         super().__init__()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *rest: Any, **named: Any) -> None:
@@ -111,7 +111,7 @@ class WandbRun(_GoesOn, WandbCallback):
     tracker = "wandb"
 
     def __init__(self, config: RunConfig) -> None:
-        # A process that is killed leaves behind only what is in its file; by itself wandb writes four times a minute.
+        # A process that is killed leaves only what is in its file; by itself wandb writes four times a minute.
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
         super().__init__(config)
 

@@ -63,7 +63,7 @@ class Trackers(TrainerCallback):
     on_rollback = _event("on_rollback")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Keep the event until the run ends, which evaluates and reports behind it."""
+        """Keep the event until the run ends: after the training the run still evaluates and reports."""
         self._end = partial(self._pass_on, "on_train_end", args, state, control, **named)
 
     def end(self, exit_code: int = 0) -> None:
@@ -91,7 +91,7 @@ class Trackers(TrainerCallback):
 
 @contextmanager
 def ending_trackers(trainer: Trainer) -> Iterator[None]:
-    """End the trackers' runs behind the block; behind an error when the process ends, which does not wait long."""
+    """End the trackers' runs after the block; after an error, when the process ends, which does not wait long."""
     every = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Trackers)]
     try:
         yield

@@ -24,7 +24,7 @@ class Traffic(TrainerCallback):
         topology: of this rank.
         recorder: on rank 0.
         wait: waits until no other thread sends, as a save does.
-        warm_up_steps: of each start, which send more than the others; the fourth behind them is counted.
+        warm_up_steps: first steps of each start, which send more than the others; the fourth after them is counted.
     """
 
     def __init__(

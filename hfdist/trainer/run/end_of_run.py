@@ -40,7 +40,7 @@ MODEL = "model"
 ADAPTER = "adapter"
 
 _LONGEST_WAIT = timedelta(days=7)
-"""Of ranks with nothing left to do; a rank that dies breaks the connection, which ends it."""
+"""The longest time that ranks with nothing left to do wait; a rank that dies ends the wait: its connection breaks."""
 
 
 def finish(

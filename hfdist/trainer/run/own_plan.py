@@ -43,10 +43,10 @@ from hfdist.topology import Topology, read_launcher
 logger = logging.getLogger(__name__)
 
 _MOST_SECONDS = 60.0
-"""That a run waits for its plan once it is ready itself."""
+"""The most seconds that a run waits for its plan once it is ready itself."""
 _OF_HOST = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
 _CONNECTION = 3
-"""File descriptor of a new process, behind its standard streams."""
+"""File descriptor of a new process: the first one after its standard streams."""
 Made = tuple[Plan, Machines]
 
 
@@ -152,7 +152,7 @@ def naming_lack_of_memory(plan: Plan | None) -> Iterator[None]:
 
 
 def _fork(make: Callable[[], Made], connection: Connection) -> int:
-    # Some libraries warn of a fork behind their threads, which do nothing here.
+    # Some libraries warn of a fork after they have started threads, which do nothing here.
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
     pid = os.fork()
@@ -177,7 +177,7 @@ def _start(connection: Connection) -> int:
 
 
 def make_received(descriptor: int) -> None:
-    """In a new process: receive what makes the plan, and answer."""
+    """Receive what makes the plan, and answer; called in a new process."""
     connection = Connection(descriptor)
     _answer(lambda: connection.recv()(), connection)
 

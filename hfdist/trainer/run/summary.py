@@ -134,7 +134,7 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _safe(text: str) -> str:
-    """Without control characters, so that data cannot write to the terminal; what is long, without its middle."""
+    """Remove control characters, so that data cannot write to the terminal; of a long text, leave out the middle."""
     safe = "\n".join(map(printable, text.split("\n")))
     if len(safe) <= _MOST_CHARACTERS:
         return safe

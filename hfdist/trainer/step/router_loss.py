@@ -25,13 +25,13 @@ from hfdist.strategies.base import Batch, TrainerHooks
 
 
 class RouterLoss:
-    """Of one Trainer. For a model without routers it does nothing."""
+    """The loss over the routers of one Trainer's model. For a model without routers it does nothing."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._routers: Routers | None = None
         self.options: dict[str, Any] = {}
-        """With which the class calls the model; empty: none, and the model needs no labels."""
+        """Options with which the class calls the model; empty: none, and the model needs no labels."""
 
     def begin(self, model: nn.Module) -> None:
         """Watch the routers of a model that is ready for training, or this rank's part of it."""

@@ -132,11 +132,11 @@ class Dealing:
 
     topology: Topology
     num_microbatches: int
-    """Of a data rank, in a step; 1 in an evaluation."""
+    """Micro batches of a data rank in a step; 1 in an evaluation."""
     label_names: Collection[str] | None
-    """What rows lose that fill up; None: the loss is no sum over targets, and rows are read again."""
+    """Labels that rows lose which fill up; None: the loss is no sum over targets, and rows are read again."""
     seed: int
-    """Of the data."""
+    """Seed of the data."""
     is_training: bool
 
     def prepare(self, accelerator: Accelerator, loader: Any, before: Callable[[Any], Any]) -> Any:
