@@ -42,7 +42,7 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
 
 
 class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
-    """Several held-out sets, one behind the other."""
+    """Several held-out sets, one after the other."""
 
     def __init__(self, parts: dict[str, HeldOut]) -> None:
         super().__init__(parts.values())

@@ -39,10 +39,10 @@ class LaneState(NamedTuple):
     """How far a lane has come."""
 
     digest: int
-    """Of the records of all sequences so far: see `records.chain`."""
+    """Digest of the records of all sequences so far: see `records.chain`."""
     pools: tuple[Progress, ...]
     sequences: int
-    """Given so far, with those without a target that come behind its end."""
+    """Sequences given so far, with those without a target that come after the lane's end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Cursor:
     """States of some lanes (one rank's) or of all (merged)."""
 
     identity: str
-    """Of what the order depends on: corpus, tokenizer and settings."""
+    """Digest of what the order depends on: corpus, tokenizer and settings."""
     contents: str
     """`Inventory.digest` of what the files held."""
     num_lanes: int
@@ -60,7 +60,7 @@ class Cursor:
     next_lane: int
     """Gives the next sequence."""
     shares: Shares | None = None
-    """Of the lanes, if several runs read them."""
+    """Which run reads which lanes, if several runs share them; else None."""
 
     def to_json(self) -> dict[str, Any]:
         """Give a value for JSON."""

@@ -16,7 +16,7 @@ class Shares:
     """Who reads what. All runs have the same."""
 
     count: int
-    """Of runs."""
+    """Number of runs."""
     readers: Mapping[int, int]
     """By lane: the run that reads it."""
     ends: Mapping[int, Mapping[int, int]]

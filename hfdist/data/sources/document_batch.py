@@ -16,11 +16,11 @@ class TokenColumns(NamedTuple):
     """Rows of a shard as tokens."""
 
     tokens: NDArray[Any]
-    """Of these rows and perhaps of others; uint16, or int32 with complements. Shape [tokens]."""
+    """Tokens of these rows and perhaps of others; uint16, or int32 with complements. Shape [tokens]."""
     starts: NDArray[np.int64]
     """Where each row begins; shape [rows], as all below."""
     lengths: NDArray[np.int64]
-    """With the end-of-text token behind."""
+    """Tokens of each row, the end-of-text token at its end included."""
     digests: NDArray[np.uint64]
     """`encoders.text_digest` of each text: decides whether it is held out."""
 
@@ -47,7 +47,7 @@ class DocumentBatch:
 
     @classmethod
     def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
-        """Put one or more behind each other."""
+        """Join one or more, one after the other."""
         columns = {name: np.concatenate([getattr(batch, name) for batch in batches]) for name in _COLUMNS}
         tokens: list[NDArray[Any]] = []
         errors: dict[int, DataError] = {}

@@ -45,7 +45,7 @@ class Plan:
 
     pools: Sequence[Pool]
     orders: Sequence[LaneOrder]
-    """Of each pool."""
+    """Order of each pool."""
     mixture: Mixture
     packing: Packing
     too_long: TooLong

@@ -28,7 +28,7 @@ _MOST_WARNINGS = 20
 
 
 def records_file(folder: Path, lane: int) -> Path:
-    """The file of a lane's records: RECORD values, one behind the other."""
+    """The file of a lane's records: RECORD values, one after the other."""
     return folder / f"lane-{lane:05d}.records"
 
 
@@ -97,7 +97,7 @@ class Ledger:
                 del self._counted[0]
 
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
-        """Rename the files of lanes, since other data are read from here on, behind `samples` sequences of the run."""
+        """Rename the files of lanes, since other data are read from here on, after `samples` sequences of the run."""
         for lane in lanes:
             for path in (records_file(self.folder, lane), bad_rows_file(self.folder, lane)):
                 kept = path.with_name(f"{path.name}.until-{samples}")
