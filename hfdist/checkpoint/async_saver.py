@@ -48,7 +48,7 @@ class SaveReport(NamedTuple):
     path: Path
     step: int
     num_bytes: int
-    """Of the tensor files of all ranks."""
+    """Bytes of the tensor files of all ranks."""
     stall_seconds: float
     """For which training stood still, as long as a save before was not done included."""
     total_seconds: float

@@ -90,7 +90,7 @@ def _remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what saves that were killed left behind, which is never complete, and give back what they replaced."""
+    """Remove what killed saves have left, which is never complete, and give back what they replaced."""
     _give_back_replaced(folder)
     for path in folder.iterdir():
         if _UNFINISHED_NAME.fullmatch(path.name):

@@ -30,7 +30,7 @@ FORMATS = (2, FORMAT)
 _HASHES_STEM = "training_state/hashes-"
 
 _MAX_JSON_BYTES = 64 * 2**20
-"""Of a JSON file, written or read: nobody's file takes more memory than that."""
+"""Most bytes of a JSON file, written or read: nobody's file takes more memory than that."""
 _READ_BYTES = 4 * 2**20
 _MAX_NAME_BYTES = 255
 
@@ -86,7 +86,7 @@ class Manifest:
     files: dict[str, int]
     """Bytes of each file, by name."""
     parts: list[Part]
-    """Of which the manifest itself has the hashes; `list_parts` gives all."""
+    """Parts whose hashes stand in the manifest itself; `list_parts` gives all parts."""
     digest: str = ""
     """Its hash of itself, if it was read."""
 

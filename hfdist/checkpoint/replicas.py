@@ -74,7 +74,7 @@ class Replicas:
         self._memories = Memories.find(self._base)
         self._run, line = on_rank_zero(self._read_names)
         self.folder = self._base / f"{self._run}-{line}"
-        """Of this line."""
+        """Folder of the line that was begun last."""
         self._held: list[set[int]] = []
         """By memory, the numbers of the parts of the replica that was found."""
         self.has_written = False
@@ -158,7 +158,7 @@ class Replicas:
             manifest.write(unfinished)
             parts = list_parts(unfinished, manifest)
             held = self._list_held(unfinished, manifest, parts)
-            # One that is there, as behind a start from it, is still there when the next is written.
+            # A replica that is there, as after a start from it, is still there when the next one is written.
             if not self.has_written and not list_checkpoints(self.folder):
                 self._check_room(sum(parts[number].num_bytes for number in held))
             write_json(unfinished / _HELD, json.dumps(held))

@@ -17,13 +17,13 @@ TRIALS, SETTINGS = "sweep.jsonl", "sweep.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of a trial at the end of a rung."""
+    """Result of a trial at the end of a rung."""
 
     step: int
     tokens: int
-    """Read by then."""
+    """Tokens that the trial had read by then."""
     value: float | None
-    """Of the metric; None: it was not finite, or there is none."""
+    """Value of the metric; None: it was not finite, or there is none."""
 
 
 @dataclass(kw_only=True)

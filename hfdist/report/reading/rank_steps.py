@@ -19,7 +19,7 @@ _MOST_STRETCHES = 96
 
 @dataclass
 class Stretch:
-    """Some lines in a row: sums by rank, and the number of lines behind each sum."""
+    """Some lines in a row: sums by rank, and the number of lines in each sum."""
 
     first_step: float
     last_step: float
@@ -46,7 +46,7 @@ class Stretch:
 
     @property
     def num_ranks(self) -> int:
-        """Of which something is known."""
+        """Number of ranks of which something is known."""
         return max(map(len, self.sums.values()), default=0)
 
     def means(self, name: str) -> list[float | None]:
