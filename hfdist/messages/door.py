@@ -30,7 +30,7 @@ MOST_STRANGERS = 256
 """Connections that have not said who they are. If one more comes, the oldest is dropped."""
 _NOTE_SECONDS = 10.0
 _STRANGER_BYTES = 4096
-"""Of a line of who has proven nothing."""
+"""Most bytes of a line from a connection that has not proven yet that it knows the secret."""
 _HELLO_BYTES = 2**20
 _CHUNK_BYTES = 2**16
 

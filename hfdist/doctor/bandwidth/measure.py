@@ -47,7 +47,7 @@ class Request:
     out: Path | None = None
     """The file of hardware for plans."""
     hardware: str | None = None
-    """Of which that file has all that is no link; None: the device at hand."""
+    """Hardware from which the file `out` takes all that is no link; None: the device at hand."""
     picture: Path | None = None
 
 

@@ -59,7 +59,7 @@ class TrialProcess:
 
     @property
     def pid(self) -> int:
-        """Of the first process, and of the session."""
+        """Process id of the first process; it is the id of the session, too."""
         return self._process.pid
 
     @property
