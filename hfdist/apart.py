@@ -35,7 +35,7 @@ class Limits:
 
     cpu_seconds: int = 12
     memory_bytes: int = 4 * 2**30
-    """Of addresses, beside those that this process has."""
+    """Bytes of addresses, beside those that this process has."""
     wall_seconds: float = 900.0
     """For what waits and computes nothing; long, since machines are busy."""
 

@@ -38,7 +38,7 @@ class HubNames:
     blocks: Mapping[str, Sequence[tuple[str, Block]]]
     """For each tensor of the model that the files have, by its own name: names in the files, and what stands there."""
     num_parameters: int
-    """Of the model."""
+    """Number of elements in all parameters of the model."""
     others: tuple[HubNames, ...] = field(default=(), repr=False)
     """What another start of this model may have written: one that read other files, or an earlier hfdist."""
 
