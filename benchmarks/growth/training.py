@@ -57,14 +57,14 @@ class Work:
 
 @dataclass(kw_only=True)
 class Costs:
-    """Of one rank."""
+    """Costs of one rank."""
 
     num_parameters: int = 0
-    """Of the whole model."""
+    """Parameters of the whole model."""
     num_small_parameters: int = 0
     """In tensors that ZeRO-3 keeps whole unless told otherwise."""
     step_cpu_seconds: float = 0.0
-    """Of all threads; the median step."""
+    """CPU seconds of all threads in the median step."""
     start_cpu_seconds: float = 0.0
     """From before the model is made to the end of the first step, without what a later step costs."""
     axis_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Costs:
     peak_bytes: int = 0
     """The largest heap in a step, above that before the model was made."""
     checkpoint_bytes: int = 0
-    """Of all ranks."""
+    """Bytes of the checkpoint, of all ranks together."""
     checkpoint_seconds: float = 0.0
     checkpoint_cpu_seconds: float = 0.0
     checkpoint_stall_seconds: float = 0.0

@@ -36,7 +36,7 @@ class Case:
     """One run."""
 
     keys: dict[str, Any]
-    """Of `strategy.*`."""
+    """Keys of `strategy.*`, with their values."""
     layout: Layout
     sizes: dict[str, Any] = field(default_factory=lambda: _LLAMA)
 
