@@ -59,12 +59,12 @@ class FirstTouch(NamedTuple):
 
 
 class Resumes(NamedTuple):
-    """At one sample."""
+    """Resumes at one sample."""
 
     sample: int
     epoch: int
     slowest: dict[int, Cost]
-    """By the number of ranks: of all places in the epoch, the slowest median."""
+    """The slowest median of all places in the epoch, by the number of ranks."""
 
 
 class Settings(NamedTuple):

@@ -22,7 +22,7 @@ _HEAD_BYTES = 1016
 """Bytes of a text that travel with its length."""
 
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""By the default group."""
+"""Control group of each default group."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRAVELLING_ERRORS = {

@@ -40,12 +40,12 @@ class Costs:
     first_batch_cpu_seconds: float = 0.0
     """CPU seconds from the open corpus to the first batch, the stream's making included."""
     batch_cpu_seconds: float = 0.0
-    """The mean of those after the first: sequences are made several at a time."""
+    """Mean CPU seconds of a batch after the first: sequences are made several at a time."""
     resume_cpu_seconds: float = 0.0
     """CPU seconds from the open corpus to the batch after the cursor."""
     cursor_bytes: int = 0
     heap_bytes: int = 0
-    """What is left allocated of all of that."""
+    """Bytes that are left allocated of all of that."""
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -24,7 +24,7 @@ class Model:
     queries: int
     """Width of all heads together."""
     keys: int
-    """That of the heads of keys, and of values."""
+    """Width of all heads of keys together; values have the same."""
     intermediate: int
     num_blocks: int
     vocabulary: int

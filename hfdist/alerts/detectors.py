@@ -38,7 +38,7 @@ _SLOWER = 0.75
 """Throughput below this share of the level before is an alert."""
 
 _SAVES_SEEN = 4
-"""Since old checkpoints are removed, to tell how the disk fills."""
+"""More saves than this must be seen since old checkpoints are removed, to tell how the disk fills."""
 _LATE_SAVES, _LATE_SECONDS = 2, 60.0
 """Intervals without a save, and time: less is no loss; both."""
 

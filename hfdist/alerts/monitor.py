@@ -51,7 +51,7 @@ class Monitor:
         self._steps = {METRICS: 0, RANKS: 0}
         self._num_lines = {METRICS: 0, RANKS: 0}
         self._alerted: dict[AlertKind, dict[Any, int]] = {kind: {} for kind in AlertKind}
-        """By what a detection is about, at which step."""
+        """Step of the last alert of each kind, by what its detection is about: a rank, or None."""
         self._num_looks_without = dict.fromkeys(AlertKind, 0)
 
     def see_metrics(self, line: Mapping[str, Any], free_bytes: int | None = None) -> list[Alert]:

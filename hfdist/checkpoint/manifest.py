@@ -26,7 +26,7 @@ NO_MANIFEST = "no-manifest"
 FORMAT = 3
 """Version of the folder's layout. `format` stays in all of them."""
 FORMATS = (2, FORMAT)
-"""Those that can be read. In format 2 the manifest itself holds the hashes of all parts."""
+"""Formats that can be read. In format 2 the manifest itself holds the hashes of all parts."""
 _HASHES_STEM = "training_state/hashes-"
 
 _MAX_JSON_BYTES = 64 * 2**20
@@ -67,7 +67,7 @@ class Part(NamedTuple):
     """A run of bytes of a file, hashed by itself."""
 
     file: str
-    """Relative to the checkpoint, with `/`."""
+    """Path relative to the checkpoint, with `/`."""
     begin: int
     num_bytes: int
     xxh128: str
@@ -88,7 +88,7 @@ class Manifest:
     parts: list[Part]
     """Parts whose hashes stand in the manifest itself; `list_parts` gives all parts."""
     digest: str = ""
-    """Its hash of itself, if it was read."""
+    """The manifest's hash of itself, if it was read."""
 
     @property
     def num_bytes(self) -> int:

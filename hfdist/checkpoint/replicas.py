@@ -47,9 +47,9 @@ from hfdist.errors import CheckpointError, ConfigError, HfdistError, ResourceErr
 logger = logging.getLogger(__name__)
 
 NAMES_FILE = "replicas.json"
-"""In the run's folder of checkpoints: which folders in memory are its own."""
+"""File in the run's folder of checkpoints: which folders in memory are its own."""
 _HELD = "held.json"
-"""In a replica: the numbers of the parts that this machine holds, as `list_parts` gives them."""
+"""File in a replica: the numbers of the parts that this machine holds, as `list_parts` gives them."""
 _HEX_NAME = re.compile("[0-9a-f]{16}")
 
 
@@ -76,9 +76,9 @@ class Replicas:
         self.folder = self._base / f"{self._run}-{line}"
         """Folder of the line that was begun last."""
         self._held: list[set[int]] = []
-        """By memory, the numbers of the parts of the replica that was found."""
+        """Numbers of the parts of the replica that was found, by memory."""
         self.has_written = False
-        """Whether there is room for two."""
+        """Whether a replica was written; then there is room for two."""
         self.passed_over: list[str] = []
         """What is wrong with replicas that `find` did not take, and on which machine; the same on all ranks."""
 

@@ -13,7 +13,7 @@ class Package(NamedTuple):
     """A library of optimizers."""
 
     name: str
-    """For pip."""
+    """Name of the package for pip."""
     module: str
 
 

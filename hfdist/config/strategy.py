@@ -54,9 +54,9 @@ class Compression(Enum):
     fp16 = "fp16"
     bf16 = "bf16"
     powersgd = "powersgd"
-    """As two narrow matrices."""
+    """Gradients as two narrow matrices."""
     topk = "topk"
-    """The largest entries."""
+    """Only the largest entries of gradients."""
 
 
 class Balance(Enum):

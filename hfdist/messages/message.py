@@ -11,7 +11,7 @@ MOST_BYTES = 2**22
 """Most bytes of a line. What is larger follows the line as bytes."""
 _MOST_DEPTH = 32
 _INTEGERS = range(-(2**63), 2**64)
-"""Those that 64 bits hold, with a sign or without: seeds and hashes have none."""
+"""Integers that 64 bits hold, with a sign or without: seeds and hashes have none."""
 _MOST_COUNT = 2**53
 _MISSING: Any = object()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 _PART = "part"
-"""In a group: which of the optimizers steps it."""
+"""Key in a group of parameters: which of the optimizers steps it."""
 
 
 class Joined(torch.optim.Optimizer):

@@ -52,9 +52,9 @@ class RunRecord:
     """What was wrong, in one line without secrets."""
     step: int = 0
     max_steps: int | None = None
-    """None: not known yet."""
+    """Number of steps of the run; None: not known yet."""
     tokens: int = 0
-    """Read by all data ranks since the run began, earlier starts included."""
+    """Tokens read by all data ranks since the run began, earlier starts included."""
     seconds: float = 0.0
     """Seconds since this start has opened its folder, which it does after it has opened its data."""
     earlier_seconds: float = 0.0
@@ -68,7 +68,7 @@ class RunRecord:
     cost: float | None = None
     earlier_cost: float | None = None
     gco2e: float | None = None
-    """Grams."""
+    """Grams of CO2 equivalent of this start."""
     earlier_gco2e: float | None = None
     started: str = ""
     updated: str = ""
@@ -82,7 +82,7 @@ class RunRecord:
     layout: dict[str, Any] = field(default_factory=dict)
     """Degree of each axis, and `sharding`."""
     hosts: list[str] = field(default_factory=list)
-    """By rank; empty before training."""
+    """Host of each rank; empty before training."""
     versions: dict[str, str] = field(default_factory=dict)
     traffic: dict[str, Any] | None = None
     """What a rank sends in a step: the counted `step`, and its `axes`; None: not counted, or there is one process."""

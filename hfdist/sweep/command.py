@@ -45,7 +45,7 @@ from hfdist.topology import read_launcher
 from hfdist.trainer.run.run_lock import RunLock
 
 STUDY, BEST = "study.journal", "best"
-"""In the sweep's folder: all trials for Optuna's own tools, and the best one's config."""
+"""Names in the sweep's folder: all trials for Optuna's own tools, and the config of the best trial."""
 _PRESET = "tpe"
 _MOST_SHOWN = 4
 _HELP = """\

@@ -30,7 +30,7 @@ from hfdist.sweep.sampling import choose_values
 from hfdist.sweep.space import Space, as_overrides
 
 _AIM = "aim.json"
-"""In the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
+"""File in the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
 _SIGNALS = 128
 """A shell's exit code of what a signal has ended is higher."""
 _MOST_KILLS = 3
@@ -117,9 +117,9 @@ class Controller:
             self.most = min(self.most, len(sweep.space.grid()))
         self.most *= self._config.generations
         self._running: dict[int, LaunchedTrial] = {}
-        """By the number of the trial."""
+        """Trials that run, by their numbers."""
         self._kills: dict[tuple[int, int], int] = {}
-        """By trial and rung: so often this controller has seen it killed."""
+        """How often this controller has seen a trial killed, by trial and rung."""
         self._is_told_to_stop = False
         still_running = launcher.find_all()
         for trial in self.log.trials:

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_STEPS = 5
 _ARCHITECTURE = "architecture"
-"""Beside the runs: the config of the small model, from which the run on one process makes it again."""
+"""Folder beside the runs: the config of the small model, from which the run on one process makes it again."""
 _STOPPED_STEP = 3
 """The checkpoint from which the second part is trained again."""
 _MOST_SEQUENCE_TOKENS = 128
@@ -70,13 +70,13 @@ _MOST_HELD_OUT_SEQUENCES = 16
 _HELD_OUT_FRACTION = 0.1
 _NUM_DOCUMENTS = 4000
 _DOCUMENTS = "proof-1"
-"""In the cache; to be counted up when `_documents` gives others."""
+"""Name of the documents in the cache; to be counted up when `_documents` gives others."""
 _LEAST_EPS = 1e-4
 """Adam divides a gradient by its own size, so that it makes a whole step, of random sign, from one that is zero but for
 rounding (a key's bias). A larger eps keeps the weights comparable, and lets them show wrongly scaled gradients."""
 
 _SINGLE_SECONDS = 1500
-"""For the run on one process: less than the half hour that a process group waits for a rank."""
+"""Most seconds for the run on one process: less than the half hour that a process group waits for a rank."""
 
 FLOOR = 1e-2
 """Least divisor of a difference, as a share of the largest element of all tensors that are compared with it."""

@@ -47,7 +47,7 @@ class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
     def __init__(self, parts: dict[str, HeldOut]) -> None:
         super().__init__(parts.values())
         self.parts = parts
-        """By the names of their sources."""
+        """Held-out sets by the names of their sources."""
 
 
 def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:

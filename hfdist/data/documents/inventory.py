@@ -30,7 +30,7 @@ class _Entry:
     """A shard."""
 
     name: str
-    """As SOURCE:FILE."""
+    """Name of the shard, as SOURCE:FILE."""
     rows: int
     identity: str
     parts: str | None

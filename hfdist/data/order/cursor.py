@@ -28,11 +28,11 @@ class Progress(NamedTuple):
 
     place: Place = Place()
     sequences: int = 0
-    """Given so far."""
+    """Sequences given so far."""
     tokens: int = 0
-    """In those sequences, without filling."""
+    """Tokens in these sequences, without filling."""
     documents: int = 0
-    """Begun in those sequences, or passed over before them."""
+    """Documents that were begun in these sequences, or passed over before them."""
 
 
 class LaneState(NamedTuple):
@@ -58,7 +58,7 @@ class Cursor:
     """Sequences that the whole run has consumed."""
     lanes: dict[int, LaneState]
     next_lane: int
-    """Gives the next sequence."""
+    """Lane that gives the next sequence."""
     shares: Shares | None = None
     """Which run reads which lanes, if several runs share them; else None."""
 

@@ -65,13 +65,13 @@ class _Items(NamedTuple):
     of_tokens: Integers
     """All tokens of the document."""
     given: Integers
-    """Those that `data.too_long` leaves."""
+    """Tokens of the document that `data.too_long` leaves."""
     first: Integers
-    """Token of the document that is used next."""
+    """First token of the document that is not used yet."""
     lengths: Integers
-    """How many are left."""
+    """Number of tokens that are left."""
     arrays: Integers
-    """Number of the array that holds them."""
+    """Number of the array that holds these tokens."""
     starts: Integers
     """Index of the next one in it."""
 
@@ -88,7 +88,7 @@ class PackingBuffer:
         """Columns of `_Items`."""
         self._num_tokens = dict.fromkeys(self._columns, 0)
         self._arrays: dict[int, NDArray[Any]] = {}
-        """Tokens, by number."""
+        """Arrays of tokens, by number."""
         self._num_arrays = 0
         self._errors: dict[tuple[int, int], DataError] = {}
         """Errors of bad documents, by epoch and number."""

@@ -43,11 +43,11 @@ class Sequence(NamedTuple):
     lengths: Sequences[int]
     """Tokens of each of its pieces, and of what fills it up: positions restart at each."""
     blanks: Sequences[tuple[int, int]]
-    """From where to where nothing is a target: quarantined documents, and what fills up."""
+    """Begin and end of each stretch without targets: quarantined documents, and what fills up."""
     next_place: Place
-    """Where the next one begins."""
+    """Place where the next sequence begins."""
     num_tokens: int
-    """Without filling."""
+    """Number of tokens, without filling."""
     records: Records
     """Records of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
     problems: tuple[str, ...] = ()

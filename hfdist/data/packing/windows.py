@@ -272,7 +272,7 @@ class Pieces(NamedTuple):
     """Documents cut to the length of a sequence, in the order of the documents; each of shape [pieces]."""
 
     document: Integers
-    """Its place among the documents."""
+    """Place of the piece's document among the documents."""
     first_token: Integers
     num_tokens: Integers
 

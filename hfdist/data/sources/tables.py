@@ -403,7 +403,7 @@ class _Group(NamedTuple):
 
     packed_bytes: int
     decoded_bytes: int
-    """In memory, a value of a dictionary once."""
+    """Bytes in memory, where a value of a dictionary counts once."""
 
 
 def _group_of(group: pq.RowGroupMetaData, leaves: list[int]) -> _Group:

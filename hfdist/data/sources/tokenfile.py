@@ -62,7 +62,7 @@ class FileRecord:
     digest: str
     """Digest of all three files: tokens, index and digests."""
     origins: list[OriginShard]
-    """In order; their runs sum to `rows`."""
+    """Shards that were tokenized, in order; their runs sum to `rows`."""
     bad_rows: list[int]
     """Rows that could not be read, which are empty documents here."""
 

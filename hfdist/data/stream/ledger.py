@@ -43,11 +43,11 @@ class Ledger:
     def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
         self.folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
         self._records_files: dict[int, Path] = {}
-        """By lane; kept, as making a path takes longer than adding to it."""
+        """Files of records, by lane; kept, as making a path takes longer than adding to the file."""
         self._pending: dict[Path, list[bytes]] = {}
-        """For each file, what is to be written."""
+        """What is to be written to each file."""
         self._counted: list[dict[Path, list[bytes]]] = []
-        """The same, of saves that have begun."""
+        """What is to be written to each file for each save that has begun."""
         self._writing = threading.Lock()
         self._num_bad_rows = 0
 

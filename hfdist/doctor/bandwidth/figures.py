@@ -21,7 +21,7 @@ class Figure:
     """One collective of one size in one group of ranks."""
 
     group: str
-    """ALL, IN_MACHINE or BETWEEN."""
+    """Which ranks are measured together: ALL, IN_MACHINE or BETWEEN."""
     kind: str
     num_ranks: int
     """Number of ranks of the group; where each machine has a group of its own, of the slowest one."""

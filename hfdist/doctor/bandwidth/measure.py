@@ -39,7 +39,7 @@ class Request:
     """What is to be measured."""
 
     processes: int
-    """To start; 1: a launcher has started them."""
+    """Number of processes to start; 1: a launcher has started them."""
     largest_bytes: int
     call_seconds: float
     """How long ranks may take to connect, and for one call."""

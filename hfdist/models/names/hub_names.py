@@ -34,7 +34,7 @@ class HubNames:
     """The tensors of a whole model's files."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """By name, in the order in which transformers writes them."""
+    """Shape of each tensor by its name, in the order in which transformers writes them."""
     blocks: Mapping[str, Sequence[tuple[str, Block]]]
     """For each tensor of the model that the files have, by its own name: names in the files, and what stands there."""
     num_parameters: int

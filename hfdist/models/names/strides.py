@@ -29,7 +29,7 @@ class Block:
     """
 
     name: str
-    """The source's."""
+    """Name of the source."""
     source: int
     target: int
     dims: tuple[Dim, ...]

@@ -21,7 +21,7 @@ _MOST_POINTS = 640
 _MOST_DOTS = 60
 COLOURS = 6
 _LOG_RANGE = 40.0
-"""Where the highest value is so many times the lowest, the axis is logarithmic."""
+"""Ratio of the highest value to the lowest from which on the axis is logarithmic."""
 
 
 @dataclass(frozen=True)

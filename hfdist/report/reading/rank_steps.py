@@ -14,7 +14,7 @@ from hfdist.report.text import number, numbers
 PARTS = (RankColumn.compute_seconds.value, RankColumn.data_seconds.value, RankColumn.wait_seconds.value)
 STEP = RankColumn.step_seconds.value
 _MOST_STRETCHES = 96
-"""Where there are more, two and two become one."""
+"""Most stretches. Where there are more, each two neighbours become one."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Stretch:
     sums: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, list[int]] = field(default_factory=dict)
     peak_bytes: list[float] = field(default_factory=list)
-    """By rank, the highest; 0: not known."""
+    """Highest memory of each rank, in bytes; 0: not known."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line."""

@@ -150,7 +150,7 @@ class RunFiles:
         self.figures: dict[str, list[Point]] = {}
         """What training lines say of preferences and rewards, by key."""
         self.held_out_figures: dict[str, list[Point]] = {}
-        """The same of evaluations, by the key without `eval_`."""
+        """What evaluations say of preferences and rewards, by the key without `eval_`."""
         self.shares: dict[str, dict[str, float]] = {}
         """What was read of each pool of documents, at the last save."""
 

@@ -346,7 +346,7 @@ class _LaneSequences:
         """Where groups begin, and where the last one ends. Shape [sequences + 1], the others [sequences]."""
         self.numbers: Integers = numbers[self.edges[:-1]]
         self.pools: Integers = records["pool"][self.edges[:-1]].astype(np.int64)
-        """By the first record of each sequence."""
+        """Pool of each sequence, that of its first record."""
         token_ends = np.concatenate([[0], np.cumsum(records["num_tokens"], dtype=np.int64)])
         self._num_tokens = np.diff(token_ends[self.edges])
 
