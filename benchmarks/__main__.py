@@ -1,4 +1,4 @@
-"""All benchmarks, one behind the other, and their one table: hfdist beside its peers and the machine's limits.
+"""All benchmarks, one after the other, and their one table: hfdist beside its peers and the machine's limits.
 
 python -m benchmarks --write
 """

@@ -35,7 +35,7 @@ _QUICK_SIZES = _SIZES | {"vocab_size": 1024, "hidden_size": 128, "intermediate_s
 
 
 class Times(NamedTuple):
-    """Of one save."""
+    """Times of one save."""
 
     stall_ms: float
     total_ms: float
@@ -112,7 +112,7 @@ def _waits(write: Callable[[Path], object]) -> Save:
 
 
 def _limits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Save]:
-    """Of this rank's share."""
+    """Limits of a save: the share of this rank is copied in memory, or written as it is."""
     pieces = [piece.view.flatten() for piece in _pieces(model, optimizer) if piece.key != STEP]
     share = torch.cat(pieces).chunk(dist.get_world_size())[dist.get_rank()].clone()
     memory = torch.zeros_like(share)

@@ -52,7 +52,8 @@ class Work:
     num_ranks: int
     num_microbatches: int
     leg_seconds: float
-    """Of a forward, of an input gradient and of a weight gradient: of all stages of one rank, for one micro batch."""
+    """Seconds that a forward takes, and an input gradient, and a weight gradient: each for one micro batch in all
+    stages of one rank."""
 
     def bound_seconds(self, stages_per_rank: int) -> float:
         """The least time of a step: the last rank waits for its first input, then never idles."""

@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 class Size(NamedTuple):
-    """Of one head and one batch."""
+    """Size of one head and one batch."""
 
     tokens: int
     width: int
@@ -276,7 +276,7 @@ def _preamble(options: argparse.Namespace, is_gpu: bool) -> str:
         "the weights, the hidden states and the targets, and with the gradients of the first two. Limit: the three "
         "products alone. eager: what a model of transformers does. torch's chunks: its linear_cross_entropy "
         f"with default options. Medians of {options.rounds} interleaved rounds, on a CPU each in a process of its own: "
-        "the peak of a first call (of what is compiled: behind it), the time of the next.\n\n"
+        "the peak of a first call (of what is compiled: after it), the time of the next.\n\n"
         f"{describe_run('benchmarks.head', 'torch')}"
     )
 

@@ -69,7 +69,7 @@ def main() -> None:
         f"shuffled, batches of {BATCH_SIZE} in int64, local disk, one thread a process. CPU seconds are those of the "
         f"process and its worker. Medians of {options.rounds} interleaved turns of "
         f"{QUICK_SECONDS if options.quick else CPU_SECONDS_OF_TURN} CPU seconds, or up to the first end of an epoch "
-        "behind a quarter of that, what was imported kept out of garbage collections; the start of "
+        "after a quarter of that, what was imported kept out of garbage collections; the start of "
         "an epoch does not count, in which `datasets` streaming fills a buffer of 1,000 rows, at 8,192 tokens two "
         "fifths of an epoch. hfdist packs documents end to end with 48 lanes, and keeps its cursor's digests; the "
         "others read rows that were cut beforehand.\n\n"

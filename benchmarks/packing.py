@@ -65,7 +65,7 @@ class Kept(NamedTuple):
     """What became of the documents."""
 
     share: float
-    """Of the places of all sequences at their full length, those that hold a token of a document."""
+    """Share of the places of all sequences, at their full length, that hold a token of a document."""
     cut: int
     """Documents that fit into a sequence, and are in two or in part."""
     lost: float

@@ -43,11 +43,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Cost(NamedTuple):
-    """Of one optimizer step."""
+    """Cost of one optimizer step."""
 
     wall_seconds: float
     cpu_seconds: float
-    """Of all threads of all ranks."""
+    """CPU seconds of all threads of all ranks."""
 
 
 class Clock(TrainerCallback):

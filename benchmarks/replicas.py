@@ -27,14 +27,14 @@ MEMORY = Path("/dev/shm")
 
 
 class Cost(NamedTuple):
-    """Of the slowest rank."""
+    """Cost of a save and a start for the slowest rank."""
 
     stall_ms: float
-    """Of a save: training stands still."""
+    """Milliseconds of a save in which training stands still."""
     save_ms: float
-    """Until the save is whole."""
+    """Milliseconds until the save is whole."""
     start_ms: float
-    """Of a start: found, verified and read."""
+    """Milliseconds of a start, in which the state is found, verified and read."""
 
 
 def main() -> None:

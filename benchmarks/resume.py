@@ -33,9 +33,9 @@ from hfdist.testing import run_ranks
 GOAL_MILLISECONDS = 10
 OURS = "hfdist"
 BATCH = 8
-"""Of the run, whatever the number of ranks."""
+"""Sequences of a global batch, whatever the number of ranks."""
 SHARES = (0.02, 0.25, 0.5, 0.75, 0.98)
-"""Of an epoch: where in it the places are from which is resumed."""
+"""Shares of an epoch: places in it from which is resumed."""
 _COMPARED_BATCHES = 4
 _MOST_BATCHES_BEFORE = 7
 _NUM_PEER_RESUMES = 2
@@ -44,7 +44,7 @@ _PEERS = ("litdata", "mosaicml-streaming", "torchdata")
 
 
 class Cost(NamedTuple):
-    """Of the slowest rank, from the cursor to the first batch."""
+    """Cost of a resume for the slowest rank, from the cursor to the first batch."""
 
     wall_milliseconds: float
     cpu_milliseconds: float
@@ -59,12 +59,12 @@ class FirstTouch(NamedTuple):
 
 
 class Resumes(NamedTuple):
-    """At one sample."""
+    """Resumes at one sample."""
 
     sample: int
     epoch: int
     slowest: dict[int, Cost]
-    """By the number of ranks: of all places in the epoch, the slowest median."""
+    """The slowest median of all places in the epoch, by the number of ranks."""
 
 
 class Settings(NamedTuple):
@@ -155,7 +155,7 @@ def _interrupted(
 
 
 def _cursor_at(stream: TokenStream, sample: int, epoch: int, share: float) -> dict[str, Any]:
-    """A cursor behind `sample` sequences, at a share of an epoch of each lane."""
+    """A cursor after `sample` sequences, at a share of an epoch of each lane."""
     state = Cursor.from_json(stream.state_dict())
     (order,) = stream.plan.orders
     rounds = sample // state.num_lanes

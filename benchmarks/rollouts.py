@@ -24,7 +24,7 @@ OURS, GENERATE, GREEDY, RECOMPUTE = "hfdist", "generate", "generate, greedy", "h
 
 
 class Size(NamedTuple):
-    """Of a model and its rollout."""
+    """Size of a model and its rollout."""
 
     width: int
     layers: int

@@ -55,12 +55,12 @@ def medians_or_reasons(
 
 
 def medians(figures: Mapping[str, list[float]]) -> dict[str, float]:
-    """Of each contender."""
+    """Median of the figures of each contender."""
     return {name: statistics.median(values) for name, values in figures.items()}
 
 
 def median_fields(turns: Sequence[Figures]) -> Figures:
-    """Of each field of named tuples."""
+    """Median of each field of named tuples."""
     make: Any = type(turns[0])
     made: Figures = make(*map(statistics.median, zip(*turns, strict=True)))
     return made
@@ -76,7 +76,7 @@ def cpu_seconds_of(run: Callable[[], object]) -> float:
 
 
 def _children_seconds() -> float:
-    """Of those that live, and of those that have ended."""
+    """CPU seconds of the children that live, and of those that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = ended.ru_utime + ended.ru_stime
     for child in psutil.Process().children(recursive=True):

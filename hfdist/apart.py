@@ -35,9 +35,9 @@ class Limits:
 
     cpu_seconds: int = 12
     memory_bytes: int = 4 * 2**30
-    """Of addresses, beside those that this process has."""
+    """Bytes of addresses, beside those that this process has."""
     wall_seconds: float = 900.0
-    """For what waits and computes nothing; long, since machines are busy."""
+    """Most seconds, for what waits and computes nothing; long, since machines are busy."""
 
 
 def do_apart(do: Callable[[], object], *, where: str, found: object, limits: Limits | None = None) -> None:

@@ -19,10 +19,10 @@ from hfdist.open_files import TOO_MANY, too_many_open
 
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 1016
-"""Of a text, that travel with its length."""
+"""Bytes of a text that travel with its length."""
 
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""By the default group."""
+"""Control group of each default group."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRAVELLING_ERRORS = {
@@ -87,7 +87,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Of all ranks, filled up to the same length: at least that of a head."""
+    """Gather the bytes of all ranks, filled up to the same length: at least that of a head."""
     padded = bytearray(content.ljust(_LENGTH_BYTES + _HEAD_BYTES, b" "))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device_of(group))
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from hfdist.secrets import mask_secrets
 
 INTERRUPTED = 130
-"""Exit code behind Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as shells have it."""
 
 _LONGEST_VALUE, _LONGEST = 500, 4000
 """Characters of a value or a place, and of what else a message says."""
@@ -133,7 +133,7 @@ def printable(text: str, longest: int | None = None) -> str:
         text: may be anything.
         longest: how many characters are kept.
     """
-    # Cut first, as it may be a file's whole content, and behind the end, where a secret may begin.
+    # Cut first, as it may be a file's whole content; and cut after the end, where a secret may begin.
     short = text if longest is None else text[: 2 * longest]
     safe = "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in mask_secrets(short))
     return safe if longest is None or len(safe) <= longest else safe[:longest] + " ..."

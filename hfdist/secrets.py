@@ -35,7 +35,7 @@ _NAME = (
     r"(?:[\w-]*[_-])?(?:token|password|passwd|passphrase|secret|credentials?|authorization"
     r"|(?:api|access|secret|private|signing|encryption|account)[_-]?key)"
 )
-# With a colon only behind a name of several words: "a token: ..." is prose. A vocabulary's tokens stay.
+# With a colon only after a name of several words: "a token: ..." is prose. A vocabulary's tokens stay.
 _ASSIGNED = re.compile(
     rf"((?<![\w-])(?:{_NAME}['\"]?=|(?=[\w-]*[_-]){_NAME}['\"]?:\s*)['\"]?)(?!\*\*\*|\.\.\.|<[^\s<>]*>"
     r"|\[(?-i:[A-Z]+)\])[^\s,}\]'\"]+",

@@ -22,7 +22,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all-reduce", "all-gather",
 BROADCAST, SEND = "broadcast", "send"
 
 _KEY = torch._C.DispatchKey.BackendSelect
-"""Of all keys above those of devices the one that no guard of autograd or of inference mode leaves out."""
+"""The only dispatch key above those of devices that no guard of autograd or of inference mode leaves out."""
 
 
 class _Operator(NamedTuple):
@@ -51,7 +51,7 @@ _OPERATORS = {
     "scatter_": _Operator("scatter", 0, 2),
     "send": _Operator(SEND, 0, 1),
 }
-"""Of `torch.ops.c10d`, which no document lists (torch 2.13): all that sends. Functional collectives end in them."""
+"""All operators of `torch.ops.c10d` that send (torch 2.13); no document lists them. Functional collectives use them."""
 
 
 class Channel(NamedTuple):

@@ -26,7 +26,7 @@ hfdist pretrain --help
 ```
 
 The help shows the same lines with the values of your run. Set a key as `key=value`, for example `train.max_steps=200`.
-*Default* is the value of `hfdist pretrain`; where that of `hfdist finetune` differs, it stands behind a semicolon.
+*Default* is the value of `hfdist pretrain`; where that of `hfdist finetune` differs, it stands after a semicolon.
 `make docs` writes this page from the dataclasses in `hfdist/config/` and the comments in `conf/`.
 """
 SOURCE = f"data.sources.{ANY_NAME}"

@@ -29,11 +29,11 @@ class Loader(Protocol):
 
         Args:
             work: the corpus.
-            state: None for the beginning, or what `state` gave: go on behind it.
+            state: None for the beginning, or what `state` gave: go on after it.
         """
 
     def state(self) -> Any:
-        """Give what is needed to go on behind the batch that was given last, as JSON."""
+        """Give what is needed to go on after the batch that was given last, as JSON."""
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
 from benchmarks.rounds import cpu_seconds_of
 
 ANSWER = "benchmark: "
-"""Before each answer, as libraries write to the same place."""
+"""Prefix of each answer, as libraries write to the same place."""
 _WARM_UP_BATCHES = 30
 _ENOUGH = 0.25
-"""Of what was asked for: then an epoch's end ends the turn, as one of `datasets` takes 5 s of waiting."""
+"""Share of the wanted CPU seconds after which an epoch's end ends the turn: one of `datasets` takes 5 s of waiting."""
 
 
 def main() -> None:

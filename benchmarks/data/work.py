@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SEQUENCE_LENGTH = int(os.environ.get("BENCHMARK_SEQUENCE_LENGTH", "1024"))
 NUM_WORKERS = int(os.environ.get("BENCHMARK_WORKERS", "1"))
-"""Of every loader; both are read here, so that all contenders' processes are told in the same way."""
+"""Workers of every loader. They and the length are read here, so that all contenders' processes get the same."""
 BATCH_SIZE = 8
 SEED = 0
 TEXT = "text"
@@ -40,7 +40,7 @@ class Work:
 
     folder: Path
     num_tokens: int
-    """Of the whole corpus, with an end-of-text token behind each document."""
+    """Tokens of the whole corpus, with an end-of-text token after each document."""
     token_copies: int
     """How often the tokenized path has the corpus, so that fast contenders run for long enough to be timed."""
 

@@ -33,19 +33,19 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Costs:
-    """Of one stream, in a process of its own; nothing is cached for it but what it has cached itself."""
+    """Costs of one stream, in a process of its own; nothing is cached for it but what it has cached itself."""
 
     open_cpu_seconds: float = 0.0
     open_again_cpu_seconds: float = 0.0
     first_batch_cpu_seconds: float = 0.0
-    """From the open corpus, the stream's making included."""
+    """CPU seconds from the open corpus to the first batch, the stream's making included."""
     batch_cpu_seconds: float = 0.0
-    """The mean of those after the first: sequences are made several at a time."""
+    """Mean CPU seconds of a batch after the first: sequences are made several at a time."""
     resume_cpu_seconds: float = 0.0
-    """From the open corpus to the batch behind the cursor."""
+    """CPU seconds from the open corpus to the batch after the cursor."""
     cursor_bytes: int = 0
     heap_bytes: int = 0
-    """What is left allocated of all of that."""
+    """Bytes that are left allocated of all of that."""
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -30,7 +30,7 @@ NOTHING_KEPT: dict[str, Any] = {
     "stage3_max_reuse_distance": 0,
     "stage3_param_persistence_threshold": 0,
 }
-"""Of ZeRO-3: parameters are let go after each use, as those of a model are that is larger than what may be kept."""
+"""Keys of ZeRO-3 that free parameters after each use, as for a model that is larger than what may be kept."""
 LAYOUTS: dict[str, Callable[[int], dict[str, Any] | None]] = {
     "ddp": lambda num_ranks: {},
     "zero1": lambda num_ranks: {"sharding": "zero1"},

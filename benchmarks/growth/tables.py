@@ -88,7 +88,7 @@ def corpora_section(costs: runs.ByTimes) -> Described:
         "Corpora of one size, and of 10 and 100 times as many documents: token files (8, of 2,500 documents of 50 "
         "tokens each, and larger), parquet (2 files of 100 rows, and more of them), JSON lines (2 files of 100 rows, "
         f"and larger). Sequences of {corpora.SEQUENCE_TOKENS}, batches of {corpora.MICRO_BATCH_SIZE}, "
-        f"{corpora.LANES} lanes, no loader process. A resume is from behind {corpora.NUM_BATCHES} batches, with the "
+        f"{corpora.LANES} lanes, no loader process. A resume comes after {corpora.NUM_BATCHES} batches, with the "
         "corpus open. Heap: what C and C++ hold after all of that; a lane reads a block of rows at a time, of up to "
         "1,024 once there are that many for each of 16 blocks a lane.\n\n"
         + markdown(["corpus", "what", *(f"{factor}x" for factor in times), "exponent"], rows)

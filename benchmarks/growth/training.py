@@ -46,7 +46,7 @@ class Work:
     global_batch_size: int
     sequence_tokens: int
     num_steps: int
-    """That are timed."""
+    """Number of steps that are timed."""
     micro_batch_size: int | None = None
     """Sequences; None: all of a rank at once, or 1 in a pipeline."""
     loss_head: LossHead | None = None
@@ -57,35 +57,36 @@ class Work:
 
 @dataclass(kw_only=True)
 class Costs:
-    """Of one rank."""
+    """Costs of one rank."""
 
     num_parameters: int = 0
-    """Of the whole model."""
+    """Parameters of the whole model."""
     num_small_parameters: int = 0
-    """In tensors that ZeRO-3 keeps whole unless told otherwise."""
+    """Parameters in tensors that ZeRO-3 keeps whole unless told otherwise."""
     step_cpu_seconds: float = 0.0
-    """Of all threads; the median step."""
+    """CPU seconds of all threads in the median step."""
     start_cpu_seconds: float = 0.0
-    """From before the model is made to the end of the first step, without what a later step costs."""
+    """CPU seconds from before the model is made to the end of the first step, without those of a later step."""
     axis_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
-    """A step's, by axis of the mesh and kind of collective, each as a ring; of other groups by their ranks."""
+    """Bytes that are sent in a step, by axis of the mesh and kind of collective, each as a ring. Other groups stand by
+    their ranks."""
     sent_bytes: int = 0
-    """A step's, by the sockets."""
+    """Bytes that are sent in a step, as the sockets count them."""
     weight_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
-    """Masters included."""
+    """Bytes of the optimizer's state, master weights included."""
     peak_bytes: int = 0
-    """The largest heap in a step, above that before the model was made."""
+    """Bytes of the largest heap in a step, above the heap before the model was made."""
     checkpoint_bytes: int = 0
-    """Of all ranks."""
+    """Bytes of the checkpoint, of all ranks together."""
     checkpoint_seconds: float = 0.0
     checkpoint_cpu_seconds: float = 0.0
     checkpoint_stall_seconds: float = 0.0
 
     @property
     def ring_bytes(self) -> int:
-        """A step's, over all axes."""
+        """Bytes that are sent in a step, over all axes."""
         return sum(self.axis_bytes.values())
 
 

@@ -71,13 +71,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one number of micro batches a step."""
+    """Result of one number of micro batches a step."""
 
     seconds: dict[str, float | str]
-    """Of a step, by loop; or why there is none."""
+    """Seconds of a step, by loop; or why there is none."""
     versions: dict[str, str]
     largest_difference: float
-    """Of any loss of any loop from that of the bare loop, relative."""
+    """Largest relative difference of any loss of any loop from that of the bare loop."""
     final_loss: float
 
 
@@ -162,7 +162,7 @@ def prepare(folder: Path, accumulation: int, num_rounds: int, num_steps: int) ->
     work = Work(
         folder=str(folder),
         accumulation=accumulation,
-        # One burst to warm up before the rounds, and one behind them.
+        # One burst to warm up before the rounds, and one after them.
         num_bursts=num_rounds + 2,
         steps_per_burst=num_steps,
     )
@@ -193,7 +193,7 @@ def main() -> None:
 
 
 def _num_steps(accumulation: int, options: argparse.Namespace) -> int:
-    """Of a burst, a multiple of `LOG_EVERY`, so that all bursts do the same."""
+    """Steps of a burst: a multiple of `LOG_EVERY`, so that all bursts do the same."""
     seconds = 0.02 if options.quick else _SECONDS_OF_BURST[accumulation]
     return max(1, round(seconds / (_SECONDS_OF_MICRO_BATCH * accumulation) / LOG_EVERY)) * LOG_EVERY
 

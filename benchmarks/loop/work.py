@@ -28,7 +28,7 @@ MODEL, BATCHES, WORK = "model", "batches.safetensors", "work.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A training that stops behind every burst of steps, until it is told to go on."""
+    """A training that stops after every burst of steps, until it is told to go on."""
 
     folder: str
     """Holds `MODEL` and `BATCHES`."""
@@ -38,7 +38,7 @@ class Work:
 
     @property
     def num_steps(self) -> int:
-        """Of all bursts."""
+        """Steps of all bursts together."""
         return self.num_bursts * self.steps_per_burst
 
     def write(self) -> None:

@@ -36,7 +36,7 @@ class Case:
     """One run."""
 
     keys: dict[str, Any]
-    """Of `strategy.*`."""
+    """Keys of `strategy.*`, with their values."""
     layout: Layout
     sizes: dict[str, Any] = field(default_factory=lambda: _LLAMA)
 
@@ -77,7 +77,7 @@ class Costs:
     """Bytes by axis and kind of collective; `other` is what no formula has."""
     expected_sent: Counter[tuple[str, str]]
     socket_bytes: float
-    """By the sockets. A reduce-scatter of gloo sends what an all-reduce does."""
+    """Bytes as the sockets count them. A reduce-scatter of gloo sends what an all-reduce does."""
     held: dict[str, float]
     expected_held: dict[str, float]
 

@@ -31,7 +31,7 @@ class Step(NamedTuple):
     """One optimizer step on one sequence."""
 
     peak_bytes: int
-    """Of the rank that took most, above what it held before the step."""
+    """Bytes of the rank that took most, above what it held before the step."""
     loss: float
     gradient_norm: float
 

@@ -24,7 +24,7 @@ class Model:
     queries: int
     """Width of all heads together."""
     keys: int
-    """That of the heads of keys, and of values."""
+    """Width of all heads of keys together; values have the same."""
     intermediate: int
     num_blocks: int
     vocabulary: int
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def routers(self) -> int:
-        """Of all blocks."""
+        """Elements of the routers of all blocks."""
         return self.num_blocks * self.num_experts * self.hidden
 
     @property
@@ -88,11 +88,11 @@ class Layout:
     """Degrees of the axes, and how a step's tokens are divided."""
 
     micro_batches: int
-    """Of a data rank in a step."""
+    """Micro batches of a data rank in a step."""
     sequences: int
-    """Of a micro batch."""
+    """Sequences of a micro batch."""
     tokens: int
-    """Of a sequence."""
+    """Tokens of a sequence."""
     replicate: int = 1
     shard: int = 1
     context: int = 1
@@ -150,7 +150,7 @@ def _add_tensor(add: Any, model: Model, layout: Layout) -> None:
         read = 2 * model.hidden + model.queries + model.intermediate
         summed += states / model.hidden * model.num_blocks * read
     else:
-        # Behind attention and behind the feed-forward layers, and the gradients before them.
+        # After attention and after the feed-forward layers, and the gradients before them.
         summed += states * model.num_blocks * 4
     # Whole on each rank are norms alone, or FSDP2's shards of them.
     summed += model.norms * of_rank / (layout.shard * layout.context if layout.is_fsdp else 1)

@@ -31,13 +31,14 @@ _MOST_MEANS = 512
 
 _DRIFT_LINES, _DRIFT_TIMES = 16, 5.0
 _DRIFT_GROUPS = 4
-"""Of these many lines, between the lowest level and the newest one, and at the beginning, where norms are large."""
+"""So many levels, each of `_DRIFT_LINES` lines, lie between the lowest one and the newest one, and so many are left out
+at the beginning, where norms are large."""
 
 _SLOWER = 0.75
-"""Of the level before."""
+"""Throughput below this share of the level before is an alert."""
 
 _SAVES_SEEN = 4
-"""Since old checkpoints are removed, to tell how the disk fills."""
+"""More saves than this must be seen since old checkpoints are removed, to tell how the disk fills."""
 _LATE_SAVES, _LATE_SECONDS = 2, 60.0
 """Intervals without a save, and time: less is no loss; both."""
 
@@ -87,7 +88,7 @@ class Plateau:
 
     def __init__(self) -> None:
         self._means: list[float] = []
-        """Of the whole run, each of as many losses."""
+        """Means of the losses of the whole run, each of equally many losses."""
         self._losses_in_mean = 1
         self._open: list[float] = []
         self._detection: Detection | None = None
@@ -188,7 +189,7 @@ class DiskFilling:
         self._free_bytes: list[tuple[int, int]] = []
 
     def see(self, step: int, save_bytes: int, free_bytes: int) -> Detection | None:
-        """Judge the disk behind a save."""
+        """Judge the disk after a save."""
         self._free_bytes.append((step, free_bytes))
         figures = {"free_bytes": free_bytes, "save_bytes": save_bytes}
         hint = "free space, or a smaller checkpoint.keep"

@@ -12,12 +12,13 @@ from hfdist.alerts.rank_window import RankWindow
 from hfdist.records import METRICS, RANKS
 
 WINDOW_SECONDS, WINDOW_LINES = 10.0, 8
-"""Of figures that depend on the machine: shorter disturbances are none of the run's."""
+"""Least seconds and lines over which figures that depend on the machine are judged: shorter disturbances are none of
+the run's."""
 _FIRST_LINES = 2
-"""Of a start, with what is done only once."""
+"""First lines of a start, whose times are not judged: they hold what is done only once."""
 _REPEAT_STEPS = 1000
 _END_LOOKS = 8
-"""Of a detector that finds nothing more: then the same kind is new again."""
+"""So many looks of a detector that find nothing end an alert: then the same kind is new again."""
 
 
 class Monitor:
@@ -50,7 +51,7 @@ class Monitor:
         self._steps = {METRICS: 0, RANKS: 0}
         self._num_lines = {METRICS: 0, RANKS: 0}
         self._alerted: dict[AlertKind, dict[Any, int]] = {kind: {} for kind in AlertKind}
-        """By what a detection is about, at which step."""
+        """Step of the last alert of each kind, by what its detection is about: a rank, or None."""
         self._num_looks_without = dict.fromkeys(AlertKind, 0)
 
     def see_metrics(self, line: Mapping[str, Any], free_bytes: int | None = None) -> list[Alert]:
@@ -97,7 +98,7 @@ class Monitor:
             self._rates, self._rate_seconds = [], 0.0
 
     def _count_steps(self, file: str, step: int) -> int:
-        """Of this line of the file, with all of its steps since the last one."""
+        """Count the steps of this line of the file: all since the line before; 1 for the first line."""
         num_steps = max(step - self._steps[file], 1) if self._num_lines[file] else 1
         self._steps[file], self._num_lines[file] = step, self._num_lines[file] + 1
         return num_steps

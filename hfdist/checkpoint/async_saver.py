@@ -48,11 +48,11 @@ class SaveReport(NamedTuple):
     path: Path
     step: int
     num_bytes: int
-    """Of the tensor files of all ranks."""
+    """Bytes of the tensor files of all ranks."""
     stall_seconds: float
-    """For which training stood still, as long as a save before was not done included."""
+    """Seconds for which training stood still; the wait for a save before that was not done is included."""
     total_seconds: float
-    """From the wish to save until the checkpoint had its name."""
+    """Seconds from the wish to save until the checkpoint had its name."""
     is_replica: bool = False
     """Whether it is in memory, and not on the disk."""
 

@@ -45,13 +45,13 @@ class Keep:
     """Which checkpoints stay; one reason is enough."""
 
     newest: int
-    """So many, at least 1."""
+    """Number of the newest checkpoints that stay, at least 1."""
     every: int | None = None
-    """Those of steps that this divides."""
+    """Checkpoints of steps that this divides stay."""
     best: bool = False
-    """The one with the lowest held-out loss."""
+    """Whether the checkpoint with the lowest held-out loss stays."""
     named: frozenset[str] = frozenset()
-    """Those with these names, which count among the newest."""
+    """Checkpoints with these names stay; they count among the newest."""
 
 
 def step_name(step: int) -> str:
@@ -90,7 +90,7 @@ def _remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what saves that were killed left behind, which is never complete, and give back what they replaced."""
+    """Remove what killed saves have left, which is never complete, and give back what they replaced."""
     _give_back_replaced(folder)
     for path in folder.iterdir():
         if _UNFINISHED_NAME.fullmatch(path.name):

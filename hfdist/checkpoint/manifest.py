@@ -26,11 +26,11 @@ NO_MANIFEST = "no-manifest"
 FORMAT = 3
 """Version of the folder's layout. `format` stays in all of them."""
 FORMATS = (2, FORMAT)
-"""Those that can be read. In format 2 the manifest itself holds the hashes of all parts."""
+"""Formats that can be read. In format 2 the manifest itself holds the hashes of all parts."""
 _HASHES_STEM = "training_state/hashes-"
 
 _MAX_JSON_BYTES = 64 * 2**20
-"""Of a JSON file, written or read: nobody's file takes more memory than that."""
+"""Most bytes of a JSON file, written or read: nobody's file takes more memory than that."""
 _READ_BYTES = 4 * 2**20
 _MAX_NAME_BYTES = 255
 
@@ -67,7 +67,7 @@ class Part(NamedTuple):
     """A run of bytes of a file, hashed by itself."""
 
     file: str
-    """Relative to the checkpoint, with `/`."""
+    """Path relative to the checkpoint, with `/`."""
     begin: int
     num_bytes: int
     xxh128: str
@@ -86,9 +86,9 @@ class Manifest:
     files: dict[str, int]
     """Bytes of each file, by name."""
     parts: list[Part]
-    """Of which the manifest itself has the hashes; `list_parts` gives all."""
+    """Parts whose hashes stand in the manifest itself; `list_parts` gives all parts."""
     digest: str = ""
-    """Its hash of itself, if it was read."""
+    """The manifest's hash of itself, if it was read."""
 
     @property
     def num_bytes(self) -> int:

@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Memories:
-    """Which ranks share a folder. The machine behind another is the next one; behind the last comes the first."""
+    """Which ranks share a folder. The machine after another is the next one; after the last comes the first."""
 
     of_rank: tuple[int, ...]
     """For each rank the number of its folder, counted in order of their first ranks."""

@@ -18,7 +18,7 @@ from hfdist.collectives import on_all_ranks, rank, world_size
 logger = logging.getLogger(__name__)
 
 _NUMPY_WORDS = 624
-"""Of the state of a Mersenne twister."""
+"""Number of words in the state of numpy's Mersenne twister."""
 
 
 RANDOM_STEM = "training_state/rng-"

@@ -47,9 +47,9 @@ from hfdist.errors import CheckpointError, ConfigError, HfdistError, ResourceErr
 logger = logging.getLogger(__name__)
 
 NAMES_FILE = "replicas.json"
-"""In the run's folder of checkpoints: which folders in memory are its own."""
+"""File in the run's folder of checkpoints: which folders in memory are its own."""
 _HELD = "held.json"
-"""In a replica: the numbers of the parts that this machine holds, as `list_parts` gives them."""
+"""File in a replica: the numbers of the parts that this machine holds, as `list_parts` gives them."""
 _HEX_NAME = re.compile("[0-9a-f]{16}")
 
 
@@ -74,11 +74,11 @@ class Replicas:
         self._memories = Memories.find(self._base)
         self._run, line = on_rank_zero(self._read_names)
         self.folder = self._base / f"{self._run}-{line}"
-        """Of this line."""
+        """Folder of the line that was begun last."""
         self._held: list[set[int]] = []
-        """By memory, the numbers of the parts of the replica that was found."""
+        """Numbers of the parts of the replica that was found, by memory."""
         self.has_written = False
-        """Whether there is room for two."""
+        """Whether a replica was written; then there is room for two."""
         self.passed_over: list[str] = []
         """What is wrong with replicas that `find` did not take, and on which machine; the same on all ranks."""
 
@@ -158,7 +158,7 @@ class Replicas:
             manifest.write(unfinished)
             parts = list_parts(unfinished, manifest)
             held = self._list_held(unfinished, manifest, parts)
-            # One that is there, as behind a start from it, is still there when the next is written.
+            # A replica that is there, as after a start from it, is still there when the next one is written.
             if not self.has_written and not list_checkpoints(self.folder):
                 self._check_room(sum(parts[number].num_bytes for number in held))
             write_json(unfinished / _HELD, json.dumps(held))

@@ -65,7 +65,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def itemsize_bytes(self) -> int:
-        """Of an element."""
+        """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
 
     @property

@@ -110,7 +110,7 @@ class WeightChange:
     step: int = limited(1, at_least=1)
     """How many steps are done before they hold."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Of every source, by name; 0 pauses one."""
+    """New weight of every source, by name; 0 pauses one."""
 
 
 @dataclass(kw_only=True)

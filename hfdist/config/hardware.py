@@ -54,9 +54,9 @@ class Hardware:
     watts: float | None = limited(None, above=0)
     price_per_hour: float | None = limited(None, at_least=0)
     name: str = ""
-    """Of the file."""
+    """Name of the file that describes the hardware, without its suffix."""
     core_share: float = limited(1.0, above=0, at_most=1)
-    """Of a core that each process has while all of them compute: one that waits leaves its own to the others."""
+    """Share of a core that each process has while all of them compute; one that waits leaves its own to the others."""
 
     @property
     def is_cpu(self) -> bool:
@@ -70,7 +70,7 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> float:
-        """Of one device."""
+        """Memory of one device, in bytes."""
         return self.memory_gib * _GIB
 
     @property

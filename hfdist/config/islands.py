@@ -64,13 +64,13 @@ class IslandsConfig:
     overlap: int = limited(0, at_least=0)
     """Steps that are trained while an exchange is under way."""
     mix: float = limited(0.0, at_least=0, at_most=0.999)
-    """What stays of an island's own weights behind an exchange; the rest comes from the outer ones."""
+    """Share of an island's own weights that stays after an exchange; the rest comes from the outer weights."""
     participation: float = limited(1.0, above=0, at_most=1)
     """Share of the clients that train in a round, drawn anew for each; the others wait."""
     proximal: float = limited(0.0, at_least=0)
     """How strongly the weights are held to those at the round's begin (FedProx), as decoupled decay towards them."""
     staleness: int | None = limited(0, at_least=0)
-    """Of a parameter server: steps by which an island may be ahead of the slowest one. 0: all push, then there is one
+    """Steps by which an island of a parameter server may be ahead of the slowest one. 0: all push, then there is one
     step with the mean of all. None: no island waits for another."""
     codec: Codec = Codec.fp32
     timeout_seconds: float = limited(60.0, above=0)
@@ -78,7 +78,7 @@ class IslandsConfig:
 
     @property
     def shares(self) -> int:
-        """Of the data, of which each island reads one."""
+        """Number of shares of the data; each island reads one."""
         return 1 if self.method is IslandMethod.federated else self.count
 
     @property

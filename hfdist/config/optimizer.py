@@ -13,7 +13,7 @@ class Package(NamedTuple):
     """A library of optimizers."""
 
     name: str
-    """For pip."""
+    """Name of the package for pip."""
     module: str
 
 
@@ -83,7 +83,7 @@ class Schedule(Enum):
 
 @dataclass(kw_only=True)
 class OptimizerChange:
-    """Other values behind a step; None: as before."""
+    """Other values after a step; None: as before."""
 
     step: int = limited(at_least=1)
     lr: float | None = limited(None, above=0)

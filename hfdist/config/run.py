@@ -84,7 +84,7 @@ class EvaluateConfig:
     prompts: list[str] = field(default_factory=list)
     chat: Chat = Chat.auto
     max_new_tokens: int = limited(64, at_least=1)
-    """Of each continuation; an end-of-text token ends it sooner."""
+    """Most tokens of each continuation; an end-of-text token ends it sooner."""
     metrics: list[str] = field(default_factory=list)
     """Names of metrics that installed packages offer (entry points `hfdist.metrics`), or `exact_match`, `word_f1`: of
     continued held-out prompts, beside what stands there."""

@@ -206,7 +206,7 @@ def _starred(section: str) -> str:
 
 
 def keys_of(cls: Any, prefix: str) -> Iterator[Key]:
-    """Every key of a dataclass, sections included, each behind `prefix`."""
+    """Every key of a dataclass, sections included; each name begins with `prefix`."""
     for key in _direct_keys(cls, prefix):
         yield key
         if dataclasses.is_dataclass(key.type):

@@ -54,9 +54,9 @@ class Compression(Enum):
     fp16 = "fp16"
     bf16 = "bf16"
     powersgd = "powersgd"
-    """As two narrow matrices."""
+    """Gradients as two narrow matrices."""
     topk = "topk"
-    """The largest entries."""
+    """Only the largest entries of gradients."""
 
 
 class Balance(Enum):
@@ -102,7 +102,7 @@ class StrategyConfig:
     compression_rank: int = limited(1, at_least=1)
     """Width of PowerSGD's matrices."""
     compression_share: float = limited(0.01, above=0, at_most=1)
-    """Of the entries that topk sends."""
+    """Share of a gradient's entries that topk sends."""
     compression_warmup_steps: int = limited(10, at_least=0)
     """First steps of a run, in which powersgd and topk send all."""
     reshard: bool | None = None

@@ -75,7 +75,7 @@ def _load(path: Path) -> NDArray[Any] | None:
 
 
 class _HashedArray:
-    """Writes numpy's format with a hash behind, over which numpy's own reader passes.
+    """Writes numpy's format and a hash after it, which numpy's own reader does not read.
 
     To numpy it is no real file: it would write past the hash.
     """

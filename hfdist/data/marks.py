@@ -1,7 +1,7 @@
 """What a token of an example says besides its id: whether it is a target, and where a second document begins.
 
 An example is one array, so that caches, packing and cursors treat it as they treat a document. A preference is one
-array, too: two documents, the chosen answer behind its prompt, and the rejected one behind the same prompt.
+array, too: two documents, the chosen answer after its prompt, and the rejected one after the same prompt.
 
 token               id, a target
 ~id                 context

@@ -31,7 +31,7 @@ class Pair:
     error: str | None = None
     """None: they have spoken to each other."""
     latency_seconds: float = 0.0
-    """Of a small message, one way."""
+    """Seconds of a small message, one way."""
     gbs: dict[str, float] = field(default_factory=dict)
     """10^9 bytes a second of a message, by its MiB."""
     all_reduce_gbs: dict[str, float] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import psutil
 from hfdist.energy.meter import Meter, Source
 
 WATTS_PER_CORE = 5.0
-"""Of a host under full load for each core that the system counts, where nobody says its watts."""
+"""Watts of a host under full load for each core that the system counts, where nobody gives the host's watts."""
 
 
 class DeviceAtFullLoad(Meter):

@@ -53,7 +53,7 @@ class PodStarter(Enum):
 
     jobset = "jobset"
     trainjob = "trainjob"
-    """Of Kubeflow Trainer, with a runtime of its own."""
+    """The TrainJob of Kubeflow Trainer, with a runtime of its own."""
 
 
 @dataclass(kw_only=True)

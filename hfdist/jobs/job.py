@@ -64,7 +64,7 @@ class Job:
         return self.cluster.grace_seconds - _MARGIN_SECONDS
 
     def head(self, *submit: str) -> str:
-        """The comment that a file begins with, behind `# `.
+        """The comment that a file begins with, each line after `# `.
 
         Args:
             submit: lines that say how it is submitted.

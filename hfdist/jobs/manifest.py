@@ -20,7 +20,7 @@ _Dumper.add_representer(str, _text)
 
 
 def to_documents(*documents: dict[str, Any]) -> str:
-    """Write documents one behind the other, without keys whose value is None."""
+    """Write documents one after the other, without keys whose value is None."""
     parts = (
         yaml.dump(_given(document), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
         for document in documents

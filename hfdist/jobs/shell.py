@@ -85,7 +85,7 @@ read -r code next <<<"$answer"
 echo "hfdist: the run has ended with exit code $code, $next (torchrun: $launcher)"
 """
 PORT = 29400
-"""Of the rendezvous, where no other is set: where each machine of a job has a network address of its own."""
+"""Port of the rendezvous, where no other is set: where each machine of a job has a network address of its own."""
 
 
 def machine_script(job: Job) -> str:

@@ -99,7 +99,7 @@ def _directives(job: Job, requeues: bool) -> list[str]:
     lines = [
         f"--job-name={job.name}",
         f"--output={job.name}-%j.out",
-        "--open-mode=append",  # a start after a requeue writes behind the last
+        "--open-mode=append",  # a start after a requeue writes after the last one
         f"--nodes={cluster.nodes}",
         "--ntasks-per-node=1",
         # Where SLURM itself ends the job: a lost machine, a job of higher priority.

@@ -1,7 +1,7 @@
 """How a run ended, for the script of its job: launchers hide exit codes, so they are read from the run's folder.
 
 python -m hfdist.jobs.verdict RUN_DIR                            prints the number of the last start; 0: none
-python -m hfdist.jobs.verdict RUN_DIR START CODE MAX_RESTARTS    behind a launcher's CODE: `75 again`, or `3 end`
+python -m hfdist.jobs.verdict RUN_DIR START CODE MAX_RESTARTS    after a launcher's CODE: `75 again`, or `3 end`
 
 START is the number of the last start before the launcher's. `again`: the same command goes on from the last checkpoint,
 and should be given again: after 75, and after a lost rank, as long as the run gets further (see `num_losses`).
@@ -19,7 +19,7 @@ from hfdist.records.lines import read_lines
 from hfdist.records.run_file import RunRecord, State, read_run
 
 WAIT_SECONDS = 10.0
-"""How long rank 0's last word may take: it may be on another machine, behind a shared disk."""
+"""How long rank 0's last word may take: rank 0 may write it on another machine, to a shared disk."""
 _POLL_SECONDS = 0.5
 LOST = PeerError.exit_code
 

@@ -25,12 +25,12 @@ from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, Refus
 SECRET = "HFDIST_ISLANDS_SECRET"
 """The variable with what all islands and their server know, where strangers can reach it."""
 HELLO_SECONDS = 20.0
-"""In which one must have said who it is."""
+"""Seconds in which a connection must have said who it is."""
 MOST_STRANGERS = 256
 """Connections that have not said who they are. If one more comes, the oldest is dropped."""
 _NOTE_SECONDS = 10.0
 _STRANGER_BYTES = 4096
-"""Of a line of who has proven nothing."""
+"""Most bytes of a line from a connection that has not proven yet that it knows the secret."""
 _HELLO_BYTES = 2**20
 _CHUNK_BYTES = 2**16
 
@@ -64,7 +64,7 @@ class Door:
     ) -> None:
         self.secret, self._hear, self._note, self._most_strangers = secret, hear, note, most_strangers
         self._strangers: dict[asyncio.StreamWriter, None] = {}
-        """The oldest first."""
+        """Connections that have not said who they are, the oldest first."""
         self._notes_from = 0.0
         """By the clock: strangers must not fill a log."""
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 MOST_BYTES = 2**22
-"""Of a line. What is larger follows it as bytes."""
+"""Most bytes of a line. What is larger follows the line as bytes."""
 _MOST_DEPTH = 32
 _INTEGERS = range(-(2**63), 2**64)
-"""Those that 64 bits hold, with a sign or without: seeds and hashes have none."""
+"""Integers that 64 bits hold, with a sign or without: seeds and hashes have none."""
 _MOST_COUNT = 2**53
 _MISSING: Any = object()
 

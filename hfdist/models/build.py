@@ -33,7 +33,7 @@ from hfdist.models.trainable import TrainableParameters
 logger = logging.getLogger(__name__)
 _WHOLE = Partitioning()
 _EXPLAINED = (ImportError, ValueError)
-"""Of transformers, with a sentence for people; others may say but the name of a key."""
+"""Errors of transformers that have a sentence for people; others may only say the name of a key."""
 
 
 def build_model(

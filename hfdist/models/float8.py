@@ -21,7 +21,7 @@ from hfdist.models.experts import num_experts
 logger = logging.getLogger(__name__)
 
 _MULTIPLE = 16
-"""Of this are the sizes that float8 kernels take."""
+"""Both sizes of a matrix that float8 kernels take are multiples of this."""
 
 
 def use_float8(model: PreTrainedModel) -> None:

@@ -488,7 +488,7 @@ def _agrees(
     except IndexError:
         # Of a rule that gives positions which the model does not have.
         return False
-    # What a mask hides, too: a token behind padding is predicted from there.
+    # What a mask hides, too: a token after padding is predicted from there.
     return torch.allclose(found, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
 
 

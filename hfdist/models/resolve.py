@@ -460,7 +460,10 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
 
 
 def _limits_of_gguf(num_bytes: int) -> Limits:
-    """Of a file of two bits a parameter and more: 24 bytes of memory for each of its own, and CPU time as generous."""
+    """Limits to convert a GGUF file, which has two bits a parameter or more.
+
+    Each byte of the file takes up to 24 bytes of memory. More is allowed, and CPU time is as generous.
+    """
     return Limits(
         cpu_seconds=120 + num_bytes // 10**6,
         memory_bytes=4 * 2**30 + 32 * num_bytes,

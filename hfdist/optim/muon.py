@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 _PART = "part"
-"""In a group: which of the optimizers steps it."""
+"""Key in a group of parameters: which of the optimizers steps it."""
 
 
 class Joined(torch.optim.Optimizer):
@@ -96,7 +96,7 @@ class MuonWithAdamW:
             {"params": [p for p in others if num_dimensions[id(p)] >= 2], "weight_decay": weight_decay},
             {"params": [p for p in others if num_dimensions[id(p)] < 2], "weight_decay": 0.0},
         ]
-        # Muon's constructor counts dimensions, which a share of a matrix has not: so it is given them behind it.
+        # Muon's constructor counts dimensions, which a share of a matrix has not. So it gets the matrices after it.
         muon = torch.optim.Muon(
             [torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **of_muon
         )

@@ -60,7 +60,7 @@ def hidden_matrices(model: PreTrainedModel, whole_shape: Callable[[torch.Tensor]
 def scale_rates(optimizer: torch.optim.Optimizer, parameters: Set[int], factor: float) -> None:
     """Move these parameters to groups of their own with `factor` times the rate.
 
-    They come behind the other groups, as the rate of the first is logged.
+    They come after the other groups, as the rate of the first is logged.
     """
     scaled = []
     for group in optimizer.param_groups:

@@ -35,7 +35,7 @@ def add_line(file: TextIO, content: Mapping[str, Any]) -> None:
 
 
 def append_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Add a line to a file that is not open, behind one that a kill or a full disk may have cut off."""
+    """Add a line to a file that is not open, after one that a kill or a full disk may have cut off."""
     with reporting_full_disk(path), path.open("ab+") as file:
         is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write(("\n" * is_cut + _to_line(content)).encode())

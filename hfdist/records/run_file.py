@@ -16,8 +16,8 @@ RUN_FILE = "run.json"
 SUMMED = ("energy_kwh", "cost", "gco2e")
 """Figures that are not always known, each with an `earlier_` one."""
 SCHEMA = 1
-"""Of all files of records: grows when a field changes its meaning or goes; readers pass over fields that they do not
-know."""
+"""Version of all files of records. It grows when a field changes its meaning or goes; readers pass over fields that
+they do not know."""
 
 
 class State(Enum):
@@ -35,7 +35,7 @@ class State(Enum):
 
     @classmethod
     def of(cls, exit_code: int | None) -> State:
-        """Give the state behind an exit code; None: nobody knows it."""
+        """Give the state that an exit code stands for; None: nobody knows the code."""
         known = {None: cls.lost, 0: cls.finished, 8: cls.stopped, 75: cls.stopped}
         return known.get(exit_code, cls.failed)
 
@@ -52,37 +52,37 @@ class RunRecord:
     """What was wrong, in one line without secrets."""
     step: int = 0
     max_steps: int | None = None
-    """None: not known yet."""
+    """Number of steps of the run; None: not known yet."""
     tokens: int = 0
-    """Read by all data ranks since the run began, earlier starts included."""
+    """Tokens read by all data ranks since the run began, earlier starts included."""
     seconds: float = 0.0
-    """Since this start has opened its folder, which comes behind its data."""
+    """Seconds since this start has opened its folder, which it does after it has opened its data."""
     earlier_seconds: float = 0.0
-    """Of all starts before this one."""
+    """Seconds of all starts before this one."""
     energy_kwh: float | None = None
-    """Of this start; None: not known, as in all figures below."""
+    """Energy of this start, in kWh; None: not known, as in all figures below."""
     earlier_energy_kwh: float | None = None
-    """Of all starts before this one, as far as it is known."""
+    """Energy of all starts before this one, in kWh, as far as it is known."""
     energy_source: str | None = None
     """What this start's figure comes from: `nvml`, `rapl`, `estimate`, or several with + between."""
     cost: float | None = None
     earlier_cost: float | None = None
     gco2e: float | None = None
-    """Grams."""
+    """Grams of CO2 equivalent of this start."""
     earlier_gco2e: float | None = None
     started: str = ""
     updated: str = ""
     """When this file was last written: about once a second while the run logs steps."""
     host: str = ""
     pid: int = 0
-    """Of rank 0, on `host`."""
+    """Process id of rank 0, on `host`."""
     launcher_pid: int = 0
-    """Of the process that started rank 0."""
+    """Process id of the process that started rank 0."""
     processes: int = 1
     layout: dict[str, Any] = field(default_factory=dict)
     """Degree of each axis, and `sharding`."""
     hosts: list[str] = field(default_factory=list)
-    """By rank; empty before training."""
+    """Host of each rank; empty before training."""
     versions: dict[str, str] = field(default_factory=dict)
     traffic: dict[str, Any] | None = None
     """What a rank sends in a step: the counted `step`, and its `axes`; None: not counted, or there is one process."""

@@ -12,18 +12,18 @@ from typing import Any
 from hfdist.records.lines import append_line, read_numbered
 
 TRIALS, SETTINGS = "sweep.jsonl", "sweep.json"
-"""In a sweep's folder: these lines, and what was asked when it began."""
+"""Files in a sweep's folder: lines of trials, and what was asked when the sweep began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of a trial at the end of a rung."""
+    """Result of a trial at the end of a rung."""
 
     step: int
     tokens: int
-    """Read by then."""
+    """Tokens that the trial had read by then."""
     value: float | None
-    """Of the metric; None: it was not finite, or there is none."""
+    """Value of the metric; None: it was not finite, or there is none."""
 
 
 @dataclass(kw_only=True)
@@ -35,11 +35,11 @@ class Trial:
     parent: int | None = None
     """The trial at whose checkpoint it begins; None: at step 0."""
     results: list[Result] = field(default_factory=list)
-    """One for each rung whose end it has reached."""
+    """One result for each rung whose end the trial has reached."""
     failure: str | None = None
     """Why it does not go on; None: it has not failed."""
     line: int | None = None
-    """In the file from which it was read, from 1; None: it has begun since then."""
+    """Number of its line in the file from which it was read, from 1; None: it has begun since then."""
 
     @property
     def value(self) -> float | None:
@@ -48,7 +48,7 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """That its model has read by the end of its newest rung."""
+        """Tokens that its model has read by the end of its newest rung."""
         return self.results[-1].tokens if self.results else 0
 
 
@@ -58,7 +58,7 @@ class TrialLog:
     def __init__(self, folder: Path) -> None:
         self.path = folder / TRIALS
         self.trials: list[Trial] = []
-        """By number."""
+        """Trials in order of their numbers."""
         for number, line in read_numbered(self.path):
             with suppress(KeyError, IndexError, TypeError, ValueError, OverflowError):
                 self._take(line, number)

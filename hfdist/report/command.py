@@ -42,7 +42,7 @@ class ReportRequest:
 
     folders: tuple[Path, ...]
     sweeps: tuple[Path, ...] = ()
-    """Of which `folders` has the best trials."""
+    """Folders of sweeps; the runs of their best trials are in `folders`."""
     out: Path = Path("report.html")
     is_live: bool = False
     port: int = 0

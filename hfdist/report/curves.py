@@ -15,8 +15,8 @@ from hfdist.report.reading.run_files import CURVES, HELD_OUT, LOSS, RunFiles
 from hfdist.report.text import energy_unit, escaped_lines
 
 _MOST_MARKS = 20
-"""Of all runs, in a chart."""
-_SMALL = (  # in the order of CURVES, behind the loss
+"""Most marks of all runs together, in a chart."""
+_SMALL = (  # in the order of CURVES, after the loss
     Chart(title="Learning rate", unit="", curves=(), from_zero=True),
     Chart(title="Gradient norm", unit="before clipping", curves=(), may_be_log=True),
     Chart(title="Throughput", unit="tokens a second, all ranks", curves=(), from_zero=True),

@@ -12,11 +12,11 @@ from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import LONGEST, count, duration, escaped, instant, number, size
 
 _MOST_OPEN, _MOST_ROWS = 12, 60
-"""Of the table: those that are seen at once, and all."""
+"""Most rows of the table of events: those that are seen at once, and all."""
 _MOST_TEXTS = 4
-"""Of a mark."""
+"""Most texts of a mark."""
 _MOST_TICKS = 60
-"""Of a row of the time line."""
+"""Most ticks in a row of the time line."""
 _MOST_STARTS = 40
 _LONGEST_PAUSE = 0.03
 """Share of the time line that stands for the time between two starts, however long that was."""

@@ -81,7 +81,7 @@ class LivePage:
             self._changed.notify_all()
 
     def html(self, events: str) -> str:
-        """Give the whole page as it is now; it will hear of changes at `events`, with where it stands behind it."""
+        """Give the whole page as it is now. It asks for changes at the address `events`, with its version after `?`."""
         with self._changed:
             found, version = {name: html for name, (_, html) in self._parts.items()}, self._version
         return page(self.runs, found, events=f"{events}?{self._boot}-{version}")

@@ -34,7 +34,7 @@ _PARTS = (
     sections.details,
 )
 _MOST_CHARACTERS = 260_000
-"""Of all parts, so that the page stays below 300 KB with style and script."""
+"""Most characters of all parts together, so that the page with style and script stays below 300 KB."""
 _MARKS = (
     "<footer>Marks in the curves: R a resume, S a skipped step, B a rollback, A an alert, L a lost rank, $ a budget "
     "that is used up, E an end that is no good one. Of many points, the lowest and the highest of each stretch are "

@@ -269,7 +269,7 @@ def data(run: RunFiles) -> str:
 
 
 def samples(run: RunFiles) -> str:
-    """Give the newest text of each prompt, and behind them some earlier ones."""
+    """Give the newest text of each prompt, and after them some earlier ones."""
     newest: dict[str, dict[str, Any]] = {}
     for line in run.samples:
         newest[repr(line.get("prompt"))] = line

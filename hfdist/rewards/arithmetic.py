@@ -15,7 +15,7 @@ _LONGEST = 1000
 
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+"
 _NUMBER = re.compile(
-    # A minus behind a word or a bracket takes away.
+    # A minus after a word or a bracket subtracts: it is no sign.
     rf"(?P<sign>(?<![\w)])[-\N{{MINUS SIGN}}])?[$€£]?(?P<inner>(?<=[$€£])-)?(?<![\w])(?P<top>{_UNSIGNED})"
     rf"(?:\s*/\s*(?P<bottom>{_UNSIGNED}))?(?P<percent>\s*%)?"
 )
@@ -27,7 +27,7 @@ _LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
 
 @dataclass(frozen=True)
 class Answer:
-    """A number, and whether a percent sign stands behind it."""
+    """A number, and whether a percent sign stands after it."""
 
     value: Fraction
     is_percent: bool = False
@@ -43,7 +43,7 @@ class Answer:
 def arithmetic(generations: Sequence[Generation]) -> list[float]:
     r"""Give 1.0 where the final answer of the text is the reference's as a number, else 0.0.
 
-    The final answer is the number in the last \boxed{}; else behind the last `####`; else behind the last `=` or
+    The final answer is the number in the last \boxed{}; else after the last `####`; else after the last `=` or
     `answer is`; else the last number. References have the same forms.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a model wrote behind a prompt, and what it is compared with."""
+"""What a model wrote after a prompt, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ class Generation:
     reference: str
     """What stands there in the data. In an evaluation it is, like `text`, at most `evaluate.max_new_tokens` long."""
     token_ids: tuple[int, ...] = ()
-    """Of the prompt and what the model wrote, with special tokens; empty for metrics."""
+    """Token ids of the prompt and of what the model wrote, with special tokens; empty for metrics."""

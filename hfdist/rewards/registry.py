@@ -15,7 +15,7 @@ from hfdist.rewards.code import SANDBOXED
 from hfdist.rewards.generation import Generation
 
 GROUP = "hfdist.rewards"
-"""Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.rewards"]`."""
+"""Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.rewards"]`."""
 
 Score = Callable[[Sequence[Generation]], Sequence[float]]
 """Gives one finite number for each generation, in their order."""

@@ -45,7 +45,7 @@ from hfdist.topology import read_launcher
 from hfdist.trainer.run.run_lock import RunLock
 
 STUDY, BEST = "study.journal", "best"
-"""In the sweep's folder: all trials for Optuna's own tools, and the best one's config."""
+"""Names in the sweep's folder: all trials for Optuna's own tools, and the config of the best trial."""
 _PRESET = "tpe"
 _MOST_SHOWN = 4
 _HELP = """\
@@ -266,7 +266,7 @@ def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
 
 
 def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
-    """Write the config of one run that trains as the best trial did, behind its parents: `best.yaml`."""
+    """Write the config of one run that trains as the parents of the best trial did, and then it: `best.yaml`."""
     changes = []
     for before, after in pairwise(history):
         values = {key: value for key, value in after.values.items() if value != before.values[key]}

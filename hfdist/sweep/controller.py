@@ -30,11 +30,11 @@ from hfdist.sweep.sampling import choose_values
 from hfdist.sweep.space import Space, as_overrides
 
 _AIM = "aim.json"
-"""In the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
+"""File in the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
 _SIGNALS = 128
 """A shell's exit code of what a signal has ended is higher."""
 _MOST_KILLS = 3
-"""Of a trial that is killed again and again on its way to one rung."""
+"""Number of kills on the way to one rung after which a trial has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Sweep:
         steps = max(1, math.ceil(ends[rung] / tokens_per_step(config)))
         own = [f"train.max_steps={steps}"]
         if config.optimizer.schedule is Schedule.wsd and rung < len(ends) - 1:
-            # The decay would begin behind the last step: that of the whole run is still to come.
+            # So the decay would begin after the last step: that of the whole run is still to come.
             own += ["optimizer.decay_fraction=1e-9"]
         return own
 
@@ -117,9 +117,9 @@ class Controller:
             self.most = min(self.most, len(sweep.space.grid()))
         self.most *= self._config.generations
         self._running: dict[int, LaunchedTrial] = {}
-        """By the number of the trial."""
+        """Trials that run, by their numbers."""
         self._kills: dict[tuple[int, int], int] = {}
-        """By trial and rung: so often this controller has seen it killed."""
+        """How often this controller has seen a trial killed, by trial and rung."""
         self._is_told_to_stop = False
         still_running = launcher.find_all()
         for trial in self.log.trials:
@@ -293,7 +293,7 @@ class Controller:
         return best[0] if best else None
 
     def history(self, trial: Trial) -> list[Trial]:
-        """Give a trial behind its parents, the first first: whose values its steps had."""
+        """Give a trial after its parents, the earliest first: its steps had the values of these, in this order."""
         line = [trial]
         while (parent := line[0].parent) is not None:
             line.insert(0, self.log.trials[parent])

@@ -19,7 +19,7 @@ from hfdist.sweep.sampling import choose_values
 from hfdist.sweep.space import Dimension, Space
 
 _SHARE = 4
-"""One of so many members is replaced behind a generation, and as many are copied."""
+"""One of so many members is replaced after a generation, and as many are copied."""
 _FACTORS = (0.8, 1.25)
 
 
@@ -29,7 +29,7 @@ def generation_of(config: SweepConfig, number: int) -> int:
 
 
 def next_member(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> tuple[dict[str, Any], int | None] | None:
-    """Give the values and the parent of the trial behind these; None: the generation before has not ended.
+    """Give the values and the parent of the trial after these; None: the generation before has not ended.
 
     The parent is None in the first generation, and where all members have failed.
     """

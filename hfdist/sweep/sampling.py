@@ -20,7 +20,7 @@ _LEAST_FOR_IMPORTANCE = 8
 
 
 def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Give the values of the trial behind these: a function of them, of the seed and of the number alone.
+    """Give the values of the trial after these: a function of them, of the seed and of the number alone.
 
     Trials without a result count as bad ones, so that those that run side by side differ.
     """

@@ -116,7 +116,7 @@ def is_sweep(text: str) -> bool:
 
 
 class Space:
-    """All dimensions of a sweep, those behind that have a condition on others.
+    """All dimensions of a sweep; those that have a condition on others come last.
 
     Raises:
         ConfigError: there are none, or a condition is on a key that does not vary so.

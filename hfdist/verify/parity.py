@@ -1,4 +1,4 @@
-"""The proof that a layout trains as one process does: small runs of both, and what they left behind compared by name.
+"""The proof that a layout trains as one process does: small runs of both, and what they have left, compared by name.
 
 There are three runs: the asked layout in small, its second part again from a checkpoint, and one process. All read the
 same short documents, several in a sequence, of which data ranks get unequal numbers of targets: where documents are
@@ -59,24 +59,24 @@ logger = logging.getLogger(__name__)
 
 _NUM_STEPS = 5
 _ARCHITECTURE = "architecture"
-"""Beside the runs: the config of the small model, from which the run on one process makes it again."""
+"""Folder beside the runs: the config of the small model, from which the run on one process makes it again."""
 _STOPPED_STEP = 3
 """The checkpoint from which the second part is trained again."""
 _MOST_SEQUENCE_TOKENS = 128
 _MOST_MICROBATCHES = 4
-"""Of a data rank; a pipeline keeps up to two for each stage."""
+"""Most micro batches of a data rank in a step; a pipeline keeps up to two for each stage."""
 _FEW_BLOCKS = 4
 _MOST_HELD_OUT_SEQUENCES = 16
 _HELD_OUT_FRACTION = 0.1
 _NUM_DOCUMENTS = 4000
 _DOCUMENTS = "proof-1"
-"""In the cache; to be counted up when `_documents` gives others."""
+"""Name of the documents in the cache; to be counted up when `_documents` gives others."""
 _LEAST_EPS = 1e-4
 """Adam divides a gradient by its own size, so that it makes a whole step, of random sign, from one that is zero but for
 rounding (a key's bias). A larger eps keeps the weights comparable, and lets them show wrongly scaled gradients."""
 
 _SINGLE_SECONDS = 1500
-"""For the run on one process: less than the half hour that a process group waits for a rank."""
+"""Most seconds for the run on one process: less than the half hour that a process group waits for a rank."""
 
 FLOOR = 1e-2
 """Least divisor of a difference, as a share of the largest element of all tensors that are compared with it."""
@@ -85,8 +85,8 @@ _MOST_ROUNDED = 0.5
 """Share of float32 weights that may be numbers of a 16-bit type: those of norms are ones, until steps are large."""
 
 _NORM_ERROR = 3e-10
-"""Of a norm on a CPU, for each element of the largest tensor. torch adds up squares in float32 there, and DeepSpeed in
-float64: the norms of half a million elements differed by up to 8e-5, of ten million by 4e-4."""
+"""Relative error of a norm on a CPU, for each element of the largest tensor. torch adds up squares in float32 there,
+and DeepSpeed in float64: the norms of half a million elements differed by up to 8e-5, of ten million by 4e-4."""
 
 Named = Mapping[str, torch.Tensor]
 
@@ -99,7 +99,7 @@ class Bounds(NamedTuple):
     gradient: float
     weight: float
     resumed: float
-    """Of losses and weights after a resume: the same arithmetic once more."""
+    """Bound for losses and weights after a resume, which does the same arithmetic once more."""
 
     def on_cpu(self, num_elements: int) -> Bounds:
         """For norms on a CPU, and gradients that are clipped by them, of tensors of up to so many elements."""
@@ -540,7 +540,7 @@ def _one_island(islands: IslandsConfig) -> IslandsConfig:
     if not islands.is_used:
         return islands
     alone = replace(islands, count=1, index=0, codec=Codec.fp32, overlap=0, mix=0.0, proximal=0.0, participation=1.0)
-    # The weights behind an exchange are those before it.
+    # The weights after an exchange are those before it.
     averaging = replace(alone, outer_optimizer=OuterRule.nesterov, outer_lr=1.0, outer_momentum=0.0)
     return replace(averaging, every=2 * islands.fragments, staleness=0)
 

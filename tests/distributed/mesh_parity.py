@@ -84,7 +84,7 @@ make mesh
 {NUM_BLOCKS} blocks in float32, packed documents, of which very different shares are targets, several micro batches a
 step, and gradients that are clipped in every step. The largest relative differences: loss and gradient norm of all
 {END} steps, every parameter's gradient of the first step, every weight after the last. Then the layout goes on from the
-checkpoint that the layout of the row above has saved behind step {MIDDLE} (the first one: one process): *resumed* are
+checkpoint that the layout of the row above has saved after step {MIDDLE} (the first one: one process): *resumed* are
 losses and weights of that run, beside one process that goes through. {END - MIDDLE} steps are left, and the model has
 other weights before it reads those. Bounds: {BOUNDS.gradient:.0e} for gradients, {BOUNDS.loss:.0e} for all else.
 

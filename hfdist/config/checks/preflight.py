@@ -104,7 +104,7 @@ def check_offline(config: RunConfig) -> None:
     for key, source in _sources(config).items():
         path = source.path or ""
         if scheme_of(path) not in (None, "file", "memory"):
-            what = f"the data lie behind a network, which {OFFLINE_FLAG} rules out"
+            what = f"the data lie on a network, which {OFFLINE_FLAG} rules out"
             allowed, hint = "a path on this machine", f"copy them here first, or leave {OFFLINE_FLAG} out"
             raise ConfigError(what, where=f"{key}.path", found=redact(path), allowed=allowed, hint=hint)
     for name in config.report.to:

@@ -36,7 +36,7 @@ class LineAboutRun:
     flags: dict[str, str]
     """Flags with their values; "": it takes none."""
     overrides: list[str]
-    """Of the run's config."""
+    """Overrides of the run's config."""
 
     @property
     def is_offline(self) -> bool:
@@ -71,7 +71,7 @@ def read_line(
     """Divide a command line.
 
     Args:
-        arguments: behind the command.
+        arguments: the words after the command.
         group: of the command: what its keys begin with.
         keys: of that group, by their full names.
         words: keys of the command's own, beside `recipe` and `run`.

@@ -12,7 +12,7 @@ from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, nearest
 
 FLAG = "true|false"
-"""Of a key that may also stand as a flag: `--json` is `json=true`."""
+"""Values of a key that may also stand as a flag: `--json` is `json=true`."""
 
 
 def as_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[], None]:
@@ -33,7 +33,7 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
     """Read a command line.
 
     Args:
-        arguments: the words behind the command.
+        arguments: the words after the command.
         keys: what may be set, with its values for a message; with the value `FLAG` also as a flag.
         first: the key whose value may stand alone.
 

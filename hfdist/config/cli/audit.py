@@ -19,7 +19,7 @@ _HELP = """\
 Prove from a run's ledger that it read every document as often as planned, or show what a step was made of.
 
 python recipes/audit.py run=runs/NAME                    the proof; exit code 3 where it fails
-python recipes/audit.py run=runs/NAME step=120           the documents behind optimizer step 120 (the first is 1)
+python recipes/audit.py run=runs/NAME step=120           the documents of optimizer step 120 (the first is 1)
 python recipes/audit.py run=runs/NAME step=120 text=full ... with all the text that the step read
 python recipes/audit.py run=runs/A,runs/B                the proof of islands, which have read one stream
 

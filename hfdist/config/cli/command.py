@@ -196,7 +196,7 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _unknown_flag(text: str, following: str | None, parser: argparse.ArgumentParser) -> ConfigError:
-    """Args: text: the flag. following: the argument behind it, if it may be its value."""
+    """Args: text: the flag. following: the argument after it, if it may be its value."""
     name, _, value = text.lstrip("-").partition("=")
     key, value = name.replace("-", "_"), value or following or ""
     known = [option for action in parser._actions for option in action.option_strings]

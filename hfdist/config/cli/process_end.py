@@ -35,7 +35,7 @@ RANK_0_PRINTS_SECONDS = 5.0
 _FAILED_SECONDS = 5.0
 """For what is left to do at the end of a rank that has failed: the others wait for it in a collective."""
 _LAST = -1000
-"""Priority behind all of multiprocessing's own finalizers: the one that removes its temporary folder has -100."""
+"""Exit priority after all of multiprocessing's own finalizers: the one that removes its temporary folder has -100."""
 _AGREED = (BudgetError, PreemptedError)
 """Ends that all ranks have agreed upon: rank 0 says them for certain."""
 _reports = False
@@ -113,7 +113,7 @@ def report_uncaught() -> None:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """End the process behind the block where a process group is up by then, with the exit code that Python would give.
+    """End the process after the block where a process group is up by then, with the exit code that Python would give.
 
     Without a group the block is left as it would be.
     """

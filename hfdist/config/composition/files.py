@@ -27,10 +27,10 @@ from hfdist.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 50_000
-"""Of one file, with its aliases written out."""
+"""Most YAML nodes of one file, with its aliases written out."""
 MAX_DEPTH = 32
 HYDRA_KEYS = ("help", "job", "output_subdir", "run")
-"""Of Hydra's own settings those that may stand in a file; none of them makes Hydra load or call anything."""
+"""Hydra's own settings that may stand in a file; none of them makes Hydra load or call anything."""
 NOT_GROUPS = ("cluster", "hardware", "launch", "plan", "sweep")
 """Folders of `conf/` that hold no options of a run: of `hfdist job`, `plan` and `sweep`, and of accelerate."""
 _MAPPING = "a YAML mapping: `key: value` lines"

@@ -47,7 +47,7 @@ def describe(config: DictConfig, request: Request) -> str:
 
 @cache
 def descriptions() -> dict[str, str]:
-    """What the shipped files say of each key in the comment behind it; the names of sources are `*`."""
+    """What the shipped files say of each key in the comment after it; the names of sources are `*`."""
     folder = shipped_folder()
     found: dict[str, str] = {}
     for group in list_groups(folder):
@@ -69,7 +69,7 @@ def _comments(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _keys_with_comments(text: str, prefix: str) -> Iterator[tuple[str, str | None]]:
-    """Each key of a YAML text in block style by its full name, with the comment behind it."""
+    """Each key of a YAML text in block style by its full name, with the comment after it."""
     parents: list[tuple[int, str]] = []
     for line in text.splitlines():
         match = _LINE.fullmatch(line)

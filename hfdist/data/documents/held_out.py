@@ -42,12 +42,12 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
 
 
 class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
-    """Several held-out sets, one behind the other."""
+    """Several held-out sets, one after the other."""
 
     def __init__(self, parts: dict[str, HeldOut]) -> None:
         super().__init__(parts.values())
         self.parts = parts
-        """By the names of their sources."""
+        """Held-out sets by the names of their sources."""
 
 
 def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:

@@ -30,7 +30,7 @@ class _Entry:
     """A shard."""
 
     name: str
-    """As SOURCE:FILE."""
+    """Name of the shard, as SOURCE:FILE."""
     rows: int
     identity: str
     parts: str | None
@@ -57,7 +57,7 @@ class Inventory:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that does not depend on the machine."""
+        """Digest of all that does not depend on the machine: name, rows, identity and contents of each shard."""
         return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in self._entries])
 
     def write(self, folder: Path) -> None:

@@ -28,21 +28,21 @@ class Progress(NamedTuple):
 
     place: Place = Place()
     sequences: int = 0
-    """Given so far."""
+    """Sequences given so far."""
     tokens: int = 0
-    """In those sequences, without filling."""
+    """Tokens in these sequences, without filling."""
     documents: int = 0
-    """Begun in those sequences, or passed over before them."""
+    """Documents that were begun in these sequences, or passed over before them."""
 
 
 class LaneState(NamedTuple):
     """How far a lane has come."""
 
     digest: int
-    """Of the records of all sequences so far: see `records.chain`."""
+    """Digest of the records of all sequences so far: see `records.chain`."""
     pools: tuple[Progress, ...]
     sequences: int
-    """Given so far, with those without a target that come behind its end."""
+    """Sequences given so far, with those without a target that come after the lane's end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Cursor:
     """States of some lanes (one rank's) or of all (merged)."""
 
     identity: str
-    """Of what the order depends on: corpus, tokenizer and settings."""
+    """Digest of what the order depends on: corpus, tokenizer and settings."""
     contents: str
     """`Inventory.digest` of what the files held."""
     num_lanes: int
@@ -58,9 +58,9 @@ class Cursor:
     """Sequences that the whole run has consumed."""
     lanes: dict[int, LaneState]
     next_lane: int
-    """Gives the next sequence."""
+    """Lane that gives the next sequence."""
     shares: Shares | None = None
-    """Of the lanes, if several runs read them."""
+    """Which run reads which lanes, if several runs share them; else None."""
 
     def to_json(self) -> dict[str, Any]:
         """Give a value for JSON."""

@@ -16,11 +16,11 @@ class Shares:
     """Who reads what. All runs have the same."""
 
     count: int
-    """Of runs."""
+    """Number of runs."""
     readers: Mapping[int, int]
-    """By lane: the run that reads it."""
+    """Run that reads each lane."""
     ends: Mapping[int, Mapping[int, int]]
-    """By lane and run: see `end_of`."""
+    """End of what counts, in sequences, by lane and run: see `end_of`."""
 
     @classmethod
     def at_home(cls, num_lanes: int, count: int) -> Shares:

@@ -129,7 +129,7 @@ class LaneOrder:
                 window[:] = window[permutation(len(window), *self._key, epoch, lane, "window", start)]
         order = np.searchsorted(ends, places, side="right")
         unit = units[order]
-        # Behind the unit's last block as many as are left of it.
+        # As many blocks before the unit's end as are left of the unit.
         blocks = self._unit_ends[unit] - (ends[order] - places)
         return blocks, np.cumsum(self._sizes[blocks])
 

@@ -27,7 +27,7 @@ def concat(chunks: Iterator[tuple[Place, DocumentBatch]], shape: Shape) -> Itera
     """Give the sequences of one lane; the last one, where the documents end, is filled up.
 
     `chunks` are documents in order, and the place of the first of them; the offset of the first place is the first
-    token that is still to be used. CheckpointError: it is behind the end of its document.
+    token that is still to be used. CheckpointError: it is after the end of its document.
     """
     buffer, num_at_once, lane = PackingBuffer(shape, [0]), 1, 0
 
@@ -51,7 +51,7 @@ class LaneDocuments(NamedTuple):
 
     lane: int
     place: Place
-    """Of the first of them; its offset is the first token that is still to be used."""
+    """Place of the first of these documents; its offset is the first token that is still to be used."""
     num_documents: int
 
 
@@ -65,13 +65,13 @@ class _Items(NamedTuple):
     of_tokens: Integers
     """All tokens of the document."""
     given: Integers
-    """Those that `data.too_long` leaves."""
+    """Tokens of the document that `data.too_long` leaves."""
     first: Integers
-    """Token of the document that is used next."""
+    """First token of the document that is not used yet."""
     lengths: Integers
-    """How many are left."""
+    """Number of tokens that are left."""
     arrays: Integers
-    """Number of the array that holds them."""
+    """Number of the array that holds these tokens."""
     starts: Integers
     """Index of the next one in it."""
 
@@ -88,10 +88,10 @@ class PackingBuffer:
         """Columns of `_Items`."""
         self._num_tokens = dict.fromkeys(self._columns, 0)
         self._arrays: dict[int, NDArray[Any]] = {}
-        """Tokens, by number."""
+        """Arrays of tokens, by number."""
         self._num_arrays = 0
         self._errors: dict[tuple[int, int], DataError] = {}
-        """Of bad documents, by epoch and number."""
+        """Errors of bad documents, by epoch and number."""
 
     def num_documents(self, lane: int) -> int:
         """Number of a lane's documents, those passed over included."""
@@ -104,7 +104,7 @@ class PackingBuffer:
     def add(self, chunk: DocumentBatch, lanes: Sequences[LaneDocuments]) -> None:
         """Take documents, which are the lanes' in this order: all, or none of them if there is an error.
 
-        CheckpointError: an offset is behind the end of its document.
+        CheckpointError: an offset is after the end of its document.
         """
         new = self._items(chunk, lanes)
         ends = np.cumsum([own.num_documents for own in lanes])
@@ -159,9 +159,9 @@ class PackingBuffer:
         return np.array(numbers, dtype=np.int64)
 
     def cut(self, num_sequences: Mapping[int, int]) -> CutSequences:
-        """Take so many whole sequences of each lane, one lane behind the other.
+        """Take so many whole sequences of each lane, one lane after the other.
 
-        What is passed over behind a lane's last token stays.
+        What is passed over after a lane's last token stays.
         """
         taken = [self._take(lane, number * self._shape.length) for lane, number in num_sequences.items() if number]
         items = _Items(*np.concatenate(taken, axis=1))

@@ -41,15 +41,15 @@ class Sequence(NamedTuple):
     parts: Sequences[NDArray[Any]]
     """Tokens end to end; uint16, or int32 with complements. Pieces need not be parts."""
     lengths: Sequences[int]
-    """Of its pieces, and of what fills it up: positions restart at each."""
+    """Tokens of each of its pieces, and of what fills it up: positions restart at each."""
     blanks: Sequences[tuple[int, int]]
-    """From where to where nothing is a target: quarantined documents, and what fills up."""
+    """Begin and end of each stretch without targets: quarantined documents, and what fills up."""
     next_place: Place
-    """Where the next one begins."""
+    """Place where the next sequence begins."""
     num_tokens: int
-    """Without filling."""
+    """Number of tokens, without filling."""
     records: Records
-    """Of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
+    """Records of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
     problems: tuple[str, ...] = ()
     """Messages of bad rows among them."""
 
@@ -80,7 +80,7 @@ def without_tokens(
 
 def behind_the_end(unit: str, found: str) -> CheckpointError:
     """Build the error of a cursor that stands where there is no document, or no sequence of a window."""
-    what = f"the data cursor stands behind the end of a {unit}: the data have changed, or it is damaged"
+    what = f"the data cursor stands after the end of a {unit}: the data have changed, or it is damaged"
     hint = "the data of the checkpoint, or a new run.name"
     return CheckpointError(what, where="cursor.places", found=found, hint=hint)
 
@@ -146,7 +146,7 @@ class Bundle(NamedTuple):
     """Sequences on their way to another process, in few arrays: each costs time there and here."""
 
     tokens: NDArray[Any]
-    """Of all sequences, end to end; so are the records."""
+    """Tokens of all sequences, end to end; the records are end to end, too."""
     records: Records
     num_records: list[int]
     others: list[tuple[Any, ...]]

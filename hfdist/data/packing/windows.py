@@ -1,6 +1,6 @@
 """Packing that looks at several documents before it makes sequences of them: whole documents, or one each.
 
-A window begins at a document and ends by rules that depend on it and those behind it only, so that a cursor of two
+A window begins at a document and ends by rules that depend on it and on those after it only, so that a cursor of two
 numbers, where the window begins and which of its sequences is next, finds the place again.
 """
 
@@ -34,16 +34,16 @@ class _Arrangement(NamedTuple):
     ends: Integers
     """Where each sequence ends, counted in pieces; shape [sequences]."""
     lengths: Integers
-    """Of sequences, with their filling; no longer than `shape.length`. Shape [sequences]."""
+    """Tokens of each sequence, its filling included; at most `shape.length`. Shape [sequences]."""
 
 
 class _Window(NamedTuple):
     """Neighbouring documents of one lane and epoch."""
 
     begin: Place
-    """Of the first of them."""
+    """Place of the first of the documents."""
     next_place: Place
-    """Behind the last of them."""
+    """Place after the last of the documents."""
     documents: DocumentBatch
     arrangement: _Arrangement
 
@@ -128,7 +128,7 @@ class _Pending:
         self.num_with_tokens += int(np.count_nonzero(chunk.lengths))
 
     def take(self, num_documents: int) -> tuple[DocumentBatch, Place]:
-        """Take the first of them; returns also the place behind them."""
+        """Take the first of them; also returns the place after them."""
         taken, behind = [], self.chunks[0][0]
         while num_documents:
             place, chunk = self.chunks.popleft()
@@ -216,8 +216,8 @@ def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
     )
     room = lengths - np.diff(np.cumsum(pieces.num_tokens)[ends - 1], prepend=0)
     has_room = room > 0
-    # What fills a sequence up is one piece more at its end, of one array more behind the others; so is what stands for
-    # quarantined documents.
+    # What fills a sequence up is one more piece at its end. Its tokens are in one more array after the others. What
+    # stands for quarantined documents is in that array, too.
     tokens, filler = [*documents.tokens, filling(shape.length, shape)], len(documents.tokens)
     is_blank = fates == Status.quarantined
     arrays = np.where(is_blank, filler, documents.arrays[owners])
@@ -272,7 +272,7 @@ class Pieces(NamedTuple):
     """Documents cut to the length of a sequence, in the order of the documents; each of shape [pieces]."""
 
     document: Integers
-    """Its place among the documents."""
+    """Place of the piece's document among the documents."""
     first_token: Integers
     num_tokens: Integers
 

@@ -46,7 +46,7 @@ class TokenRow:
     """A document as tokens."""
 
     tokens: NDArray[np.int32]
-    """With the end-of-text token behind; shape [tokens]. May be a read-only view."""
+    """Its tokens, with the end-of-text token at the end; shape [tokens]. May be a read-only view."""
     text_digest: int
     """`encoders.text_digest` of its text: decides whether it is held out."""
 
@@ -57,7 +57,7 @@ class Shard(Protocol):
     name: str
     """Path relative to the source, or an id."""
     identity: str
-    """Of what is read from it, the same on every machine; told without reading all of it."""
+    """Digest of what is read from it, the same on every machine; known without reading all of it."""
     runs: Sequence[int]
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 
@@ -149,7 +149,7 @@ class FileShard:
 
 
 def spans_of_part(starts: NDArray[np.int64], file: DataFile, part: int) -> tuple[int, int]:
-    """Number of the first span that a part of a file touches, and the one behind the last; `starts` are in bytes."""
+    """Number of the first span that a part of a file touches, and the one after the last; `starts` are in bytes."""
     size = part_bytes(file.size_bytes)
     first = max(int(np.searchsorted(starts, part * size, side="right")) - 1, 0)
     return first, max(int(np.searchsorted(starts, (part + 1) * size)), first + 1)

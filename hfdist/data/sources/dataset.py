@@ -117,7 +117,7 @@ def open_hub(
 
 
 def _is_out_of_reach(error: BaseException | None) -> bool:
-    """Whether a question to the Hub without an answer is behind it: `datasets` calls that "not found" in the end."""
+    """Whether the cause is a question to the Hub without an answer: `datasets` calls that "not found" in the end."""
     while error is not None:
         if isinstance(error, (LocalEntryNotFoundError, ConnectionError, TimeoutError)):
             return True

@@ -16,11 +16,11 @@ class TokenColumns(NamedTuple):
     """Rows of a shard as tokens."""
 
     tokens: NDArray[Any]
-    """Of these rows and perhaps of others; uint16, or int32 with complements. Shape [tokens]."""
+    """Tokens of these rows and perhaps of others; uint16, or int32 with complements. Shape [tokens]."""
     starts: NDArray[np.int64]
     """Where each row begins; shape [rows], as all below."""
     lengths: NDArray[np.int64]
-    """With the end-of-text token behind."""
+    """Tokens of each row, the end-of-text token at its end included."""
     digests: NDArray[np.uint64]
     """`encoders.text_digest` of each text: decides whether it is held out."""
 
@@ -30,24 +30,24 @@ class DocumentBatch:
     """Documents in the order asked for."""
 
     numbers: NDArray[np.int64]
-    """Canonical; shape [documents], as all but `tokens`."""
+    """Canonical numbers of the documents; shape [documents], as all but `tokens`."""
     tokens: Sequence[NDArray[Any]]
     """Arrays of these documents and perhaps of others; uint16, or int32 with complements, which are no targets."""
     arrays: NDArray[np.int64]
-    """In which of them the tokens of each document lie."""
+    """Number of the array in `tokens` that holds each document."""
     starts: NDArray[np.int64]
-    """Where they begin there."""
+    """Place in that array where each document begins."""
     lengths: NDArray[np.int64]
-    """0 unless the fate is `trained` or `quarantined`."""
+    """Tokens of each document; 0 unless its fate is `trained` or `quarantined`."""
     cut_tokens: NDArray[np.int64]
-    """How many `data.too_long` has cut off."""
+    """Tokens that `data.too_long` has cut off each document."""
     fates: NDArray[np.int64]
     errors: Mapping[int, DataError]
     """Why a document is bad, by its place here."""
 
     @classmethod
     def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
-        """Put one or more behind each other."""
+        """Join one or more, one after the other."""
         columns = {name: np.concatenate([getattr(batch, name) for batch in batches]) for name in _COLUMNS}
         tokens: list[NDArray[Any]] = []
         errors: dict[int, DataError] = {}

@@ -43,7 +43,7 @@ _ROLES: Mapping[str, str] = {
     "function": "tool",
     "tool": "tool",
 }
-"""Of ShareGPT's `from`."""
+"""The role that each value of ShareGPT's `from` stands for."""
 _CALLS = ("function_call", "tool_call")
 _SHOWN_CHARACTERS = 80
 _SHOWN_COLUMNS = 40
@@ -309,7 +309,7 @@ class RowReader:
 
     @classmethod
     def of(cls, source: SourceConfig, default: RowFormat, section: str) -> RowReader:
-        """Of a source, where it names no format: of `data.format`."""
+        """Make the reader of a source; `default` is `data.format`, for a source that names no format."""
         return cls(source.text, source.format or default, section)
 
     @property

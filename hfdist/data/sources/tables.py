@@ -94,7 +94,7 @@ def _example(column: pa.Array, place: int, size_bytes: int, rows: RowReader, whe
 
 
 def _decoded_bytes(array: pa.Array) -> NDArray[np.int64]:
-    """Of each value, what its parts take once they are decoded: bytes of texts, and a few for all else. Shape [values].
+    """Bytes that the parts of each value take once decoded: those of texts, and a few for all else. Shape [values].
 
     Values of a dictionary count for each time that they are used.
     """
@@ -313,7 +313,7 @@ class ParquetShard(FileShard):
     def read(self, rows: Sequence[int]) -> Iterable[str | BadRow]:
         """Give the texts of rows; all in one row group. Examples are decoded one by one, as they are taken.
 
-        Behind a damaged place of a row group all rows are bad, those before it are not, whatever is asked together.
+        After a damaged place of a row group all rows are bad. Those before it are not, whatever is asked together.
         """
         group, first = self._run_of(rows[0])
         with self._file.local() as path:
@@ -356,7 +356,7 @@ class ParquetShard(FileShard):
             yield from kept
 
     def _dictionaries(self, path: Path, group: int) -> list[str]:
-        """Of a large row group, give the columns that are read as dictionaries.
+        """Give the columns of a large row group that are read as dictionaries.
 
         One value of a small file can stand for a million. But of a column that goes on without its dictionary, as most
         do, Arrow adds each value to the one in memory, and copies that for each batch.
@@ -403,7 +403,7 @@ class _Group(NamedTuple):
 
     packed_bytes: int
     decoded_bytes: int
-    """In memory, a value of a dictionary once."""
+    """Bytes in memory, where a value of a dictionary counts once."""
 
 
 def _group_of(group: pq.RowGroupMetaData, leaves: list[int]) -> _Group:

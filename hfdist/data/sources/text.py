@@ -111,7 +111,7 @@ class TextShard(_IndexedShard):
         return text.removeprefix(_BYTE_ORDER_MARK) if row == 0 and isinstance(text, str) else text
 
     def _index(self) -> NDArray[np.int64]:
-        """Split behind the last line end of each mebibyte; shape [rows + 1]."""
+        """Split after the last line end of each mebibyte; shape [rows + 1]."""
         starts = array("q", [0])
         with self._file.local() as path, path.open("rb") as file:
             while starts[-1] < self._file.size_bytes:
@@ -199,7 +199,7 @@ def _length_of_part(window: bytes) -> int:
 
 
 def _line_starts(file: io.BufferedReader) -> NDArray[np.int64]:
-    """Give the first byte of each line that is not blank, and the end behind them; shape [lines + 1]."""
+    """Give the first byte of each line that is not blank, and the end of the last one; shape [lines + 1]."""
     # An array: eight bytes a line, where a list takes forty.
     starts, place, line_start, is_blank = array("q"), 0, 0, True
     if file.peek().startswith(codecs.BOM_UTF8):
@@ -212,7 +212,7 @@ def _line_starts(file: io.BufferedReader) -> NDArray[np.int64]:
         place += len(piece)
         if piece.endswith(b"\n"):
             line_start, is_blank = place, True
-    # A blank line belongs to the row before it: JSON allows white space behind a value.
+    # A blank line belongs to the row before it: JSON allows white space after a value.
     starts.append(place)
     return np.frombuffer(starts, dtype=np.int64)
 

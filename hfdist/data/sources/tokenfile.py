@@ -60,9 +60,9 @@ class FileRecord:
     rows: int
     tokens: int
     digest: str
-    """Of all three files."""
+    """Digest of all three files: tokens, index and digests."""
     origins: list[OriginShard]
-    """In order; their runs sum to `rows`."""
+    """Shards that were tokenized, in order; their runs sum to `rows`."""
     bad_rows: list[int]
     """Rows that could not be read, which are empty documents here."""
 
@@ -81,7 +81,7 @@ class Meta:
 
     tokenizer_digest: str
     dtype: str
-    """Of the tokens: uint16 or uint32."""
+    """Type of the tokens: uint16 or uint32."""
     files: list[FileRecord]
     encoding: str
     """`Encoders.digest` of what made them; another one than `tokenizer_digest` where they are examples."""

@@ -1,1 +1,1 @@
-"""Where files are: here or behind a network, found by pattern, kept on this machine while they are needed."""
+"""Where files are: here or on a network, found by pattern, kept on this machine while they are needed."""

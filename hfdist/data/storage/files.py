@@ -1,4 +1,4 @@
-"""Files here or behind a network: found by pattern, read whole or in parts, identified, and hashed part by part."""
+"""Files here or on a network: found by pattern, read whole or in parts, identified, and hashed part by part."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class LocalFile(DataFile):
 
 
 class RemoteFile(DataFile):
-    """A file behind a network, read in ranges, or fetched as a whole into the cache of this machine.
+    """A file on a network, read in ranges, or fetched as a whole into the cache of this machine.
 
     `address` is the whole URL with its query, and `cache` holds the connections, too.
     """

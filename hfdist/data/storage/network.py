@@ -174,7 +174,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Give the HTTP status behind an error, in the terms of aiohttp, botocore, httpx and gcsfs."""
+    """Give the HTTP status that caused an error, in the terms of aiohttp, botocore, httpx and gcsfs."""
     for cause in _chain(error):
         response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):

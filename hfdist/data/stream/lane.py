@@ -45,7 +45,7 @@ class Plan:
 
     pools: Sequence[Pool]
     orders: Sequence[LaneOrder]
-    """Of each pool."""
+    """Order of each pool."""
     mixture: Mixture
     packing: Packing
     too_long: TooLong
@@ -185,7 +185,7 @@ class MultiLaneReader:
         self._num_ready = dict.fromkeys(iterators, 0)
         self._num_lanes = self._num_sequences = 1
         self._num_documents, self._num_tokens = 1, shape.length
-        """Read so far, to guess how many documents a sequence takes."""
+        """Documents and tokens read so far, to guess how many documents a sequence takes."""
 
     def next(self, lane: int) -> sequence.Sequence | None:
         """Give the next sequence of a lane, or raise its error; None: the lane has ended."""

@@ -28,7 +28,7 @@ _MOST_WARNINGS = 20
 
 
 def records_file(folder: Path, lane: int) -> Path:
-    """The file of a lane's records: RECORD values, one behind the other."""
+    """The file of a lane's records: RECORD values, one after the other."""
     return folder / f"lane-{lane:05d}.records"
 
 
@@ -43,11 +43,11 @@ class Ledger:
     def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
         self.folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
         self._records_files: dict[int, Path] = {}
-        """By lane; kept, as making a path takes longer than adding to it."""
+        """Files of records, by lane; kept, as making a path takes longer than adding to the file."""
         self._pending: dict[Path, list[bytes]] = {}
-        """For each file, what is to be written."""
+        """What is to be written to each file."""
         self._counted: list[dict[Path, list[bytes]]] = []
-        """The same, of saves that have begun."""
+        """What is to be written to each file for each save that has begun."""
         self._writing = threading.Lock()
         self._num_bad_rows = 0
 
@@ -97,7 +97,7 @@ class Ledger:
                 del self._counted[0]
 
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
-        """Rename the files of lanes, since other data are read from here on, behind `samples` sequences of the run."""
+        """Rename the files of lanes, since other data are read from here on, after `samples` sequences of the run."""
         for lane in lanes:
             for path in (records_file(self.folder, lane), bad_rows_file(self.folder, lane)):
                 kept = path.with_name(f"{path.name}.until-{samples}")

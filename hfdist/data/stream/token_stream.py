@@ -117,7 +117,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         return self._samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the cursor of this rank's lanes, behind what was given (not what was read ahead).
+        """Give the cursor of this rank's lanes, after what was given (not what was read ahead).
 
         If several runs share the lanes, it has also those of the others, as of the last `deal`.
         """
@@ -169,10 +169,10 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             self._of_others = {lane: own for lane, own in cursor.lanes.items() if lane not in self.lanes_of_run}
         self._samples = cursor.samples
         self._turn = _place(cursor, self.lanes_of_run) // self._data_size
-        """Of the lanes of this rank: which one gives the next sequence."""
+        """Which of this rank's lanes gives the next sequence: its place among them."""
 
     def load_state_dict(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
-        """Resume behind `state`: of this rank, or merged from any number of ranks.
+        """Resume after `state`: of this rank, or merged from any number of ranks.
 
         Args:
             state: see `state_dict`.

@@ -1,6 +1,6 @@
 """A chat template: rendered by transformers in its sandbox, the same on every day, and what the assistant says in it.
 
-A turn of the assistant goes from behind the generation prompt to the end-of-turn token:
+A turn of the assistant goes from the end of the generation prompt to the end-of-turn token:
 
     <|im_start|>user  Why?<|im_end|>  <|im_start|>assistant  <think></think>Because.<|im_end|>
                       S   E                                                 S       E
@@ -9,7 +9,7 @@ A turn of the assistant goes from behind the generation prompt to the end-of-tur
 Templates trim, rewrite and reorder what they are given, so nothing is looked for by its words. Messages are rendered
 once more with private characters (S, E) around their contents; where that changes more than these, it is not used. A
 message with more than a content (tool calls, reasoning) is replaced by the two characters alone: what that render and
-the original have in common before and behind is not of the message.
+the original have in common before and after is not of the message.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ChatTemplate:
         return _GENERATION.search(self.source(tools)) is not None
 
     def render(self, messages: Sequence[Message], tools: Tools, *, asks: bool = False) -> str:
-        """Render messages in OpenAI's form, with JSON schemas of tools; `asks`: with the generation prompt behind.
+        """Render messages in OpenAI's form, with JSON schemas of tools; `asks`: with the generation prompt at the end.
 
         RefusedError: the template does not take them.
         """
@@ -242,7 +242,7 @@ class _Conversation:
         self._marked = self._locate(lambda role: True) or self._locate(lambda role: role != "assistant")
 
     def by_marks(self, k: int) -> Span | None:
-        """Find a turn that is only a content, behind a message that is only a content."""
+        """Find a turn that is only a content, after a message that is only a content."""
         message, marked = self._messages[k], self._marked
         if marked is None:
             return None
@@ -294,7 +294,7 @@ class _Conversation:
         raise RefusedError(f"what message {k} says cannot be told apart in what the template writes{reasons[-1]}")
 
     def _begin(self, k: int, body: int) -> int:
-        """Where a turn begins whose first own character is at `body`: behind the generation prompt, if it is there."""
+        """Where a turn begins whose first own character is at `body`: after the generation prompt, if it is there."""
         prompt, space = self._prompt(k)
         low, _ = self._bounds(k) or (0, 0)
         if not prompt:
@@ -303,7 +303,7 @@ class _Conversation:
         return at + len(prompt) if at >= 0 else body
 
     def _close(self, k: int, end: int, behind: str = "") -> int:
-        """Where a turn ends whose content ends at `end`, but for white space `behind`: with its end-of-turn token."""
+        """Where a turn ends, with its end-of-turn token: its content ends at `end`, but for white space `behind`."""
         closings = self._closings(k)
         for space in dict.fromkeys((behind, "")):
             for closing in closings:
@@ -326,7 +326,7 @@ class _Conversation:
         return min(found) if found else token.end() if token is not None else end
 
     def _prompt(self, k: int) -> _Prompt:
-        """The generation prompt behind the messages before k."""
+        """The generation prompt after the messages before k."""
         before = self._messages[k - 1] if k else {}
         key = (before.get("role"), "tool_calls" in before, k == 1, bool(self._tools))
         if key not in self._prompts:
@@ -347,7 +347,7 @@ class _Conversation:
         return _Prompt(asking[common:], asking[len(asking.rstrip()) :])
 
     def _closings(self, k: int) -> tuple[str, ...]:
-        """What the template may write behind a turn of the assistant, the longest first.
+        """What the template may write after a turn of the assistant, the longest first.
 
         Up to the first token of the tokenizer's own, with those that follow it at once, or without.
         """
@@ -383,7 +383,7 @@ class _Conversation:
         return max(before, default=0), min(after, default=len(self._text))
 
     def _closes_others(self, token: str) -> bool:
-        """Whether a token stands behind what someone else than the assistant says."""
+        """Whether a token stands after what someone other than the assistant says."""
         ends = {} if self._marked is None else self._marked.ends
         return any(self._text.startswith(token, at) for n, at in ends.items() if self._messages[n]["role"] == "user")
 
@@ -415,7 +415,7 @@ def _replacements(messages: Sequence[Message], k: int) -> Iterator[tuple[int, Me
     """What may stand in the place of message k, up to which message of the conversation, and whether it is a call.
 
     A content in place of all that it says; where the template refuses that, or writes what follows in another way,
-    since results follow calls: the same with nothing behind; and last, a call with other arguments.
+    since results follow calls: the same with nothing after it; and last, a call with other arguments.
     """
     kept = {name: value for name, value in messages[k].items() if name not in _BODY_KEYS}
     yield len(messages), {**kept, "content": _SENTINEL}, False

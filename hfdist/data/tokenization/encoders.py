@@ -40,7 +40,7 @@ _BARE: dict[str, Any] = {"verbose": False, "split_special_tokens": True, "add_sp
 
 
 class Encoder:
-    """A tokenizer as documents need it: each with one end-of-text token behind.
+    """A tokenizer as documents need it: each ends with one end-of-text token.
 
     A beginning-of-text token stands in front only where the tokenizer itself puts one.
     """
@@ -65,7 +65,7 @@ class Encoder:
         return self._by_wrapper(texts) if self._backend is None else self._fast(texts)
 
     def inside(self, text: str) -> list[int]:
-        """Give the tokens of a text that stands behind another one: without a beginning, an end or a space in front."""
+        """Give the tokens of a text that stands after another one: without a beginning, an end or a space in front."""
         before = list(self._tokenizer("\n", **_BARE)["input_ids"])
         ids = list(self._tokenizer("\n" + text, **_BARE)["input_ids"])
         # Some tokenizers put a space in front of every text; a line break that keeps its own tokens takes it instead.
@@ -120,7 +120,7 @@ def text_digest(text: str) -> int:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Give a copy of the fast tokenizer behind, if any, without truncation and padding, which documents never use."""
+    """Give a copy of the fast tokenizer inside, if any, without truncation and padding, which documents never use."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -261,7 +261,7 @@ class Encoders:
         return tokens
 
     def _open(self, ids: list[int]) -> list[int]:
-        """Without the end that some tokenizers put behind each text."""
+        """Token ids without the end-of-text token that some tokenizers put after each text."""
         return ids[:-1] if ids and ids[-1] == self._end else ids
 
 
@@ -375,7 +375,7 @@ class _ChatEncoder:
             text, targets, quoted = _unwrap(text, targets)
         if self._config.train_on is TrainOn.all:
             targets = [Span(0, len(text))]
-            # The last target is whatever the template writes behind the end of the turn.
+            # The last target is whatever the template writes after the end of the turn.
             ends_learned = ends_learned and self._closed.search(text) is None
         return _Chat(text, targets, quoted, is_answered=ends_learned)
 
@@ -427,7 +427,7 @@ class _ChatEncoder:
         return np.array([i for ids, _ in parts for i in ids], dtype=np.int32), np.array(mask, dtype=bool)
 
     def _is_closed(self, tokens: Tokens, is_target: NDArray[np.bool_]) -> bool:
-        """Whether a token of the tokenizer's own stands where the last turn ends, or behind."""
+        """Whether a token of the tokenizer's own stands where the last turn ends, or after it."""
         targets = np.flatnonzero(is_target)
         return len(targets) == 0 or not self._added.isdisjoint(tokens[targets[-1] :].tolist())
 

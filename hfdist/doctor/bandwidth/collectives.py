@@ -25,7 +25,7 @@ from hfdist.doctor.bandwidth.figures import (
 
 _NUM_ROUNDS = 5
 _ROUND_SECONDS = 0.03
-"""Of calls in a row, so that a short one is timed many times."""
+"""Seconds of a round: so many that a short call is timed many times in a row."""
 _MOST_CALLS = 50
 _ITEM_BYTES = 4
 _LONG_SECONDS = 2.0

@@ -12,7 +12,7 @@ BROADCAST, POINT_TO_POINT = "broadcast", "point to point"
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST, POINT_TO_POINT)
 ALL, IN_MACHINE, BETWEEN = "all ranks", "in a machine", "between machines"
 LEAST_LINK_BYTES = 1 << 20
-"""Of the largest tensor: smaller ones tell nothing of a link's speed."""
+"""Least bytes of the largest tensor: smaller tensors tell nothing of a link's speed."""
 _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10))
 
 
@@ -21,19 +21,19 @@ class Figure:
     """One collective of one size in one group of ranks."""
 
     group: str
-    """ALL, IN_MACHINE or BETWEEN."""
+    """Which ranks are measured together: ALL, IN_MACHINE or BETWEEN."""
     kind: str
     num_ranks: int
-    """Of the group; of several machines with groups of their own, those of the slowest."""
+    """Number of ranks of the group; where each machine has a group of its own, of the slowest one."""
     size_bytes: int
-    """Of the tensor that is reduced, sent or exchanged; of a gather or a scatter, of all shares together."""
+    """Bytes of the tensor that is reduced, sent or exchanged; of a gather or a scatter, of all shares together."""
     seconds: float
-    """Of a call: the median over rounds, of the slowest rank."""
+    """Seconds of a call: the median over rounds, of the slowest rank."""
     low_seconds: float
     high_seconds: float
     """The quickest and the slowest round."""
     cpu_seconds: float
-    """Of a call: the CPU time of one rank with all its threads, on average over ranks."""
+    """CPU seconds of a call: of one rank with all its threads, on average over ranks."""
     runs_as: str = ""
     """The backend's own name of what it does, where it tells."""
 
@@ -60,7 +60,7 @@ class Link(NamedTuple):
     gbs: float
     """10^9 bytes a second that one rank sends."""
     latency_seconds: float
-    """Of one message."""
+    """Seconds that one message takes, whatever its size."""
 
 
 def slowest(figures: Sequence[Figure]) -> list[Figure]:

@@ -39,7 +39,7 @@ class Request:
     """What is to be measured."""
 
     processes: int
-    """To start; 1: a launcher has started them."""
+    """Number of processes to start; 1: a launcher has started them."""
     largest_bytes: int
     call_seconds: float
     """How long ranks may take to connect, and for one call."""
@@ -47,7 +47,7 @@ class Request:
     out: Path | None = None
     """The file of hardware for plans."""
     hardware: str | None = None
-    """Of which that file has all that is no link; None: the device at hand."""
+    """Hardware from which the file `out` takes all that is no link; None: the device at hand."""
     picture: Path | None = None
 
 

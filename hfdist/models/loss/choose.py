@@ -59,7 +59,7 @@ class LossHead:
         if self._is_over or head is None or not (model.training or evaluates):
             return nullcontext()
         if not torch.is_grad_enabled() and any(isinstance(weight, DTensor) for weight in head.parameters()):
-            # FSDP2 frees it behind a forward without gradients.
+            # FSDP2 frees the head after a forward without gradients.
             return nullcontext()
         return self._watched(head, evaluates=evaluates)
 

@@ -28,7 +28,7 @@ class VocabularyShard:
     start: int
     stop: int
     num_rows: int
-    """Of the whole head."""
+    """Rows of the whole head, of all ranks together."""
 
     @property
     def most_rows(self) -> int:

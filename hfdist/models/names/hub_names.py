@@ -34,11 +34,11 @@ class HubNames:
     """The tensors of a whole model's files."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """By name, in the order in which transformers writes them."""
+    """Shape of each tensor by its name, in the order in which transformers writes them."""
     blocks: Mapping[str, Sequence[tuple[str, Block]]]
     """For each tensor of the model that the files have, by its own name: names in the files, and what stands there."""
     num_parameters: int
-    """Of the model."""
+    """Number of elements in all parameters of the model."""
     others: tuple[HubNames, ...] = field(default=(), repr=False)
     """What another start of this model may have written: one that read other files, or an earlier hfdist."""
 

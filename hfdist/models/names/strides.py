@@ -29,11 +29,12 @@ class Block:
     """
 
     name: str
-    """The source's."""
+    """Name of the source."""
     source: int
     target: int
     dims: tuple[Dim, ...]
-    """Of more than one element each, the largest step in the target first; none follows on the next in both."""
+    """Dimensions of more than one element each, the largest step in the target first. No two neighbours could be
+    one dimension in both tensors."""
 
     @property
     def stop(self) -> int:
@@ -80,7 +81,7 @@ class _Layout(NamedTuple):
         return _Layout(self.offset, tuple(dims))
 
     def narrowed(self, dim: int, start: int, length: int) -> _Layout:
-        """Of one dimension the elements from `start` on."""
+        """The elements from `start` on along one dimension, `length` of them."""
         offset, kept = self.offset, []
         factors = self.dims[dim]
         for place, (_, distance) in enumerate(factors):
@@ -101,7 +102,7 @@ class _Layout(NamedTuple):
 
 
 def _joined(layouts: Sequence[_Layout], dim: int) -> _Layout:
-    """One behind the other along a dimension: alike but for their addresses, which lie at equal distances."""
+    """Several layouts one after the other along a dimension: alike but for their addresses, at equal distances."""
     distances = {after.offset - before.offset for before, after in pairwise(layouts)}
     if len(distances) != 1 or len({layout.dims for layout in layouts}) != 1:
         raise UnfollowedError("tensors of several shapes in one")
@@ -187,7 +188,7 @@ def follow(
     Raises:
         UnfollowedError: it does more than to move elements in steps of equal sizes.
     """
-    # All lie one behind the other, so that an address says which it is.
+    # All lie one after the other, so that an address says which tensor it is in.
     begins = list(accumulate(map(math.prod, shapes.values()), initial=0))
     given = {
         name: _Followed.make(shape, _Layout.whole(begin, shape))

@@ -16,7 +16,7 @@
     seconds: (v) => (v < 1 ? (1e3 * v).toPrecision(3) + " ms" : v.toPrecision(4) + " s"),
   };
 
-  // The numbers of a path are its points; a closed area ends in V, behind which there are none.
+  // The numbers of a path are its points; a closed area ends in V, after which there are none.
   const points = (path) => (path.points ??= [...path.getAttribute("d").split("V")[0].matchAll(/(-?[\d.]+(?:e[-+]?\d+)?) (-?[\d.]+(?:e[-+]?\d+)?)/g)].map((m) => [+m[1], +m[2]]));
 
   const nearest = (own, x) => {

@@ -17,11 +17,11 @@ from hfdist.report.text import escaped, short
 TOP, BOTTOM = 20, 22
 """Pixels above the curves, for letters of marks, and below them, for the labels of x."""
 _MOST_POINTS = 640
-"""Of all curves of a chart."""
+"""Most points of all curves of a chart together."""
 _MOST_DOTS = 60
 COLOURS = 6
 _LOG_RANGE = 40.0
-"""Where the highest value is so many times the lowest, the axis is logarithmic."""
+"""Ratio of the highest value to the lowest from which on the axis is logarithmic."""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from hfdist.report.text import number, numbers
 PARTS = (RankColumn.compute_seconds.value, RankColumn.data_seconds.value, RankColumn.wait_seconds.value)
 STEP = RankColumn.step_seconds.value
 _MOST_STRETCHES = 96
-"""Where there are more, two and two become one."""
+"""Most stretches. Where there are more, each two neighbours become one."""
 
 
 @dataclass
 class Stretch:
-    """Some lines in a row: sums by rank, and the number of lines behind each sum."""
+    """Some lines in a row: sums by rank, and the number of lines in each sum."""
 
     first_step: float
     last_step: float
@@ -27,7 +27,7 @@ class Stretch:
     sums: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, list[int]] = field(default_factory=dict)
     peak_bytes: list[float] = field(default_factory=list)
-    """By rank, the highest; 0: not known."""
+    """Highest memory of each rank, in bytes; 0: not known."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line."""
@@ -46,7 +46,7 @@ class Stretch:
 
     @property
     def num_ranks(self) -> int:
-        """Of which something is known."""
+        """Number of ranks of which something is known."""
         return max(map(len, self.sums.values()), default=0)
 
     def means(self, name: str) -> list[float | None]:

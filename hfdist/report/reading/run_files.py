@@ -43,7 +43,7 @@ TASK_FIGURES = (
 _REWARDS = "rewards/"
 _MOST_FIGURES = 32
 _MOST_BYTES = 1 << 26
-"""Of a file that is read whole."""
+"""Most bytes of a file that is read whole."""
 _MOST_SAMPLES = 1000
 _MOST_ROLLOUTS = 64
 _EVALUATION = re.compile(r"eval_(?:.+_)?loss")
@@ -139,18 +139,18 @@ class RunFiles:
 
     def _begin_metrics(self) -> None:
         self.steps: list[float] = []
-        """Of training lines."""
+        """Step of each training line."""
         self.tokens: list[float] = []
         self.seconds: list[float] = []
-        """Of the steps up to each line, without loading, evaluations and saves."""
+        """Seconds that the steps up to each training line took, without loading, evaluations and saves."""
         self.columns: dict[str, list[float | None]] = {key: [] for key in CURVES}
-        """Of training lines, each as long as `steps`."""
+        """Values of training lines by key, each list as long as `steps`; None: no finite number."""
         self.held_out: dict[str, list[Point]] = {}
         """Held-out losses, by key."""
         self.figures: dict[str, list[Point]] = {}
         """What training lines say of preferences and rewards, by key."""
         self.held_out_figures: dict[str, list[Point]] = {}
-        """The same of evaluations, by the key without `eval_`."""
+        """What evaluations say of preferences and rewards, by the key without `eval_`."""
         self.shares: dict[str, dict[str, float]] = {}
         """What was read of each pool of documents, at the last save."""
 

@@ -15,7 +15,7 @@ from hfdist.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mar
 from hfdist.topology import without_launcher
 
 _MARK = "HFDIST_SWEEP_TRIAL"
-"""In the environment of its processes: `trial_mark`. It is there as soon as the process is."""
+"""Variable in the environment of a trial's processes: `trial_mark`. It is there as soon as the process is."""
 
 
 class TrialProcess:
@@ -24,7 +24,7 @@ class TrialProcess:
     def __init__(self, process: psutil.Process, slot: int, rung: int) -> None:
         self._process, self.slot, self.rung = process, slot, rung
         self.exit_code: int | None = None
-        """Below zero: the signal that has ended it; None: it runs, or another process has started it."""
+        """Exit code; below zero: the signal that has ended it; None: it runs, or another process has started it."""
 
     @classmethod
     def start(
@@ -59,7 +59,7 @@ class TrialProcess:
 
     @property
     def pid(self) -> int:
-        """Of the first process, and of the session."""
+        """Process id of the first process; it is the id of the session, too."""
         return self._process.pid
 
     @property

@@ -15,13 +15,13 @@ from hfdist.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mar
 
 SCRIPT = "job.sbatch"
 _MARK = "hfdist sweep "
-"""What a comment begins with."""
+"""Begin of the comment of a job."""
 _FROM_OUTSIDE = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 """States of a job whose exit code says nothing of the run."""
 _MOST_TRIES, _TRY_SECONDS = 4, 5.0
-"""Of a command that SLURM does not answer, or refuses for now."""
+"""Most tries of a command that SLURM does not answer, or refuses for now, and the seconds between two of them."""
 _QUEUE = ("squeue", "--me", "--noheader", "--format=%i|%k")
-"""Gives numbers of jobs and their comments."""
+"""Command that gives the numbers of jobs and their comments."""
 
 
 class SlurmLauncher:

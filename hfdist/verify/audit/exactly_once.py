@@ -240,7 +240,7 @@ class Audit:
         """Sequence numbers rise, and each sequence is of one pool. `_check_turns` sees whether any is missing."""
         numbers, records = lane_sequences.numbers, lane_sequences.records
         falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
-        names = (f"lane {lane}, sequence {numbers[n]} behind {numbers[n - 1]}" for n in falls.tolist())
+        names = (f"lane {lane}, sequence {numbers[n]} after {numbers[n - 1]}" for n in falls.tolist())
         self.discrepancies.add(Discrepancy.numbering, names, len(falls))
         owners = np.repeat(lane_sequences.pools, np.diff(lane_sequences.edges))
         mixed = np.unique(records["sequence"][records["pool"] != owners])
@@ -250,7 +250,7 @@ class Audit:
 
     def _check_cursors(self, lane_sequences: _LaneSequences, lane: int) -> None:
         """The records up to each checkpoint are those that it has counted and digested."""
-        # Of records that begin in the middle of a run, only those behind the first checkpoint can be compared.
+        # Of records that begin in the middle of a run, only those after the first checkpoint can be compared.
         begins_inside = self.first_sample > 0
         digest, begin, last_step = 0, 0, 0
         states = [(step, cursor.lanes[lane]) for step, cursor in self._cursors if lane in cursor.lanes]
@@ -346,7 +346,7 @@ class _LaneSequences:
         """Where groups begin, and where the last one ends. Shape [sequences + 1], the others [sequences]."""
         self.numbers: Integers = numbers[self.edges[:-1]]
         self.pools: Integers = records["pool"][self.edges[:-1]].astype(np.int64)
-        """By the first record of each sequence."""
+        """Pool of each sequence, that of its first record."""
         token_ends = np.concatenate([[0], np.cumsum(records["num_tokens"], dtype=np.int64)])
         self._num_tokens = np.diff(token_ends[self.edges])
 
@@ -404,7 +404,7 @@ class PoolAudit:
             self._check_epoch(epoch, own, is_first=epoch == epochs[0], is_last=epoch == epochs[-1])
 
     def _check_epochs_rise(self) -> None:
-        """No document comes behind those of a later epoch; one that is passed over may wait for the next sequence."""
+        """No document comes after those of a later epoch; one that is passed over may wait for the next sequence."""
         is_trained = self._written["num_tokens"] > 0
         for own in (self._written[is_trained], self._written[~is_trained]):
             late = own[own["epoch"] < np.maximum.accumulate(own["epoch"])]
@@ -462,7 +462,7 @@ class PoolAudit:
         return np.minimum(of_tokens, self._plan.shape.length) if is_cut else of_tokens
 
     def _num_used(self, records: Records) -> int:
-        """What a place's offset counts, of records behind its position; -1: there may not be any."""
+        """What a place's offset counts, of records after its position; -1: there may not be any."""
         if self._plan.packing is Packing.concat:
             used = int(records["num_tokens"].sum())
         else:

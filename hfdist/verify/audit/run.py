@@ -43,7 +43,7 @@ class PastRun:
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
     cursors: list[tuple[int, Cursor]]
-    """Of the checkpoints that are there, behind their steps."""
+    """Step and cursor of each checkpoint that is there, in order of the sequences that were read."""
 
 
 def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConfig] | None = None) -> PastRun:

@@ -97,7 +97,7 @@ def test_a_damaged_place_of_another_lane_is_its_own(folders):
     for number in range(20):
         for lane in (0, 1, 3, 4):
             given.append(lanes[lane].next(number))
-        with pytest.raises(CheckpointError, match="behind the end of a document"):
+        with pytest.raises(CheckpointError, match="after the end of a document"):
             lanes[2].next(number)
     assert len(given) == 80
 

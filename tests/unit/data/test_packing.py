@@ -118,7 +118,7 @@ def test_documents_of_like_length_come_at_the_same_time_in_all_lanes():
 
 @pytest.mark.parametrize("packing", [concat, best_fit])
 def test_a_cursor_behind_the_end_is_damaged(packing):
-    with pytest.raises(CheckpointError, match="behind the end"):
+    with pytest.raises(CheckpointError, match="after the end"):
         pack(packing, [document(0, 1, 2, 3)] * 64, 4, offset=500)
 
 
