@@ -13,7 +13,12 @@ from hfdist.config.rates import explain_rate
         ("finetune", ["adapter=lora"], 2e-4, " (10 times that of all weights, the default of TRL's SFTTrainer)"),
         ("finetune", ["adapter=qlora"], 2e-4, " (10 times that of all weights, the default of TRL's SFTTrainer)"),
         ("tune", ["task=dpo"], 1e-6, " (as in TRL's DPOTrainer)"),
-        ("tune", ["task=dpo", "adapter=lora"], 1e-5, " (10 times that of all weights, the default of TRL's DPOTrainer)"),
+        (
+            "tune",
+            ["task=dpo", "adapter=lora"],
+            1e-5,
+            " (10 times that of all weights, the default of TRL's DPOTrainer)",
+        ),
         ("tune", ["task=reward"], 1e-4, " (as in TRL's RewardTrainer)"),
         ("tune", ["task=grpo", "task.rewards={arithmetic: 1}"], 1e-6, " (as in TRL's GRPOTrainer)"),
         # Those that are said win, of a file too.
