@@ -11,6 +11,7 @@ from tests.distributed.mesh_runs import (
     read_course,
     run_layout,
 )
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +38,7 @@ def test_families_train_and_go_on_in_a_layout_as_in_one_process(root):
 
 
 # Those that no other test has: of masks, and of what has stayed gathered.
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, many(2)])
 def test_a_mistake_shows(root, tmp_path, number):
     row = run_control(root, CONTROLS[number], tmp_path)
     assert is_seen(row), row

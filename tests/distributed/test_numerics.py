@@ -17,12 +17,13 @@ from tests.distributed.bad_numbers import ALWAYS, Fault, Kind, pretrain_with
 from tests.distributed.kills import newest_whole
 from tests.distributed.runs import SMALL, losses, weights
 from tests.distributed.trainers import make_trainer, on_ranks
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
 SAVING = ("checkpoint=default", "checkpoint.every=3", "train.max_steps=13", "train.micro_batch_size=2")
 
-LAYOUTS = [("single", 1), ("ddp", 2), ("zero3", 2), ("tensor", 2), ("pipeline_zero1", 4)]
+LAYOUTS = [("single", 1), ("ddp", 2), many("zero3", 2), many("tensor", 2), ("pipeline_zero1", 4)]
 
 
 # Two steps that no run can take; the last data rank has the wrong loss.
@@ -143,7 +144,7 @@ def test_figures_of_routers_leave_out_what_was_skipped_or_undone(tmp_path, cache
         assert [line[name] for name in FIGURES] == [again[name] for name in FIGURES]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", many("zero3")])
 def test_half_precision_skips_too(cache_dir, tmp_path, strategy):
     settings = ("train.precision=bf16", "train.max_steps=6", "train.micro_batch_size=2")
     said = pretrain_with(UNTAKEN, tmp_path, 2, f"strategy={strategy}", *settings)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.runs import losses, pretrain, weights
+from tests.marks import many
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("cache_dir", "short_library")]
 
@@ -15,9 +16,9 @@ LATER = {"lr": "3e-3", "weight_decay": "0.3", "beta2": "0.9", "eps": "1e-6"}
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
-        (1, ("optimizer.name=muon",)),
+        many(1, ("optimizer.name=muon",)),
         (2, ("strategy=zero1", "optimizer.base_width=32")),
-        (2, ("strategy=fsdp2", "train.precision=bf16")),
+        many(2, ("strategy=fsdp2", "train.precision=bf16")),
         (2, ("strategy=pipeline", "optimizer.base_width=16")),
     ],
 )

@@ -18,6 +18,7 @@ from hfdist.testing import run_ranks
 from tests.distributed import trainers
 from tests.distributed.runs import losses, pretrain, weights
 from tests.distributed.trainers import STEPS, make_model, make_strategy, on_ranks
+from tests.marks import many
 from tests.packages import install_package
 from tests.unit.test_optim import PLUGIN
 
@@ -211,7 +212,15 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize("layout", CHOSEN)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "zero3",
+        "fsdp2",
+        "pipeline",
+        *map(many, ["ddp", "zero1", "zero2", "tensor", "fsdp2 and tensor", "pipeline_zero1"]),
+    ],
+)
 def test_optimizers_train_and_resume_as_on_one_process(reference, layout):
     folder, expected = reference
     names = CHOSEN[layout]
@@ -235,7 +244,9 @@ def orthogonal(gradient, coefficients, num_steps, eps):
     return (matrix.T if is_tall else matrix).to(gradient.dtype)
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "fsdp2 in a pipeline", "tensor in a pipeline", "fsdp2 and tensor"])
+@pytest.mark.parametrize(
+    "layout", ["hsdp", many("fsdp2 in a pipeline"), "tensor in a pipeline", many("fsdp2 and tensor")]
+)
 def test_muon_differs_by_its_rounding_alone(tmp_path, monkeypatch, layout):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", orthogonal)
     run_ranks(train_all, 1, tmp_path, "single", ["Muon"], None, group=False)

@@ -5,6 +5,7 @@ import pytest
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.verify.parity import compare_runs
 from tests.distributed.parity import BOUND, Case, all_cases, run_case, run_single
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -26,7 +27,10 @@ def single(tmp_path_factory, cache_dir):
     return {tied: run_single(tmp_path_factory.mktemp("single"), *SHORT, tied=tied) for tied in (False, True)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+OTHERS = {Schedule.gpipe, Schedule.interleaved_1f1b}
+
+
+@pytest.mark.parametrize("case", [many(case) if case.schedule in OTHERS else case for case in CASES], ids=str)
 def test_same_losses_gradients_and_weights_as_one_process(single, tmp_path, case):
     for row in compare_runs(run_case(tmp_path, case, *SHORT), single[case.tied], BOUND):
         assert row.passed, row

@@ -22,6 +22,7 @@ from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pipelines.fsdp import PipelineFsdpEngine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
+from tests.marks import many
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.sharding import packed
 from tests.zoo.splitting import compare_gradients, compare_losses, run_whole
@@ -266,8 +267,8 @@ def run_spoilt(spoil, name):
     "spoil",
     [
         sum_of_partial_gradients_forgotten,
-        tensor_ranks_counted_into_the_loss,
-        whole_parameters_counted_on_each_tensor_rank,
+        many(tensor_ranks_counted_into_the_loss),
+        many(whole_parameters_counted_on_each_tensor_rank),
     ],
 )
 def test_a_mistake_shows(spoil):

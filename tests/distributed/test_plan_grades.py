@@ -7,6 +7,7 @@ import pytest
 from hfdist.planning.machines import STEPS, measured_cpu
 from hfdist.trainer.run import own_plan
 from tests.distributed.runs import pretrain, weights
+from tests.marks import many
 
 PLANNED = ("report.plan=true", "train.max_steps=6", "data.eval_sequences=1")
 
@@ -69,7 +70,7 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("strategy", HELD)
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2", *map(many, ["ddp", "zero1"])])
 def test_ranks_count_what_they_hold(tmp_path, monkeypatch, strategy):
     def write(self, args, state, control, **kwargs):
         if state.is_world_process_zero:

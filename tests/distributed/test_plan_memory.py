@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.plan_memory import BEGIN, BOUND, END, Cell, Peaks, compare, make_table, read_table, write_table
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -10,15 +11,15 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     ("cell", "bound"),
     [
-        (Cell(family="gpt2", size="activations", layout="single", recomputes=True), 0.01),
+        many(Cell(family="gpt2", size="activations", layout="single", recomputes=True), 0.01),
         # Copies of weights that autocast keeps would be 6 %.
         (Cell(family="llama", size="state", layout="single, bf16", recomputes=True), 0.01),
-        (Cell(family="llama", size="state", layout="ddp"), BOUND),
+        many(Cell(family="llama", size="state", layout="ddp"), BOUND),
         # Its backward holds most, if the optimizer's step holds no more than shares.
         # Without its buckets of 381 MiB the second rank holds 8 % more than the first.
         (Cell(family="gpt2", size="state", layout="zero2"), 0.03),
         (Cell(family="llama", size="blocks", layout="fsdp2"), 0.01),
-        (Cell(family="llama", size="blocks", layout="fsdp2 x4"), 0.01),
+        many(Cell(family="llama", size="blocks", layout="fsdp2 x4"), 0.01),
         (Cell(family="llama", size="activations", layout="1f1b"), BOUND),
     ],
     ids=lambda value: f"{value.family}, {value.layout}" if isinstance(value, Cell) else "",
