@@ -21,6 +21,7 @@ import torch
 from hfdist.config.islands import Codec
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.schema import from_plain
+from hfdist.errors import ConfigError
 from hfdist.islands.codec import decode
 from hfdist.islands.codec import num_bytes as num_bytes_of
 from hfdist.islands.membership import Island
@@ -75,6 +76,8 @@ def check_job(job: Message) -> OptimizerSlots:
 
 def _optimizer_of(job: Message) -> OptimizerConfig:
     made: OptimizerConfig = from_plain(OptimizerConfig, job.get("optimizer"), "optimizer")
+    if made.lr is None:
+        raise ConfigError("the optimizer has no rate", where="optimizer.lr", found="null", allowed="a number > 0")
     return made
 
 

@@ -256,7 +256,7 @@ def _pickled_without_token(kind: type[TrainingArguments]) -> Iterator[None]:
     """Keep `hub_token` out of the training_args.bin that transformers writes, and uploads, with each pushed save."""
 
     def reduce(arguments: TrainingArguments) -> tuple[Any, ...]:
-        make, of, state, *rest = arguments.__reduce_ex__(2)
+        make, of, state, *rest = cast(tuple[Any, ...], arguments.__reduce_ex__(2))
         return make, of, {**state, "hub_token": None}, *rest
 
     copyreg.pickle(kind, cast(Any, reduce))

@@ -68,7 +68,8 @@ class OptimizerChanges(TrainerCallback):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 
-def _scaled(own: float, before: float, now: float) -> float:
+def _scaled(own: float, before: float | None, now: float) -> float:
     """Scale a group's own value as the config's changes; the own one may differ, such as 0 where nothing decays."""
+    assert before is not None, "of a complete config"
     # In this order, so that a power of two stays one.
     return now * (own / before)

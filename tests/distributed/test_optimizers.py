@@ -187,8 +187,8 @@ def reference(tmp_path_factory):
 
 def assert_same(what, ours, expected, bound=None):
     assert ours.keys() == expected.keys(), what
-    # Muon makes matrices orthogonal in bfloat16, which enlarges differences of rounding, on one kind of CPU more than on
-    # another; its steps are 1e-2 long. Without rounding they are compared below.
+    # Muon makes matrices orthogonal in bfloat16, which enlarges differences of rounding, on some CPUs more than on
+    # others; its steps are 1e-2 long. Without rounding they are compared below.
     bound = bound or (1e-3 if what.startswith("Muon") else 1e-5)
     for name, tensor in expected.items():
         difference = float((ours[name].double() - tensor.double()).abs().max())

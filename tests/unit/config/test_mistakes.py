@@ -56,7 +56,7 @@ MISTAKES = {
     "+model/x=tiny": ("model", "model="),
     # types and enums
     "optimizer.lr=abc": ("a number > 0", None),
-    "optimizer.lr=null": ("a number > 0", None),
+    "optimizer.beta1=null": ("a number >= 0 and <= 1", None),
     "optimizer.lr.x=3": ("a number > 0", None, "optimizer.lr (command line)"),
     "optimizer.schedule=cosin": ("cosine, wsd, linear, constant", "optimizer.schedule=cosine"),
     "optimizer.schedule=1": ("cosine, wsd, linear, constant", None),

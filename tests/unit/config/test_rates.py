@@ -28,7 +28,7 @@ from hfdist.config.rates import explain_rate
     ],
 )
 def test_a_rate_follows_from_the_task_and_the_adapter(primary, overrides, rate, why):
-    data = ["data.sources.a.path=a.jsonl"] if primary == "tune" else []
+    data = ["data.sources.files.path=a.jsonl"] if primary == "tune" else []
     config = compose_config(["model=tiny", *data, *overrides], name=primary)
     assert config.optimizer.lr == rate
     assert explain_rate(config) == why

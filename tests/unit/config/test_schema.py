@@ -31,7 +31,7 @@ VALUES = {  # values for which a synonym's override makes sense
 
 def test_the_catalogue_is_the_dataclasses():
     assert members("") == [field.name for field in dataclasses.fields(RunConfig)]
-    assert all_keys()["optimizer.lr"].allowed == "a number > 0"
+    assert all_keys()["optimizer.lr"].allowed == "a number > 0, or null"
     assert all_keys()["strategy.data"].allowed == "a whole number >= 1, or null"
     assert all_keys()["train.precision"].allowed == "fp32, bf16, fp16, fp8"
     assert all_keys()["model.config"].is_free
@@ -122,7 +122,7 @@ def test_plain_values_are_read_as_they_were_and_nothing_in_them_is_interpolated(
 @pytest.mark.parametrize(
     "values",
     [
-        {"lr": "0.1"}, {"lr": float("nan")}, {"lr": True}, {"lr": None}, {"lr": -1}, {"name": "none"}, {"name": []},
+        {"lr": "0.1"}, {"lr": float("nan")}, {"lr": True}, {"lr": -1}, {"name": "none"}, {"name": []},
         {"unknown": 1}, {"changes": {}}, {"changes": [{"step": 0}]}, {"changes": [[]]}, {"arguments": []},
         {"plugin": 3}, {"warmup_steps": 1.0}, {"fused": 1}, [], None, "adamw",
     ],

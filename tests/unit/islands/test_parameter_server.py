@@ -7,7 +7,9 @@ import torch
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName, Schedule
 from hfdist.config.schema import plain
 from hfdist.errors import ConfigError, PeerError
+from hfdist.islands.parameter_server import check_job
 from hfdist.islands.parameter_store import find_slots
+from hfdist.messages.message import Message
 from tests.unit.islands.servers import member, served, together
 
 SGD = plain(OptimizerConfig(name=OptimizerName.sgd, weight_decay=0.0, lr=1.0, schedule=Schedule.constant))
@@ -233,3 +235,8 @@ def test_what_the_optimizer_keeps_comes_with_a_pull():
 def test_an_optimizer_that_a_server_cannot_step_is_refused(name):
     with pytest.raises(ConfigError):
         find_slots(OptimizerConfig(name=OptimizerName(name)))
+
+
+def test_a_job_without_a_learning_rate_is_refused():
+    with pytest.raises(ConfigError, match="no rate"):
+        check_job(Message(optimizer=plain(OptimizerConfig(lr=None))))
