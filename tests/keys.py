@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 import typing
@@ -76,8 +75,7 @@ def _shown(key: Key) -> str:
 
 def _default(key: Key, values: list[dict[str, Any]]) -> str:
     if key.name.startswith(f"{SOURCE}."):
-        (field,) = (field for field in dataclasses.fields(SourceConfig) if field.name == key.leaf)
-        return _code(plain(field.default))
+        return _code(plain(getattr(SourceConfig(), key.leaf)))
     pretrain, finetune = (_code(_find(of_recipe, key.name)) for of_recipe in values)
     return pretrain if pretrain == finetune else f"{pretrain}; {finetune}"
 

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hfdist.config.ranges import limited
+from hfdist.config.ranges import LIMIT, Limit, limited
 
 
 class SourceKind(Enum):
@@ -57,6 +57,13 @@ class RowFormat(Enum):
     prompt = "prompt"
 
 
+COLUMNS = (
+    *("text", "messages", "tools", "conversations", "system", "instruction", "input", "output", "history"),
+    *("prompt", "completion", "chosen", "rejected", "label"),
+)
+"""Names that the formats have for columns."""
+
+
 class TrainOn(Enum):
     """Which tokens of a conversation are targets: those of the assistant, of its last turn, or all."""
 
@@ -82,6 +89,15 @@ class BadRows(Enum):
     quarantine = "quarantine"
 
 
+def are_columns(value: Any) -> bool:
+    """Whether it names a column, or several."""
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name for name in names)
+
+
+_COLUMN = Limit("a column, or a list such as [content,raw_text]", are_columns)
+
+
 @dataclass(kw_only=True)
 class SourceConfig:
     """One named source of documents."""
@@ -91,10 +107,14 @@ class SourceConfig:
     as conversations; `files`: files by glob; `hub`: a dataset that `datasets` opens; `tokens`: what
     `recipes/pretokenize.py` wrote."""
     path: str | None = None
-    """files: a file, folder or glob of .parquet, .arrow, .jsonl(.gz|.zst) or .txt, here or at http(s)://, s3://, gs://,
-    hf://; hub: the dataset's id or saved folder; tokens: the folder."""
-    text: str = "text"
-    """The column that holds the text. Unused for .txt files, which are one document each."""
+    """files: a file, folder or glob of .parquet, .arrow, .jsonl(.gz|.zst), .ndjson or .txt, here or at http(s)://, s3://,
+    gs://, hf://; hub: the dataset's id or saved folder; tokens: the folder."""
+    text: Any = field(default="text", metadata={LIMIT: _COLUMN})
+    """The column that holds the text, or a list of columns, of which each file has one. Unused for .txt files, which
+    are one document each."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """By the name that a format has for a column: the column of the rows, such as {prompt: question}; `a.b` is b within
+    a; a list: the first that a row has. Empty: as `data.columns` says."""
     format: RowFormat | None = None
     subset: str | None = None
     split: str = "train"
@@ -137,6 +157,8 @@ class DataConfig:
     too_long: TooLong = TooLong.split
     """What to do with a document longer than a sequence. With `packing=none`, `split` keeps its beginning only."""
     format: RowFormat = RowFormat.text
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The same of each source that has none of its own."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     seed: int = limited(0, at_least=0)
     lanes: int = limited(48, at_least=1)

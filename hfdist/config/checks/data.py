@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from hfdist.config.checks.urls import check_address, scheme_of
-from hfdist.config.data import ChatConfig, DataConfig, SourceConfig, SourceKind, WeightChange
+from hfdist.config.data import (
+    COLUMNS,
+    ChatConfig,
+    DataConfig,
+    RowFormat,
+    SourceConfig,
+    SourceKind,
+    WeightChange,
+    are_columns,
+)
 from hfdist.errors import ConfigError, nearest
 
 _OF_PYTHON = (SourceKind.stdlib, SourceKind.docstrings)
@@ -23,8 +32,10 @@ _OURS = (
 
 def check_data(data: DataConfig) -> None:
     """Check all of `data.*`; ConfigError: the first contradiction that is found."""
+    _check_columns("data.columns", data.columns, data.format)
     for name, source in data.sources.items():
         check_source(f"data.sources.{name}", source)
+        _check_columns(f"data.sources.{name}.columns", source.columns, source.format or data.format)
     check_mixture(data)
     _check_chat(data.chat)
     for entry in data.quarantine:
@@ -82,6 +93,22 @@ def check_source(key: str, source: SourceConfig) -> None:
         if value is not None and source.kind is not SourceKind.hub:
             what, hint = f"only a dataset of the Hub has a {name}", f"{key}.kind=hub, or {key}.{name}=null"
             raise ConfigError(what, where=f"{key}.{name}", found=value, allowed="null", hint=hint)
+
+
+def _check_columns(key: str, columns: dict[str, object], format: RowFormat) -> None:
+    """ConfigError: one is of no format, or is no column."""
+    for name, paths in columns.items():
+        if name not in COLUMNS:
+            hint = nearest(name, COLUMNS, f"{key}.{{}}=...")
+            raise ConfigError(
+                "no format has this column", where=f"{key}.{name}", found=name, allowed=", ".join(COLUMNS), hint=hint
+            )
+        if format is RowFormat.text and name != "text":
+            what, hint = "plain text has one column", "data.format=auto, as hfdist finetune has it"
+            raise ConfigError(what, where=f"{key}.{name}", found=f"{name}, with format text", allowed="text", hint=hint)
+        if not are_columns(paths):
+            what, allowed = "this names no column", "a column, or a list of columns"
+            raise ConfigError(what, where=f"{key}.{name}", found=repr(paths), allowed=allowed)
 
 
 def _check_chat(chat: ChatConfig) -> None:

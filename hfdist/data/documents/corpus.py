@@ -198,7 +198,7 @@ def open_corpus(
         name: find_shards(name, config, cache_dir(config), section=section) for name in sources if name not in given
     }
     for name, dataset in given.items():
-        rows = RowReader.of(sources[name], config.format, f"{section}.{name}")
+        rows = RowReader.of(sources[name], config, f"{section}.{name}")
         shards[name] = [DatasetShard(name, dataset, rows, cache_dir(config))]
     corpus = Corpus(shards, config)
     for pool in corpus.pools:

@@ -19,7 +19,7 @@ from hfdist.atomic_write import write_atomically
 from hfdist.data.cache import cached_array
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.files import DataFile, digests_of, is_in_identity, part_bytes
-from hfdist.errors import DataError, ResourceError, first_line, nearest
+from hfdist.errors import DataError, ResourceError, first_line
 
 MOST_ROW_BYTES = 64 << 20
 # What each lane may hold of its block. Each lane reads runs of its own, and a run may have a million rows: only a part
@@ -163,12 +163,6 @@ def rows_held_at_once(num_bytes: int, num_rows: int) -> int:
 def expands_too_much(packed_bytes: int, unpacked_bytes: int, *, allowed_bytes: int) -> bool:
     """Whether a file unpacks to more than `allowed_bytes` and 1,000 times its size: it is made to fill a memory."""
     return unpacked_bytes > max(_MOST_EXPANSION * packed_bytes, allowed_bytes)
-
-
-def missing_column(column: str, present: Sequence[str], *, where: str, section: str) -> ContentError:
-    """Say that there is no such column, which there are, and which one was probably meant."""
-    hint = nearest(column, present, f"{section}.text={{}}", cutoff=0.0)
-    return ContentError(f"there is no column {column!r}", where=where, allowed=", ".join(present), hint=hint)
 
 
 def check_size(size_bytes: int, *, where: str) -> BadRow | None:

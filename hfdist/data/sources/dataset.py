@@ -12,7 +12,7 @@ import pyarrow as pa
 from datasets import Dataset
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from hfdist.config.data import RowFormat, SourceConfig
+from hfdist.config.data import DataConfig, SourceConfig
 from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import BadRow, ContentError, damage, rows_held_at_once
 from hfdist.data.sources.rows import RowReader
@@ -79,7 +79,7 @@ class DatasetShard:
 
 
 def open_hub(
-    key: str, config: SourceConfig, default: RowFormat = RowFormat.text, *, cache_dir: Path | None = None
+    key: str, config: SourceConfig, data: DataConfig | None = None, *, cache_dir: Path | None = None
 ) -> DatasetShard:
     """Open one split of the dataset that `config` names; `key` stands for its path in messages.
 
@@ -112,7 +112,7 @@ def open_hub(
             hint="check path, subset and split; for a gated one, `hf auth login`",
         ) from error
     version = f"{config.subset}/{config.split}@{config.revision}"
-    rows = RowReader.of(config, default, key.removesuffix(".path"))
+    rows = RowReader.of(config, data or DataConfig(), key.removesuffix(".path"))
     return DatasetShard(f"{config.path}/{version}", dataset, rows, cache_dir)
 
 

@@ -29,7 +29,7 @@ from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
+SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".txt")
 
 
 def find_shards(name: str, data: DataConfig, cache_dir: Path, *, section: str = "data.sources") -> Sequence[Shard]:
@@ -49,16 +49,14 @@ def find_shards(name: str, data: DataConfig, cache_dir: Path, *, section: str = 
         case SourceKind.docstrings:
             return open_docstrings(cache)
         case SourceKind.hub:
-            return [open_hub(key, config, data.format, cache_dir=cache.folder)]
+            return [open_hub(key, config, data, cache_dir=cache.folder)]
         case SourceKind.tokens:
             assert config.path is not None  # checked with the config
             return open_token_shards(config.path, key, cache.folder)
         case SourceKind.files:
             assert config.path is not None
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
-            return _open_all(
-                files, RowReader.of(config, data.format, f"{section}.{name}"), cache, data.on_bad_rows, key
-            )
+            return _open_all(files, RowReader.of(config, data, f"{section}.{name}"), cache, data.on_bad_rows, key)
 
 
 def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: BadRows, key: str) -> list[Shard]:

@@ -18,12 +18,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
-from hfdist.config.data import RowFormat, SourceConfig
-from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text, missing_column
+from hfdist.config.data import DataConfig, RowFormat, SourceConfig
+from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text
+from hfdist.data.sources.columns import TEXT, Column, guess
+from hfdist.errors import nearest
 
 _ROLES: Mapping[str, str] = {
     "system": "system",
@@ -49,9 +50,9 @@ _SHOWN_CHARACTERS = 80
 _SHOWN_COLUMNS = 40
 
 
-def _from_text(row: Mapping[str, Any], *, column: str) -> dict[str, Any]:
+def _from_text(row: Mapping[str, Any]) -> dict[str, Any]:
     """Plain text. Here and below, a row of another form raises ContentError; the caller sets its `where`."""
-    return {"text": _text(row[column], column)}
+    return {"text": _text(row["text"], "text")}
 
 
 def _from_messages(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,14 +304,18 @@ _FORMS_BY_NAME = _FORMS | {
 class RowReader:
     """Reads the rows of one source: `text` is the column of plain text, `section` of the config is for messages."""
 
-    text: str
+    text: Column = TEXT
     format: RowFormat = RowFormat.text
     section: str = "data.sources.NAME"
+    mapped: tuple[tuple[str, Column], ...] = ()
+    """Columns of formats that have another name in the rows."""
 
     @classmethod
-    def of(cls, source: SourceConfig, default: RowFormat, section: str) -> RowReader:
-        """Make the reader of a source; `default` is `data.format`, for a source that names no format."""
-        return cls(source.text, source.format or default, section)
+    def of(cls, source: SourceConfig, data: DataConfig, section: str) -> RowReader:
+        """Make the reader of a source; what it does not say, `data.format` and `data.columns` do."""
+        mapped = {name: Column.of(paths) for name, paths in (source.columns or data.columns).items()}
+        text = mapped.pop("text", Column.of(source.text))
+        return cls(text, source.format or data.format, section, tuple(sorted(mapped.items())))
 
     @property
     def gives_examples(self) -> bool:
@@ -320,28 +325,44 @@ class RowReader:
     @property
     def key(self) -> str:
         """Part of the identity of what is read: of plain text, its column."""
-        return json.dumps([self.format.value, self.text]) if self.gives_examples else self.text
+        text = self.text.paths[0] if len(self.text.paths) == 1 else list(self.text.paths)
+        mapped = [{name: column.paths for name, column in self.mapped}] if self.mapped else []
+        if self.gives_examples or not isinstance(text, str):
+            return json.dumps([self.format.value, text, *mapped])
+        return text
 
     def columns(self, present: Sequence[str], *, where: str) -> list[str]:
         """Give those of the columns that are read; ContentError where they fit no format that is allowed."""
         if not self.gives_examples:
-            if self.text not in present:
-                raise missing_column(self.text, present, where=where, section=self.section)
-            return [self.text]
-        fitting = [form for form in self._forms if set(form.needed) <= set(present)]
+            place = self.text.place(present)
+            if place is None:
+                raise self._no_text(present, where)
+            return [place[0]]
+        held = {name: name for name in present}
+        for name, column in self._named:
+            place = column.place(present)
+            held.pop(name, None)
+            if place is not None:
+                held[name] = place[0]
+            elif name != "text":
+                what, allowed = f"there is no column {column} for {name}", ", ".join(present)
+                hint = nearest(column.paths[0], present, f"data.columns.{name}={{}}", cutoff=0.0)
+                raise ContentError(what, where=where, allowed=allowed, hint=hint)
+        fitting = [form for form in self._forms if set(form.needed) <= held.keys()]
         if not fitting:
             raise self._no_format(present, where)
-        wanted = {name for form in fitting for name in (*form.needed, *form.optional)}
+        wanted = {held[name] for form in fitting for name in (*form.needed, *form.optional) if name in held}
         return [name for name in present if name in wanted]
 
     def read(self, row: Mapping[str, Any], *, where: str) -> str | BadRow:
         """Give a row, with its columns as JSON has them, as text; `where` names the file and the row."""
         if not self.gives_examples:
-            if self.text not in row:
-                return BadRow(missing_column(self.text, list(row), where=where, section=self.section))
-            return check_text(row[self.text], where=where)
+            if self.text.place(row) is None:
+                return BadRow(self._no_text(list(row), where))
+            return check_text(self.text.value(row), where=where)
         # Files that hold rows of several formats have null where a row has no such column.
-        present = {name: value for name, value in row.items() if value is not None}
+        values = {**row, **{name: column.value(row) for name, column in self._named}}
+        present = {name: value for name, value in values.items() if value is not None}
         for form in self._forms:
             if set(form.needed) <= set(present):
                 return _canonical(form, present, where)
@@ -351,13 +372,27 @@ class RowReader:
     def _forms(self) -> list[_Form]:
         if self.format is not RowFormat.auto:
             return [_FORMS_BY_NAME[self.format]]
-        return [*_FORMS.values(), _Form((self.text,), (), partial(_from_text, column=self.text))]
+        return [*_FORMS.values(), _Form(("text",), (), _from_text)]
+
+    @property
+    def _named(self) -> tuple[tuple[str, Column], ...]:
+        """The columns that the config names."""
+        return self.mapped if self.text == TEXT else (("text", self.text), *self.mapped)
+
+    def _no_text(self, present: Sequence[str], where: str) -> ContentError:
+        hint = nearest(self.text.paths[0], present, f"{self.section}.text={{}}", cutoff=0.0)
+        if any(set(form.needed) <= set(present) for form in _FORMS.values()):
+            hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"
+        return ContentError(f"there is no column {self.text}", where=where, allowed=", ".join(present), hint=hint)
 
     def _no_format(self, present: Sequence[str], where: str) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)
         hint = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
         if set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
             hint = "hfdist tune task=dpo learns from preferences, with the same model and data"
+        elif found := next(filter(None, (guess(form.needed, present) for form in self._forms)), None):
+            pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
+            hint = f"'data.columns={{{pairs}}}' if these columns hold them"
         return ContentError(
             "the columns fit no format of examples" if self.format is RowFormat.auto else "columns are missing",
             where=where,

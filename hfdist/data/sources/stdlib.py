@@ -48,7 +48,7 @@ def open_docstrings(cache: FileCache) -> list[Shard]:
     path = cache.folder / "docstrings" / f"{platform.python_version()}-{_CONVERSATIONS}.jsonl"
     lines = (json.dumps({"messages": messages}).encode() + b"\n" for messages in _conversations())
     write_once(path, lambda file: file.writelines(lines))
-    rows = RowReader("text", RowFormat.messages)
+    rows = RowReader(format=RowFormat.messages)
     file = LocalFile(path, path.name)
     (identity,) = identify_all([file], rows.key)
     read_contents([file], cache.folder)

@@ -30,6 +30,7 @@ from hfdist.data.sources.base import (
     expands_too_much,
     rows_held_at_once,
 )
+from hfdist.data.sources.columns import Column
 from hfdist.data.sources.rows import RowReader, without_nulls
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile
@@ -42,10 +43,23 @@ def check_schema(schema: pa.Schema, rows: RowReader, *, where: str) -> list[str]
     """Give the columns that are read, in the order of the file; ContentError where none are there, or none of text."""
     columns = rows.columns(schema.names, where=where)
     if not rows.gives_examples:
-        kind = schema.field(rows.text).type
-        if not is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
-            raise ContentError("the text column holds no text", where=f"{where}, column {rows.text}", found=str(kind))
+        _check_text_column(schema, rows.text, where)
     return columns
+
+
+def _check_text_column(schema: pa.Schema, text: Column, where: str) -> None:
+    """ContentError: it holds no text, or has no column of that name within it."""
+    place = text.place(schema.names)
+    assert place is not None
+    kind = schema.field(place[0]).type
+    for name in place[1:]:
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            inside = [field.name for field in kind] if pa.types.is_struct(kind) else []
+            what, allowed = f"there is no column {text}", ", ".join(inside) or f"no column within {place[0]}"
+            raise ContentError(what, where=f"{where}, column {place[0]}", allowed=allowed)
+        kind = kind.field(name).type
+    if not is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
+        raise ContentError("the text column holds no text", where=f"{where}, column {place[0]}", found=str(kind))
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -55,7 +69,12 @@ def is_text(kind: pa.DataType) -> bool:
 
 def one_array(batch: pa.RecordBatch, rows: RowReader) -> pa.Array:
     """What is read of some rows, as one array for `texts_at`."""
-    return batch.to_struct_array() if rows.gives_examples else batch.column(0)
+    if rows.gives_examples:
+        return batch.to_struct_array()
+    column = batch.column(0)
+    for name in (rows.text.place(batch.schema.names) or ())[1:]:
+        column = pc.struct_field(column, name)
+    return column
 
 
 Lazy = str | BadRow | Callable[[], str | BadRow]

@@ -18,9 +18,12 @@ _JSON = (
     'import json, sys; text = sys.stdin.buffer.read().decode("utf-8-sig"); [print(json.dumps(row)) for row in '
     '(json.loads(text) if text.lstrip()[:1] == "[" else map(json.loads, filter(str.strip, text.split("\\n"))))]'
 )
+_UNPACK = "import {0}, shutil, sys; shutil.copyfileobj({0}.open(sys.stdin.buffer), sys.stdout.buffer)"
 _COMMANDS = {
     ".csv": f"python -c '{_CSV.format('')}'",
     ".json": f"python -c '{_JSON}'",
+    ".jsonl.bz2": f"python -c '{_UNPACK.format('bz2')}'",
+    ".jsonl.xz": f"python -c '{_UNPACK.format('lzma')}'",
     ".tsv": "python -c '" + _CSV.format(r', sep="\t"') + "'",
 }
 SUFFIXES = tuple(_COMMANDS)

@@ -1,6 +1,8 @@
 """A command that an error gives for files of other kinds, run as a user would, and what is read then."""
 
+import bz2
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -17,7 +19,10 @@ FILES = {
     "lines.json": '{"instruction": "Hi", "output": "Zwölf"}\n{"instruction": "Hi", "output": "Zwölf"}\n',
     "of a spreadsheet.csv": '\ufeffinstruction,output,n\r\nHi,Zwölf,1\r\n"Hi",Zwölf,\r\n',
     "tabs.tsv": "instruction\toutput\nHi\tZwölf\n",
+    "packed.jsonl.bz2": '{"instruction": "Hi", "output": "Zwölf"}\n',
+    "packed.jsonl.xz": '{"instruction": "Hi", "output": "Zwölf"}\n',
 }
+PACKERS = {".bz2": bz2.compress, ".xz": lzma.compress}
 EXPECTED = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Zwölf"}]}
 
 
@@ -33,13 +38,13 @@ def test_the_command_makes_files_that_are_read(given, tmp_path):
     folder.mkdir()
     for name, text in FILES.items():
         if name.endswith(Path(given or "*.json").suffix):
-            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).write_bytes(PACKERS.get(Path(name).suffix, bytes)(text.encode()))
     command, then = refusal(folder / given, tmp_path / "cache").split("; then ")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", command], check=True, env=environment)
     path = then.strip("'").removeprefix("data.sources.x.path=")
     corpus = open_corpus(config_of(path, tmp_path / "cache"))
-    assert corpus.num_documents == {"array.json": 1, "tabs.tsv": 1, "": 3, "*.json": 3}.get(given, 2)
+    assert corpus.num_documents == {"of a spreadsheet.csv": 2, "lines.json": 2, "": 3, "*.json": 3}.get(given, 1)
     assert all(json.loads(corpus.text(n)) == EXPECTED for n in range(corpus.num_documents))
 
 

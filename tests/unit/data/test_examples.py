@@ -244,14 +244,14 @@ def test_arguments_that_are_null_stay_and_are_said_once(data, tmp_path, caplog):
 
 
 def test_values_that_json_does_not_have(tmp_path):
-    reader = RowReader("text", RowFormat.auto)
+    reader = RowReader(format=RowFormat.auto)
     bad = reader.read({"messages": [{"role": "user", "content": "a", "at": object()}]}, where="f, row 3")
     assert isinstance(bad, BadRow)
     assert bad.error.where == "f, row 3"
 
 
 def test_half_of_a_pair_is_replaced_as_in_plain_text():
-    text = RowReader("text", RowFormat.auto).read({"text": "a\ud800"}, where="f")
+    text = RowReader(format=RowFormat.auto).read({"text": "a\ud800"}, where="f")
     assert json.loads(text) == {"text": "a?"}
 
 

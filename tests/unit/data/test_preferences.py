@@ -27,7 +27,7 @@ def tokenizer():
 
 
 def read(row, kind=RowFormat.preference):
-    return RowReader("text", kind).read(row, where="row 1")
+    return RowReader(format=kind).read(row, where="row 1")
 
 
 def encode(tokenizer, row, kind=RowFormat.preference):

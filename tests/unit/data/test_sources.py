@@ -20,6 +20,7 @@ from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order import shuffle
 from hfdist.data.sources import tables
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, ContentError, damage
+from hfdist.data.sources.columns import Column
 from hfdist.data.sources.dataset import DatasetShard, open_hub
 from hfdist.data.sources.find import SUFFIXES
 from hfdist.data.sources.rows import RowReader
@@ -59,12 +60,12 @@ class TestDatasets:
     def test_one_in_memory_even_shuffled_and_with_other_columns(self):
         dataset = datasets.Dataset(table_of_texts())
         shuffled = dataset.shuffle(seed=1)
-        assert read_all([DatasetShard("x", dataset, RowReader("text"))]) == list(texts())
-        shard = DatasetShard("x", shuffled, RowReader("text"))
+        assert read_all([DatasetShard("x", dataset, RowReader())]) == list(texts())
+        shard = DatasetShard("x", shuffled, RowReader())
         assert read_all([shard]) == shuffled["text"][:]
-        assert shard.identity != DatasetShard("x", dataset, RowReader("text")).identity
+        assert shard.identity != DatasetShard("x", dataset, RowReader()).identity
         with pytest.raises(DataError, match=r"(?s)no column 'body'.*where:   x.*id, text"):
-            DatasetShard("x", dataset, RowReader("body"))
+            DatasetShard("x", dataset, RowReader(Column(("body",))))
 
 
 def test_the_standard_library_is_there(tmp_path):
@@ -179,7 +180,7 @@ def test_a_file_that_cannot_be_reached_is_no_bad_file(web, data, cache):
     # The first question is whether it has changed, the second is for its footer.
     web.faults[f"/texts/{file.name}"] = [Slow(0), 403]
     with pytest.raises(DataError, match="403") as caught:
-        ParquetShard(file, "identity", RowReader("text"))
+        ParquetShard(file, "identity", RowReader())
     assert not isinstance(caught.value, ContentError)
 
 

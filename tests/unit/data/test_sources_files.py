@@ -268,7 +268,7 @@ class TestSavedDatasets:
 def shards_of(table, suffix, data, cache, **options):
     """A table as the only file, or as a dataset in memory."""
     if suffix == "dataset":
-        return [DatasetShard("given", Dataset(table), RowReader("text"))]
+        return [DatasetShard("given", Dataset(table), RowReader())]
     write_rows(table, data / f"a.{suffix}", **options)
     return open_shards(str(data), cache)
 

@@ -1,0 +1,144 @@
+"""Columns of any name: mapped by `data.columns`, one of several, nested, and guessed for the message."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.data.sources.base import ContentError
+from hfdist.data.sources.columns import Column, guess
+from hfdist.data.sources.find import find_shards
+from hfdist.errors import ConfigError
+
+ROWS = [{"question": f"{n} + 1 =", "meta": {"answer": f"{n + 1}", "raw": f"{n} and {n + 1}"}} for n in range(3)]
+
+
+def write(folder, kind):
+    """The same rows in each kind of file, and in a saved dataset."""
+    if kind == "saved":
+        Dataset.from_list(ROWS).save_to_disk(folder / kind)
+        return ("data.sources.files.kind=hub", f"data.sources.files.path={folder / kind}")
+    path = folder / f"rows.{kind}"
+    match kind:
+        case "jsonl" | "ndjson":
+            path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
+        case "parquet":
+            pq.write_table(pa.Table.from_pylist(ROWS), path)
+        case "arrow":
+            table = pa.Table.from_pylist(ROWS)
+            with pa.ipc.new_stream(path, table.schema) as file:
+                file.write_table(table)
+    return (f"data.sources.files.path={path}",)
+
+
+def read(folder, *overrides, name="finetune"):
+    config = compose_config(["model=tiny", "data=files", *overrides], name=name)
+    return [
+        text
+        for shard in find_shards("files", config.data, folder / "cache")
+        for text in shard.read(range(sum(shard.runs)))
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "jsonl.gz", "parquet", "arrow", "saved"])
+@pytest.mark.parametrize("section", ["data", "data.sources.files"])
+def test_rows_of_any_columns_become_examples(tmp_path, kind, section):
+    found = read(tmp_path, *write(tmp_path, kind), f"{section}.columns={{prompt: question, completion: meta.answer}}")
+    expected = [{"prompt": row["question"], "completion": row["meta"]["answer"]} for row in ROWS]
+    assert [json.loads(text) for text in found] == expected
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "saved"])
+def test_text_may_stand_within_a_column(tmp_path, kind):
+    found = read(tmp_path, *write(tmp_path, kind), "data.sources.files.text=meta.raw", name="pretrain")
+    assert found == [row["meta"]["raw"] for row in ROWS]
+
+
+def test_each_file_may_have_another_text_column(tmp_path):
+    for kind, column in (("jsonl", "content"), ("parquet", "raw_text")):
+        rows = [{column: f"{kind} {n}", "id": n} for n in range(2)]
+        if kind == "jsonl":
+            (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    settings = (f"data.sources.files.path={tmp_path}", "data.sources.files.text=[content,raw_text]")
+    assert read(tmp_path, *settings, name="pretrain") == ["jsonl 0", "jsonl 1", "parquet 0", "parquet 1"]
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path):
+    place = write(tmp_path, "parquet")
+    with pytest.raises(ContentError, match=r"no column 'query' for prompt") as caught:
+        read(tmp_path, *place, "data.columns={prompt: query, completion: meta.answer}")
+    assert caught.value.allowed == "question, meta"
+    assert "data.columns.prompt=question" in caught.value.hint
+    assert (
+        len(
+            read(
+                tmp_path,
+                *place,
+                "data.columns={prompt: query, completion: meta.answer}",
+                "data.columns.prompt=question",
+            )
+        )
+        == 3
+    )
+    with pytest.raises(ContentError, match=r"no column 'meta\.text'") as caught:
+        read(tmp_path, *place, "data.sources.files.text=meta.text", name="pretrain")
+    assert caught.value.allowed == "answer, raw"
+
+
+@pytest.mark.parametrize(
+    ("rows", "recipe", "settings", "hint"),
+    [
+        ({"question": "a", "answer": "b"}, "finetune", (), "'data.columns={prompt: question, completion: answer}'"),
+        ({"prompt": "a", "answer": "b"}, "tune", ("task=grpo", "task.rewards={arithmetic: 1}"),
+         "'data.columns={completion: answer}'"),
+        ({"prompt": "a", "preferred": "b", "dispreferred": "c"}, "tune", ("task=dpo",),
+         "'data.columns={chosen: preferred, rejected: dispreferred}'"),
+        ({"messages": []}, "pretrain", (), "hfdist finetune learns from conversations"),
+    ],
+)  # fmt: skip
+def test_the_hint_follows_from_the_columns(tmp_path, rows, recipe, settings, hint):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows) + "\n")
+    settings = (f"data.sources.files.path={tmp_path / 'rows.jsonl'}", *settings)
+    with pytest.raises(ContentError) as caught:
+        read(tmp_path, *settings, name=recipe)
+    assert hint in caught.value.hint
+    if hint.startswith("'"):
+        # It works when it is followed.
+        (text,) = read(tmp_path, *settings, hint.partition("'")[2].partition("'")[0], name=recipe)
+        assert isinstance(text, str)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "hint"),
+    [
+        (["data.columns={promt: question}"], "data.columns.promt", "data.columns.prompt=..."),
+        (["data.columns={prompt: 3}"], "data.columns.prompt", None),
+        (["data.sources.files.columns={prompt: []}"], "data.sources.files.columns.prompt", None),
+        (["data.sources.files.text=[]"], "data.sources.files.text", None),
+        (["data.format=text", "data.columns={prompt: question}"], "data.columns.prompt", "data.format=auto"),
+    ],
+)
+def test_mistakes_in_the_mapping_are_told_before_anything_is_read(overrides, where, hint):
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["model=tiny", "data=files", "data.sources.files.path=x", *overrides], name="finetune")
+    assert caught.value.where.startswith(where)
+    assert hint is None or hint in caught.value.hint
+
+
+def test_a_column_whose_name_has_a_dot_is_found_first():
+    assert Column.of("a.b").value({"a.b": 1, "a": {"b": 2}}) == 1
+    assert Column.of(["x", "a.b"]).value({"a": {"b": 2}}) == 2
+    assert Column.of("a.b").value({"a": 3}) is None
+
+
+def test_a_guess_takes_no_column_twice():
+    assert guess(("prompt", "completion"), ("Question", "answer")) == {"prompt": "Question", "completion": "answer"}
+    assert guess(("prompt", "completion"), ("input",)) is None
