@@ -26,6 +26,7 @@ from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an
     stop_here,
     told_in_one_message,
 )
+from hfdist.config.cli.unnamed import give_folder
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_untyped, make_request, to_run_config
 from hfdist.config.composition.files import searching
@@ -107,6 +108,9 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
             _print_only(command, flags, request)
             return
         config = to_run_config(compose_untyped(request))
+        if not (read_launcher().is_given or flags.config_name or flags.config_dir):
+            # A launcher's ranks might not see the same.
+            give_folder(config, [override.key for override in request.overrides])
         if flags.offline:
             check_offline(config)
         if takes_ranks:
