@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from hfdist.config.cli.recipe_names import NAMES, RECIPES
 from hfdist.errors import ConfigError, nearest
 
 _COMPLETION = """\
@@ -31,12 +32,13 @@ _WORDS = {
     "sweep": "sweep= sweep. recipe= run.name= --offline",
 }
 """What may follow a command that has no config."""
-_MAY_BE_SWEPT, _MULTIRUN = ("pretrain", "finetune", "tune"), ("-m", "--multirun")
+_MULTIRUN = ("-m", "--multirun")
 _USAGE = """\
 hfdist COMMAND [flags] [key=value ...]
 
 {commands}
 
+hfdist sft is finetune; hfdist dpo, kto, reward, grpo and rloo are tune with that task.
 hfdist COMMAND --help lists its groups, options and keys; launch.processes=2 (or auto: the GPUs) starts that many
 processes; eval "$(hfdist completion bash)" completes all of them (in zsh, after bashcompinit).
 """
@@ -56,8 +58,11 @@ def main() -> None:
         _complete(os.environ["COMP_LINE"], recipes)
     elif name in recipes:
         _call(name, sys.argv[2:], recipes)
+    elif name in NAMES:
+        recipe, overrides = NAMES[name]
+        _call(recipe, [*overrides, *sys.argv[2:]], recipes)
     else:
-        known = [*recipes, "completion bash"]
+        known = [*recipes, *(name for name in NAMES if name not in recipes), "completion bash"]
         error = ConfigError(
             "there is no such command",
             where="command line",
@@ -71,7 +76,7 @@ def main() -> None:
 
 def _call(name: str, arguments: list[str], recipes: dict[str, Path]) -> None:
     given = [argument for argument in arguments if argument not in _MULTIRUN]
-    if name in _MAY_BE_SWEPT and given != arguments:
+    if name in RECIPES and given != arguments:
         # As Hydra's users expect.
         name, arguments = "sweep", ["sweep=grid", f"recipe={name}", *given]
     sys.argv = [f"{sys.argv[0]} {name}", *arguments]

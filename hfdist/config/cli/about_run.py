@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG
-from hfdist.config.cli.arguments import find_run
+from hfdist.config.cli.arguments import as_config_flags, find_run
+from hfdist.config.cli.recipe_names import NAMES, RECIPES
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 
-RECIPES = ("pretrain", "finetune", "tune")
-"""Those whose processes may be on several machines; each one's primary config has its name."""
 _VALUE_FLAGS = ("--config-dir", "--config-name")
 _OF_RUN = ("recipe", "run")
 MEANINGS = f"""\
-recipe=NAME         {" | ".join(RECIPES)}; default: {RECIPES[0]}
+recipe=NAME         {" | ".join(NAMES)}; default: {RECIPES[0]}; the name alone means the same
 run=FOLDER          the run's config is that of this run's folder; default: the recipe's"""
 """Lines for the help of such a command."""
 
@@ -81,8 +80,9 @@ def read_line(
         ConfigError: a word that is given twice or without a value, a flag or a recipe that is not there, no such run,
             or two configs.
     """
-    own, of_group, of_run = _divide(arguments, group, keys, (*_OF_RUN, *words))
-    recipe = choose("recipe", own.pop("recipe", RECIPES[0]), RECIPES)
+    own, of_group, of_run = _divide(as_config_flags(arguments), group, keys, (*_OF_RUN, *words))
+    recipe, of_recipe = NAMES[choose("recipe", own.pop("recipe", RECIPES[0]), tuple(NAMES))]
+    of_run = [*of_recipe, *of_run]
     given, overrides = _split_flags(of_run, (OFFLINE_FLAG, *flags))
     if "run" in own:
         if given.keys() & {*_VALUE_FLAGS}:
@@ -109,7 +109,9 @@ def _divide(
     of_group: list[str] = []
     of_run: list[str] = []
     for argument in arguments:
-        name, _, value = argument.partition("=")
+        name, equals, value = argument.partition("=")
+        if not equals and argument in NAMES:
+            name, value = "recipe", argument
         if name in words:
             if name in own or not value:
                 what = "this is given twice" if name in own else "a value is missing"

@@ -95,3 +95,24 @@ def find_run(value: str, marks: Sequence[str], key: str | None = None) -> Path:
     hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}")
     allowed = f"a folder with {' or '.join(marks)}{beside}"
     raise ConfigError("there is no such run", where=where, found=value, allowed=allowed, hint=hint)
+
+
+def as_config_flags(arguments: Sequence[str]) -> list[str]:
+    """Write `--config FILE.yaml` out as its folder and its name.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    written: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag != "--config":
+            written.append(argument)
+            continue
+        path = Path(value if equals else next(rest, "")).expanduser()
+        if path.suffix not in (".yaml", ".yml") or not path.is_file():
+            what, allowed = "there is no such config", "a .yaml file, such as the config.yaml of a run"
+            raise ConfigError(what, where=f"{flag} ({COMMAND_LINE})", found=str(path), allowed=allowed)
+        written += ["--config-dir", str(path.parent), "--config-name", path.stem]
+    return written

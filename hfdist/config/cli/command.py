@@ -19,6 +19,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
+from hfdist.config.cli.arguments import as_config_flags
 from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an older name: see moved.py
     RANK_0_PRINTS_SECONDS,
     ending,
@@ -174,7 +175,7 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"the command line cannot be read: {message}", where="command line", hint="--help")
 
     parser.error = refuse  # type: ignore[method-assign]
-    flags, rest = parser.parse_known_args(list(arguments))
+    flags, rest = parser.parse_known_args(as_config_flags(arguments))
     for text in rest:
         if text.startswith("-"):
             following = [*arguments, ""][[*arguments].index(text) + 1]

@@ -36,13 +36,17 @@ class GivenOverride:
         return self.text.partition("=")[2]
 
 
+_OF_PATHS = {"data": ("files", "data.sources.files.path"), "model": ("hub", "model.name")}
+"""Groups whose option may be a path -> the option that takes one, and its key."""
+
+
 def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     """Parse and check the overrides.
 
     Four things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
     `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, text stays text
-    (`model.revision=1e5`), a list of texts may be given as its one item (`report.to=wandb`), and `data=` takes files as
-    well as an option (`data=chats/*.jsonl`).
+    (`model.revision=1e5`), a list of texts may be given as its one item (`report.to=wandb`), and `data=` and `model=`
+    take files, folders and Hub ids as well as an option (`data=chats/*.jsonl`, `model=Qwen/Qwen3-4B`).
 
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
@@ -51,12 +55,12 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
 
 
 def _name_files(text: str) -> list[str]:
-    """Write `data=FILES` out as the option for files, and their path."""
+    """Write `data=FILES` and `model=FOLDER` out as the option for them, and their path."""
     key, _, value = text.partition("=")
-    if key != "data" or not re.search(r"[/*?\\]|\.\w", value):
+    if key not in _OF_PATHS or not re.search(r"[/*?\\]|\.\w", value):
         return [text]
-    path = value.strip("\"'").replace("'", "\\'")
-    return ["data=files", f"data.sources.files.path='{path}'"]
+    option, path = _OF_PATHS[key], value.strip("\"'").replace("'", "\\'")
+    return [f"{key}={option[0]}", f"{option[1]}='{path}'"]
 
 
 def _prepare(text: str) -> GivenOverride:

@@ -132,3 +132,10 @@ def plain(value):
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     return getattr(value, "value", value)
+
+
+@pytest.mark.parametrize("group", [group for group in GROUPS if group != "experiment"])
+def test_the_page_lists_all_options_of_a_group(group):
+    text = (CONF.parent / "docs" / "getting-started.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{group}` |")]
+    assert set(row.split("|")[2].split()) == {f"`{option}`" for option in list_options(CONF, group)}
