@@ -36,6 +36,7 @@ from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
 from hfdist.errors import INTERRUPTED, ConfigError, nearest  # noqa: F401
+from hfdist.processes.stage import doing, switch_on
 from hfdist.records import record_ranks, recording_end
 from hfdist.topology import read_launcher
 
@@ -127,6 +128,7 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
 def run_composed(command: Callable[[], None], config: RunConfig) -> None:
     """Run a recipe with a config that is composed already, and end with a documented exit code when it fails."""
     main: Callable[[RunConfig], None] = command.__wrapped__  # type: ignore[attr-defined]  # of functools.wraps
+    switch_on(config.report.progress and read_launcher().rank == 0)
     with ending(), told_in_one_message(stop_here), recording_end():
         main(config)
 
@@ -159,8 +161,12 @@ def _check_one_process(config: RunConfig) -> None:
 
 
 def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int) -> int:
+    if config.report.progress:
+        sys.stderr.write(f"starting {processes} processes\n")
+    switch_on(config.report.progress)
     # Imported here, so that a mistake needs no torch.
-    from hfdist.launch import start_ranks
+    with doing("importing torch, to start them"):
+        from hfdist.launch import start_ranks
 
     limits = {"processes": processes, "max_restarts": config.launch.max_restarts}
     return record_ranks(Path(config.run.dir), lambda: start_ranks(run_composed, command, config, **limits))

@@ -1,0 +1,41 @@
+"""What a start is doing, said on rank 0 once it takes seconds, so that no ten seconds pass without a line."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FIRST_SECONDS, _NEXT_SECONDS = 3.0, 8.0
+_is_on = False
+
+
+def switch_on(is_on: bool) -> None:
+    """Say whether this process speaks of its stages."""
+    global _is_on
+    _is_on = is_on
+
+
+@contextmanager
+def doing(text: str) -> Iterator[threading.Event]:
+    """Print `text` and its seconds on standard error, again and again, until the block or the given event ends it."""
+    ended = threading.Event()
+    if _is_on:
+        threading.Thread(target=_say, args=(text, ended), name="hfdist-stage", daemon=True).start()
+    try:
+        yield ended
+    finally:
+        ended.set()
+
+
+def _say(text: str, ended: threading.Event) -> None:
+    began = time.monotonic()
+    if ended.wait(_FIRST_SECONDS):
+        return
+    while True:
+        # No lock of Python's streams: another thread may fork meanwhile.
+        os.write(2, f"{text}: {time.monotonic() - began:.0f} s\n".encode())
+        if ended.wait(_NEXT_SECONDS):
+            return

@@ -1,0 +1,56 @@
+"""What a start says while it takes long."""
+
+import time
+
+import pytest
+
+from hfdist.processes import stage
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(stage, "_FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(stage, "_NEXT_SECONDS", 0.05)
+    yield
+    stage.switch_on(False)
+
+
+def wait_for_lines(capfd, number):
+    said = ""
+    deadline = time.monotonic() + 10
+    while said.count("\n") < number:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.01)
+        said += capfd.readouterr().err
+    return said
+
+
+def test_a_long_stage_speaks_again_and_again_until_it_ends(capfd):
+    stage.switch_on(True)
+    with stage.doing("counting") as ended:
+        assert wait_for_lines(capfd, 2).startswith("counting: 0 s\ncounting: 0 s\n")
+        ended.set()
+    capfd.readouterr()
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_short_stage_and_a_process_that_is_not_to_speak_are_silent(capfd):
+    with stage.doing("counting"):
+        time.sleep(0.2)
+    stage.switch_on(True)
+    with stage.doing("counting"):
+        pass
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
+
+
+def test_it_decorates_a_method(capfd):
+    class Run:
+        @stage.doing("counting")
+        def count(self, number):
+            wait_for_lines(capfd, 1)
+            return number
+
+    stage.switch_on(True)
+    assert [Run().count(1), Run().count(2)] == [1, 2]
