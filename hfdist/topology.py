@@ -225,7 +225,7 @@ def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
     else:
         needed = f"{example} or more" + (f", a multiple of {degrees.model} ({product})" if degrees.model > 1 else "")
     if example == 1:
-        start = "start it without a launcher"
+        start = "launch.processes=1, and no launcher"
     elif world_size == 1:
         start = (
             f"launch.processes={example} (or accelerate launch --multi_gpu --num_processes {example} ...: without "
