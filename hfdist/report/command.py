@@ -20,16 +20,16 @@ from hfdist.report.sweep import read_trials, sweep
 _HELP = """\
 Write one HTML file about a run, or about several laid over each other; or serve it while they train.
 
-hfdist report runs/NAME                         writes report.html here
+hfdist report runs/NAME                         writes runs/NAME/report.html
 hfdist report runs/A runs/B out=compared.html   several runs, with what differs in their configs
 hfdist report runs/SWEEP                        a sweep: its best trials, and all as lines over their values
 hfdist report runs/NAME --live                  serves the page on 127.0.0.1, with what happens as it happens
 
-out=FILE          where the page is written; default: report.html in the working directory
+out=FILE          where the page is written; default: report.html in the folder, or here if there are several
 --live            serve the page until Ctrl-C, and write nothing
 port=N            of --live; default: any port that is free
 
-A run's folder is only read. Exit codes: 0; 2: a mistake in the command line; 7: the file cannot be written.
+Nothing else in a run's folder changes. Exit codes: 0; 2: a mistake in the command line; 7: the file cannot be written.
 """
 _KEYS = {"out": "FILE", "port": "N", "live": FLAG}
 _MOST_RUNS = 24
@@ -96,12 +96,13 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
     port = values.get("port", "0")
     if not (port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError("this is no port", where=f"port ({COMMAND_LINE})", found=port, allowed="0 to 65535")
-    out = Path(values.get("out", "report.html")).expanduser()
+    given = [find_run(name, (*MARKS, TRIALS)) for name in dict.fromkeys(names)]
+    beside = given[0] if len(given) == 1 else Path()
+    out = Path(values["out"]).expanduser() if "out" in values else beside / "report.html"
     if out.is_dir():
         raise ConfigError(
             "this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html"
         )
-    given = [find_run(name, (*MARKS, TRIALS)) for name in dict.fromkeys(names)]
     sweeps = tuple(folder for folder in given if (folder / TRIALS).is_file())
     folders = tuple(run for folder in given for run in (_best_trials(folder) if folder in sweeps else [folder]))
     if not folders:

@@ -32,14 +32,14 @@ def runs(tmp_path, monkeypatch):
     return tmp_path / "runs"
 
 
-def test_the_page_is_written_where_the_command_is_called(runs, monkeypatch, capsys):
+def test_the_page_of_a_run_is_written_into_its_folder_and_that_of_several_here(runs, monkeypatch, capsys):
     before = sorted(runs.rglob("*"))
-    assert call(monkeypatch, capsys, "runs/first") == (0, "report.html\n", "")
-    assert "<title>first - hfdist</title>" in (runs.parent / "report.html").read_text()
+    assert call(monkeypatch, capsys, "runs/first") == (0, "runs/first/report.html\n", "")
+    assert "<title>first - hfdist</title>" in (runs / "first" / "report.html").read_text()
     assert call(monkeypatch, capsys, "runs/first", "runs/second", "out=both.html") == (0, "both.html\n", "")
     assert "<title>first, second - hfdist</title>" in (runs.parent / "both.html").read_text()
-    assert sorted(runs.rglob("*")) == before
-    assert sorted(path.name for path in runs.parent.iterdir()) == ["both.html", "report.html", "runs"]
+    assert sorted(runs.rglob("*")) == sorted([*before, runs / "first" / "report.html"])
+    assert sorted(path.name for path in runs.parent.iterdir()) == ["both.html", "runs"]
 
 
 @pytest.mark.parametrize(
