@@ -1,4 +1,7 @@
-"""The reference of all keys, from the dataclasses and the comments of conf/: `python -m tests.keys docs/keys.md`."""
+"""The reference of all keys, and of names that people bring: `python -m tests.keys docs/keys.md docs/coming-from.md`.
+
+The first is made from the dataclasses and the comments of conf/, the second from the table of synonyms.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.compose import compose_untyped, make_request
 from hfdist.config.composition.files import list_groups, list_options, shipped_folder
 from hfdist.config.composition.help import descriptions
@@ -36,6 +40,32 @@ def page() -> str:
     """The whole page."""
     values = [_values(name) for name in ("pretrain", "finetune")]
     return "\n".join([HEAD, *(line for section in members("") for line in _section(section, values))])
+
+
+NAMES_HEAD = """\
+# Coming from Trainer, TRL, axolotl, LLaMA-Factory, torchrun
+
+```
+hfdist pretrain --help
+```
+
+A name of another trainer is a mistake here, and the message says what to write. These are all the names that hfdist
+knows; `VALUE` is the value that you gave. `make docs` writes this page from `hfdist/config/composition/aliases.py`.
+
+| name | here |
+|---|---|
+"""
+
+
+def names_page() -> str:
+    """The page of names that other trainers have."""
+    by_answer: dict[str, list[str]] = {}
+    for name, override in OVERRIDES.items():
+        by_answer.setdefault(f"`{override.replace('{value}', 'VALUE')}`", []).append(name)
+    for name, reason in REASONS.items():
+        by_answer.setdefault(reason.replace("|", "\\|"), []).append(name)
+    rows = (f"| {', '.join(f'`{name}`' for name in names)} | {answer} |" for answer, names in by_answer.items())
+    return NAMES_HEAD + "\n".join(rows) + "\n"
 
 
 def _values(primary: str) -> dict[str, Any]:
@@ -105,4 +135,5 @@ def _escaped(words: str) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    for path, text in zip(sys.argv[1:], (page(), names_page()), strict=True):
+        Path(path).write_text(text, encoding="utf-8")
