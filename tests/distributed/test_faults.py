@@ -137,6 +137,7 @@ def test_one_process_is_told_to_stop(references, tmp_path, stop):
     run_stop(tmp_path, stop, references(stop.layout))
 
 
+@pytest.mark.faults
 def test_a_run_that_is_killed_again_and_again_goes_on_with_other_numbers_of_ranks(tmp_path, cache_dir):
     comparison = run_both(tmp_path, num_kills=3, report=lambda line: None)
     assert comparison.loss <= BOUND

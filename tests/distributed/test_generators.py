@@ -33,6 +33,7 @@ def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, 
     assert trained_prompts(run) == each_once(STEPS)
 
 
+@pytest.mark.many
 def test_each_prompt_is_trained_once_whoever_is_killed(tmp_path, policy, sums, cache_dir):
     steps, folder = 16, tmp_path / "run"
     own = (

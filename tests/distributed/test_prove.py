@@ -21,6 +21,7 @@ from hfdist.verify import parity
 from recipes.prove import main
 from tests.distributed.island_runs import served
 from tests.e2e.forked import run_forked
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -84,7 +85,7 @@ def prove(folder, num_processes, *overrides, plant=None, start=with_config):
     [
         (2, ["strategy=zero3", "train.precision=bf16"], "attention sdpa; loss chunked"),
         (2, ["strategy=tensor"], "transformers' plan for the type; the vocabulary is divided"),
-        (2, ["strategy=long_context", "strategy.offload=cpu"], "sequences shared by 2 ranks (ulysses)"),
+        many(2, ["strategy=long_context", "strategy.offload=cpu"], "sequences shared by 2 ranks (ulysses)"),
         (2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4"], "attention sdpa"),
     ],
 )
@@ -100,7 +101,7 @@ def test_right_layouts_pass(tmp_path, cache_dir, capfd, num_processes, layout, k
 
 @pytest.mark.parametrize(
     ("layout", "method"),
-    [("fsdp2", "streaming"), ("zero1", "parameter_server")],
+    [many("fsdp2", "streaming"), ("zero1", "parameter_server")],
 )
 def test_an_island_of_a_layout_passes(tmp_path, cache_dir, capfd, layout, method):
     with served() as address:
@@ -180,12 +181,12 @@ def lose_the_float32_weights():
 @pytest.mark.parametrize(
     ("layout", "plant", "seen"),
     [
-        ("ddp", drop_a_micro_batch, "loss, gradient norm, gradients of step 1, weights at the end, held-out loss"),
-        ("ddp", halve_the_gradients, "gradient norm"),
+        many("ddp", drop_a_micro_batch, "loss, gradient norm, gradients of step 1, weights at the end, held-out loss"),
+        many("ddp", halve_the_gradients, "gradient norm"),
         ("ddp", divide_by_own_targets, "loss, gradient norm, gradients of step 1, weights at the end, held-out loss"),
         ("ddp train.precision=bf16", lose_the_float32_weights, "share of bfloat16 weights"),
         ("zero2", lose_the_cursor, "loss after resuming, weights after resuming"),
-        ("pipeline", skip_the_sum_of_tied_gradients, "gradients of step 1"),
+        many("pipeline", skip_the_sum_of_tied_gradients, "gradients of step 1"),
         ("pipeline", lose_the_positions, "loss, gradient norm, gradients of step 1"),
     ],
 )

@@ -30,6 +30,7 @@ from tests.distributed.replicas import (
     wipe,
 )
 from tests.distributed.runs import losses, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +44,7 @@ def assert_same(run, other):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("before", "after"), [("zero1 x2", "fsdp2 x2"), ("pp2", "zero3 x2")])
+@pytest.mark.parametrize(("before", "after"), [("zero1 x2", "fsdp2 x2"), many("pp2", "zero3 x2")])
 def test_from_memory_as_from_the_disk(tmp_path, cache_dir, before, after):
     """Killed behind the step of a checkpoint, so that both have the same state."""
     killed = tmp_path / "killed"
@@ -105,6 +106,7 @@ def test_a_replica_that_cannot_be_read_after_all_is_removed_and_the_next_start_i
     assert resumes(live(tmp_path, layout))[-1] == (SAVED, False)
 
 
+@pytest.mark.many
 def test_killed_at_any_moment_every_sequence_is_read_once(tmp_path, cache_dir):
     """While a replica is written, between two, and with other numbers of ranks: as a run that nobody kills."""
     texts, run_dir, whole, memory = (
