@@ -430,6 +430,7 @@ def _check_held_out(config: RunConfig) -> None:
         return
     off = {
         "train.eval_every": "null", "evaluate.at_start": "false", "evaluate.prompts": "[]", "evaluate.metrics": "[]",
+        "evaluate.patience": "null", "evaluate.export": "last",
     }  # fmt: skip
     wanted = [key for key, nothing in off.items() if _shown(config, key) != nothing]
     if wanted:

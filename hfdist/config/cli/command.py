@@ -29,7 +29,7 @@ from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an
 )
 from hfdist.config.cli.unnamed import give_folder
 from hfdist.config.composition.aliases import override_for, reason_against
-from hfdist.config.composition.compose import compose_untyped, make_request, to_run_config
+from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
 from hfdist.config.composition.files import searching
 from hfdist.config.composition.help import describe
 from hfdist.config.composition.hydra_errors import Request
@@ -109,7 +109,7 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
         if any(getattr(flags, name) for name in _PRINTING_FLAGS):
             _print_only(command, flags, request)
             return
-        config = to_run_config(compose_untyped(request))
+        config = compose_request(request)
         if not (read_launcher().is_given or flags.config_name or flags.config_dir):
             # A launcher's ranks might not see the same.
             give_folder(config, [override.key for override in request.overrides])
@@ -230,7 +230,7 @@ def _print_only(command: Callable[[], None], flags: argparse.Namespace, request:
             sys.stdout.write(describe(compose_untyped(request), request))
         else:
             if flags.cfg:
-                to_run_config(compose_untyped(request))
+                compose_request(request)
             elif not flags.shell_completion:
                 compose_untyped(request)
             _ask_hydra(command, flags, request)

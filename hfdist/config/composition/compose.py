@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,12 @@ def compose_config(
         name: of the primary config.
         extra_dir: a folder of the user's own, laid out as `conf/`; its files win over shipped ones of the same name.
     """
-    request = make_request(name, overrides, extra_dir)
-    return to_run_config(compose_untyped(request))
+    return compose_request(make_request(name, overrides, extra_dir))
+
+
+def compose_request(request: Request) -> RunConfig:
+    """Compose and check what a command line asks for; ConfigError: see `compose_config`."""
+    return to_run_config(compose_untyped(request), {override.key for override in request.overrides})
 
 
 def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | None) -> Request:
@@ -80,8 +84,13 @@ def compose_untyped(request: Request) -> DictConfig:
     return config
 
 
-def to_run_config(config: DictConfig) -> RunConfig:
-    """Make the dataclasses and check them; ConfigError: a missing value, a dead interpolation, or a failed check."""
+def to_run_config(config: DictConfig, given: Collection[str] = ()) -> RunConfig:
+    """Make the dataclasses and check them; ConfigError: a missing value, a dead interpolation, or a failed check.
+
+    Args:
+        config: composed.
+        given: keys that the command line sets; what follows from other values leaves them as they are.
+    """
     for key, text in _texts(config):
         if text == "???":
             raise missing_value(key)
@@ -92,13 +101,14 @@ def to_run_config(config: DictConfig) -> RunConfig:
     except RecursionError as error:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
-    return complete(values)
+    return complete(values, given)
 
 
-def complete(values: RunConfig) -> RunConfig:
-    """Fill in what follows from other values, and check all; ConfigError: a failed check."""
+def complete(values: RunConfig, given: Collection[str] = ()) -> RunConfig:
+    """Fill in what follows from other values, but for keys that are given; check all; ConfigError: a failed check."""
     _expand_home(values)
     _fit_to_task(values)
+    _switch_evaluation_off(values, given)
     if values.optimizer.lr is None:
         values.optimizer.lr = default_rate(values)
     check_config(values)
@@ -120,6 +130,19 @@ def _expand_home(config: RunConfig) -> None:
         value = getattr(section, name)
         if value is not None and value.startswith("~"):
             setattr(section, name, os.path.expanduser(value))
+
+
+def _switch_evaluation_off(config: RunConfig, given: Collection[str]) -> None:
+    """Evaluate nothing where nothing is held out."""
+    if config.data.eval_fraction > 0 or config.data.eval_sources:
+        return
+    for key, section, off in (
+        ("train.eval_every", config.train, None),
+        ("evaluate.at_start", config.evaluate, False),
+        ("checkpoint.keep_best", config.checkpoint, False),
+    ):
+        if key not in given:
+            setattr(section, key.rpartition(".")[2], off)
 
 
 def _fit_to_task(config: RunConfig) -> None:

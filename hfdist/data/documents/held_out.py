@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -13,18 +14,23 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig, cache_dir
+from hfdist.config.data import DataConfig, TooLong, cache_dir
 from hfdist.data.cache import digest_of, load_array, write_once
 from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place
+from hfdist.data.order.records import Status
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, Shape
 from hfdist.data.packing.windows import RULE, best_fit
+from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 from hfdist.errors import DataError
 
 _FEWEST_TOKENS = 4
+_LIKELY_DOCUMENTS = 10
+"""A share of so many documents on average holds some."""
+_LARGEST_SHARE = 0.5
 
 
 class HeldOut(Dataset[dict[str, torch.Tensor]]):
@@ -88,7 +94,8 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
     encoders = Encoders(tokenizer, config.chat)
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
-    chunks = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
+    tally = _Tally()
+    chunks = (tally.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
     shape = Shape(config.sequence_length, fill_id=0)
     takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
@@ -98,21 +105,69 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         ends = concat(placed, shape)
         packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))
     sequences = list(islice(packed, config.eval_sequences))
-    if not sequences and takes_all:
-        raise DataError(
-            "there is nothing to learn in the held-out documents",
-            where=", ".join(f"data.eval_sources.{name}" for name in corpus.source_names),
-            found=f"{corpus.num_documents} documents, all empty, bad or without a target",
-        )
     if not sequences:
-        raise DataError(
-            "the held-out documents do not fill one sequence",
-            where="data.eval_fraction",
-            found=f"{config.eval_fraction:g} of {corpus.num_documents} documents",
-            allowed="enough for data.sequence_length tokens, or 0 for no held-out set",
-            hint="a larger data.eval_fraction, or data.eval_fraction=0",
-        )
+        raise _nothing_held_out(corpus, config, tally)
     return np.stack(sequences)
+
+
+class _Tally:
+    """What became of the documents that were read for a held-out set."""
+
+    def __init__(self) -> None:
+        self.fates: Counter[int] = Counter()
+        self.num_tokens = 0
+
+    def add(self, chunk: DocumentBatch) -> DocumentBatch:
+        """Count it, and give it on."""
+        self.fates.update(chunk.fates.tolist())
+        self.num_tokens += int(chunk.lengths.sum())
+        return chunk
+
+    @property
+    def num_drawn(self) -> int:
+        """Documents on this side of the split that have a text."""
+        return self.fates.total() - self.fates[Status.held_out] - self.fates[Status.empty]
+
+    def __str__(self) -> str:
+        """Name the reasons for which documents are left out."""
+        reasons = {Status.no_target: "without a target", Status.too_long: "too long", Status.bad: "bad",
+                   Status.empty: "empty", Status.quarantined: "quarantined"}  # fmt: skip
+        counted = [f"{self.fates[fate]:,} {words}" for fate, words in reasons.items() if self.fates[fate]]
+        return ", ".join(counted) or f"{self.num_tokens:,} tokens"
+
+
+def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> DataError:
+    """Say why there is no sequence, by what was found, and what changes that."""
+    takes_all, none = config.eval_fraction == 1, "data.eval_fraction=0, which evaluates nothing"
+    where = (
+        ", ".join(f"data.eval_sources.{name}" for name in corpus.source_names) if takes_all else "data.eval_fraction"
+    )
+    if takes_all or (corpus.has_examples and tally.num_drawn):
+        what = "there is nothing to learn in the held-out documents"
+        found = f"{corpus.num_documents if takes_all else tally.num_drawn:,} documents: {tally}"
+        if tally.fates[Status.too_long]:
+            hint = "a larger data.sequence_length, or data.too_long=truncate_start, which keeps the ends"
+        elif tally.fates[Status.no_target] and config.too_long is TooLong.truncate_end:
+            hint = "data.too_long=truncate_start where answers were cut off; report.preview=2 shows what is learned"
+        elif tally.fates[Status.no_target]:
+            hint = "a larger data.sequence_length where answers were cut off; report.preview=2 shows what is learned"
+        else:
+            hint = None if takes_all else none
+        return DataError(what, where=where, found=found, hint=hint)
+    if not tally.num_drawn:
+        what = "no document was drawn for the held-out set"
+        found = f"{config.eval_fraction:g} of {corpus.num_documents:,} documents"
+        wanted = _LIKELY_DOCUMENTS / max(corpus.num_documents, 1)
+        allowed = "a share that holds some documents; 0: no held-out set"
+    else:
+        what = "the held-out documents do not fill one sequence"
+        found = f"{tally.num_drawn:,} documents of {tally.num_tokens:,} tokens"
+        wanted = 2 * config.eval_fraction * config.sequence_length / max(tally.num_tokens, 1)
+        allowed = f"data.sequence_length={config.sequence_length:,} tokens or more; 0: no held-out set"
+    hint = f"data.eval_fraction={min(wanted, _LARGEST_SHARE):.1g}, or {none}"
+    if wanted > _LARGEST_SHARE and tally.num_drawn:
+        hint = f"a smaller data.sequence_length, or {none}"
+    return DataError(what, where=where, found=found, allowed=allowed, hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import copy
 from functools import reduce
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.schema import all_keys
 from hfdist.errors import ConfigError
 
-LIMITED = [key for key in all_keys().values() if key.limit is not None and not key.is_text]
+LIMITED = [key for key in all_keys().values() if key.limit is not None and not key.is_text and key.type is not Any]
 HUB = ["model=hub", "model.name=some/model"]
 FP8 = ["train.precision=fp8"]
 TWO = ["data.sources.web={kind: files, path: a.txt, weight: 2}", "data.sources.stdlib.weight=1"]
@@ -142,6 +143,7 @@ CONTRADICTIONS = [
     (["optimizer.base_width=64", "adapter=lora"], "optimizer.base_width", "of an adapter", "base_width=null"),
     (["train.micro_batch_size=64"], "train.micro_batch_size", "larger than the global", "train.micro_batch_size=32"),
     (["train.eval_every=5", "data.eval_fraction=0"], "train.eval_every", "nothing is held out", "data.eval_fraction"),
+    (["evaluate.export=best", *GIVEN], "evaluate.export", "nothing is held out", "evaluate.export=last"),
     ([*ASKED, *GIVEN], "evaluate.at_start, evaluate.prompts, evaluate.metrics", "nothing is held out", "prompts=[] "),
     (["data.eval_sources.v={path: x}"], "data.eval_fraction", "given, and a share", "data.eval_fraction=0"),
     ([*GIVEN, "data.eval_sources.v={}"], "data.eval_sources.v.path", "no path", "data.eval_sources.v.path=..."),
@@ -255,3 +257,11 @@ def test_an_address_with_a_secret_is_refused_before_the_run_folder_is_written(pa
     assert error.where.removesuffix(" (command line)") == "data.sources.files.path"
     assert words in error.what
     assert "secret" not in str(error)
+
+
+def test_without_a_held_out_set_nothing_is_evaluated():
+    config = compose_config(["data.eval_fraction=0", "model=tiny"], name="finetune")
+    assert (config.train.eval_every, config.evaluate.at_start, config.checkpoint.keep_best) == (None, False, False)
+    # What is asked for by name stays, and is refused.
+    with pytest.raises(ConfigError, match="nothing is held out"):
+        compose_config(["data.eval_fraction=0", "model=tiny", "evaluate.at_start=true"], name="finetune")

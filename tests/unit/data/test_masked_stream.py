@@ -1,6 +1,7 @@
 """Examples through the stream: cut or left out, packed, cached, held out, resumed, with the same targets throughout."""
 
 import json
+import re
 from itertools import takewhile
 
 import datasets
@@ -195,6 +196,36 @@ def test_few_examples_are_enough_for_a_held_out_set(tmp_path):
     sequences = build_held_out(corpus_of(config), tokenizer(), config)
     assert len(sequences) == 1
     assert (sequences[0]["labels"] >= 0).sum() < 2048
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "found", "hint"),
+    [
+        ({"eval_fraction": 1e-9}, "no document was drawn", "1e-09 of 60 documents", "data.eval_fraction=0.2, or"),
+        ({"eval_fraction": 0.2, "sequence_length": 3}, "nothing to learn", "without a target", "truncate_start"),
+        ({"eval_fraction": 0.2, "sequence_length": 3, "too_long": TooLong.drop}, "nothing to learn", "too long",
+         "a larger data.sequence_length"),
+        ({"eval_fraction": 0.05, "format": RowFormat.text, "sequence_length": 9999}, "do not fill one sequence",
+         "tokens", "a smaller data.sequence_length"),
+        ({"eval_fraction": 0.05, "format": RowFormat.text, "sequence_length": 100}, "do not fill one sequence",
+         "tokens", "data.eval_fraction=0."),
+    ],
+)  # fmt: skip
+def test_an_empty_held_out_set_says_what_was_found(tmp_path, settings, what, found, hint):
+    rows = None
+    if settings.get("format") is RowFormat.text:
+        rows = [{"text": f"{number} Hello Hi Bye thanks"} for number in range(60)]
+        settings = settings | {"packing": Packing.concat, "too_long": TooLong.split}
+    config = config_of(tmp_path, **settings)
+    with pytest.raises(DataError) as caught:
+        build_held_out(corpus_of(config, rows), tokenizer(), config)
+    assert what in caught.value.what
+    assert found in caught.value.found
+    assert hint in caught.value.hint
+    if share := re.match(r"data\.eval_fraction=([0-9.]+),", caught.value.hint):
+        # It works when it is followed.
+        config = config_of(tmp_path, **settings | {"eval_fraction": float(share[1])})
+        assert build_held_out(corpus_of(config, rows), tokenizer(), config)
 
 
 def test_a_bad_conversation_stops_the_run_or_is_left_out(tmp_path):
