@@ -124,7 +124,7 @@ docs: $(READY)  ## Write docs/keys.md and docs/coming-from.md, build the site of
 	$(BIN)/python -m tests.keys docs/keys.md docs/coming-from.md
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@mkdir -p build/pages
-	@ln -sfn $(addprefix ../../,README.md ARCHITECTURE.md docs benchmarks) build/pages/
+	@ln -sfn $(addprefix ../../,README.md AGENTS.md ARCHITECTURE.md llms.txt docs benchmarks) build/pages/
 	$(BIN)/mkdocs build --strict
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.

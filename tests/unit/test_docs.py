@@ -17,7 +17,8 @@ from tests.unit.config.shipped import CONF, EXPERIMENTS, plan_of
 
 ROOT = CONF.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "benchmarks" / "RESULTS.md", *sorted(DOCS.rglob("*.md"))]
+TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "ARCHITECTURE.md")]
+PAGES = [*TOP, ROOT / "benchmarks" / "RESULTS.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -81,7 +82,7 @@ def test_the_make_commands_exist(path):
 
 
 TEXTS = [
-    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md")),
+    *TOP,
     *sorted(DOCS.rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.py")),
     *sorted(CONF.rglob("*.yaml")),
