@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, Trai
 import hfdist
 from hfdist.testing import run_ranks
 from hfdist.trainer.step.router_loss import RouterLoss
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -105,21 +106,21 @@ def check(whole, folder, lines, kind):
 
 LAYOUTS = [
     (1, {}, ["mixtral", "jetmoe"]),
-    (1, {"micro_batch_size": 8}, ["jetmoe"]),
+    many(1, {"micro_batch_size": 8}, ["jetmoe"]),
     (2, {"micro_batch_size": 4}, ["qwen3_moe"]),
     (2, {"sharding": "fsdp2"}, ["mixtral", "jetmoe"]),
-    (4, {"sharding": "fsdp2", "replicate": 2}, ["qwen3_moe"]),
-    (2, {"sharding": "zero1"}, ["qwen3_moe"]),
+    many(4, {"sharding": "fsdp2", "replicate": 2}, ["qwen3_moe"]),
+    many(2, {"sharding": "zero1"}, ["qwen3_moe"]),
     (2, {"sharding": "zero3"}, ["mixtral"]),
     (2, {"context": 2}, ["mixtral"]),
     (4, {"context": 2, "tensor": 2}, ["qwen3_moe"]),
     (2, {"pipeline": 2}, ["qwen3_moe", "jetmoe"]),
     (2, {"pipeline": 2, "schedule": "zbv"}, ["mixtral"]),
-    (4, {"pipeline": 2, "sharding": "fsdp2", "schedule": "interleaved_1f1b"}, ["mixtral"]),
-    (4, {"pipeline": 2, "sharding": "zero1"}, ["mixtral"]),
+    many(4, {"pipeline": 2, "sharding": "fsdp2", "schedule": "interleaved_1f1b"}, ["mixtral"]),
+    many(4, {"pipeline": 2, "sharding": "zero1"}, ["mixtral"]),
     (2, {"expert": 2}, ["mixtral", "qwen3_moe"]),
-    (4, {"pipeline": 2, "expert": 2, "sharding": "fsdp2"}, ["mixtral"]),
-    (4, {"pipeline": 2, "tensor": 2}, ["mixtral"]),
+    many(4, {"pipeline": 2, "expert": 2, "sharding": "fsdp2"}, ["mixtral"]),
+    many(4, {"pipeline": 2, "tensor": 2}, ["mixtral"]),
 ]
 
 

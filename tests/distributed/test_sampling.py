@@ -18,6 +18,7 @@ from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import Limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from tests.distributed.trainers import TINY, history, make_strategy, make_trainer
+from tests.marks import many
 from tests.zoo.models import tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -154,12 +155,12 @@ def test_completions_end_at_different_lengths_and_change(reference):
     ("sharding", "layout"),
     [
         (Sharding.none, {}),
-        (Sharding.zero1, {}),
+        many(Sharding.zero1, {}),
         (Sharding.zero2, {}),
         (Sharding.none, {"tensor": 2}),
         (Sharding.none, {"pipeline": 2}),
         (Sharding.none, {"context": 2}),
-        (Sharding.fsdp2, {"context": 2}),
+        many(Sharding.fsdp2, {"context": 2}),
     ],
     ids=str,
 )
@@ -171,12 +172,12 @@ def test_every_layout_samples_the_same(tmp_path, reference, sharding, layout):
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "sharding", "layout"),
     [
-        ("gpt2", 2, Sharding.none, {"schedule": Schedule.gpipe}),
+        many("gpt2", 2, Sharding.none, {"schedule": Schedule.gpipe}),
         ("mistral", 2, Sharding.none, {"schedule": Schedule.zbv}),
-        ("mistral", 2, Sharding.none, {"schedule": Schedule.interleaved_1f1b}),
-        ("mixtral", 4, Sharding.zero1, {}),
+        many("mistral", 2, Sharding.none, {"schedule": Schedule.interleaved_1f1b}),
+        many("mixtral", 4, Sharding.zero1, {}),
         ("mixtral", 4, Sharding.none, {"expert": 2}),
-        ("llama", 4, Sharding.none, {"tensor": 2}),
+        many("llama", 4, Sharding.none, {"tensor": 2}),
         ("llama", 4, Sharding.fsdp2, {}),
     ],
     ids=str,
@@ -185,12 +186,13 @@ def test_stages_of_a_pipeline_have_caches_of_their_own(tmp_path, reference, kind
     check(reference[kind], run_ranks(train, num_ranks, tmp_path, kind, sharding, {"pipeline": 2} | layout))
 
 
+@pytest.mark.many
 def test_a_pipeline_without_such_caches_recomputes(tmp_path, reference):
     check(reference["lfm2"], run_ranks(train, 2, tmp_path, "lfm2", Sharding.none, {"pipeline": 2}), recomputes=True)
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-@pytest.mark.parametrize("sharding", [Sharding.fsdp2, Sharding.zero3])
+@pytest.mark.parametrize("sharding", [many(Sharding.fsdp2), Sharding.zero3])
 def test_sharded_weights_are_gathered_once_where_there_is_room(tmp_path, reference, sharding, has_room):
     # So that DeepSpeed partitions matrices as small as these.
     small = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}

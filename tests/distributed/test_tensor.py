@@ -24,6 +24,7 @@ from hfdist.trainer.fault_tolerance.replicas import find_differences
 from hfdist.trainer.trainer import RunOptions
 from tests.distributed.test_optimizers import saved
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, history, uneven_items
+from tests.marks import many
 from tests.zoo.sharding import tensor_types, try_types
 
 pytestmark = pytest.mark.distributed
@@ -34,7 +35,11 @@ FAMILIES = ("gemma3_text", "olmo2", "phi3")
 
 @pytest.mark.parametrize(
     ("num_ranks", "sharding", "families"),
-    [(2, Sharding.none, FAMILIES), (4, Sharding.none, ("qwen3",)), (4, Sharding.fsdp2, ("gemma3_text", "mixtral"))],
+    [
+        (2, Sharding.none, FAMILIES),
+        many(4, Sharding.none, ("qwen3",)),
+        many(4, Sharding.fsdp2, ("gemma3_text", "mixtral")),
+    ],
 )
 def test_losses_and_gradients_of_accumulated_micro_batches_are_those_of_the_whole_model(num_ranks, sharding, families):
     for of_rank in run_ranks(tensor_types, num_ranks, families, sharding):
@@ -191,22 +196,22 @@ def check(ours, reference, folder, single_folder):
 WITH_CONTEXT = [
     (4, {"tensor": 2, "context": 2, "context_method": "ulysses"}),
     (4, {"tensor": 2, "context": 2, "context_method": "gather", "sharding": "fsdp2"}),
-    (8, {"tensor": 2, "context": 2, "sharding": "fsdp2"}),
-    (8, {"tensor": 2, "context": 2, "sharding": "fsdp2", "replicate": 2}),
+    many(8, {"tensor": 2, "context": 2, "sharding": "fsdp2"}),
+    many(8, {"tensor": 2, "context": 2, "sharding": "fsdp2", "replicate": 2}),
 ]
 
 
 IN_PIPELINES = [
     (4, {"tensor": 2, "pipeline": 2}),
     (8, {"tensor": 2, "pipeline": 2, "sharding": "fsdp2"}),
-    (8, {"tensor": 2, "pipeline": 2, "sharding": "fsdp2", "context": 2}),
+    many(8, {"tensor": 2, "pipeline": 2, "sharding": "fsdp2", "context": 2}),
     (4, {"tensor": 1, "pipeline": 2, "context": 2}),
 ]
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
-    [*LAYOUTS, (4, {"tensor": 2, "sharding": "fsdp2", "replicate": 2}), *WITH_CONTEXT, *IN_PIPELINES],
+    [*LAYOUTS, many(4, {"tensor": 2, "sharding": "fsdp2", "replicate": 2}), *WITH_CONTEXT, *IN_PIPELINES],
 )
 def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_path, num_ranks, layout):
     folder, reference = single
@@ -230,7 +235,7 @@ UNEVEN = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3,
 NOTHING_FITS = UNEVEN | {"intermediate_size": 63, "tie_word_embeddings": True}
 
 
-@pytest.mark.parametrize("fields", [UNEVEN, NOTHING_FITS])
+@pytest.mark.parametrize("fields", [UNEVEN, many(NOTHING_FITS)])
 def test_sizes_that_do_not_divide_train_as_one_process_and_resume_in_another_layout(tmp_path, tmp_path_factory, fields):
     folder, reference = train_single(tmp_path_factory, **fields)
     run_ranks(train, 2, tmp_path, {"tensor": 2}, None, fields, None, 2)
@@ -266,7 +271,7 @@ def adding_up_whole_gradients():
     parallel_plans.check_plans = lambda *arguments: None
 
 
-@pytest.mark.parametrize("spoil", [counting_whole_parameters_twice, adding_up_whole_gradients])
+@pytest.mark.parametrize("spoil", [counting_whole_parameters_twice, many(adding_up_whole_gradients)])
 def test_a_wrong_norm_or_gradient_shows(single, tmp_path, spoil):
     _, (reference, _) = single
     ours, _ = run_ranks(train, 4, tmp_path, {"tensor": 2, "context": 2}, spoil)[0]
