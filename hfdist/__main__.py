@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from hfdist.config.cli.recipe_names import NAMES, RECIPES
+from hfdist.config.cli.recipe_names import NAMES, RECIPES, with_task
 from hfdist.errors import ConfigError, nearest
 
 _COMPLETION = """\
@@ -59,8 +59,8 @@ def main() -> None:
     elif name in recipes:
         _call(name, sys.argv[2:], recipes)
     elif name in NAMES:
-        recipe, overrides = NAMES[name]
-        _call(recipe, [*overrides, *sys.argv[2:]], recipes)
+        is_whole = any(argument.startswith("--config") for argument in sys.argv[2:])
+        _call(NAMES[name][0], sys.argv[2:] if is_whole else with_task(name, sys.argv[2:]), recipes)
     else:
         known = [*recipes, *(name for name in NAMES if name not in recipes), "completion bash"]
         error = ConfigError(
@@ -94,12 +94,12 @@ def _complete(line: str, recipes: dict[str, Path]) -> None:
     """Print what may stand at the end of a command line that begins with `hfdist`."""
     _, *words = line.split(" ")
     if len(words) < 2:
-        sys.stdout.write(" ".join(recipes))
+        sys.stdout.write(" ".join({**recipes, **NAMES}))
     elif words[0] in _WORDS:
         sys.stdout.write(_WORDS[words[0]])
-    elif words[0] in recipes:
+    elif words[0] in recipes or words[0] in NAMES:
         os.environ["COMP_LINE"] = " ".join(["hfdist", *words[1:]])
-        _call(words[0], ["--shell-completion", "query=bash"], recipes)
+        _call(NAMES.get(words[0], (words[0],))[0], ["--shell-completion", "query=bash"], recipes)
 
 
 def find_recipes() -> dict[str, Path]:

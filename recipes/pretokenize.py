@@ -7,7 +7,7 @@ from hfdist.config.cli.command import recipe
 from hfdist.config.run import RunConfig
 
 
-@recipe(primary="pretrain", takes_ranks=False)
+@recipe(primary="pretrain", takes_ranks=False, trains=False)
 def main(config: RunConfig) -> None:
     """Open the corpus, find or train its tokenizer, and write the token files."""
     # Imported here, so that --help and a misspelt key need no torch.

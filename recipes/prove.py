@@ -10,7 +10,7 @@ from hfdist.config.run import RunConfig
 from hfdist.trainer.run import prepare_run
 
 
-@recipe(primary="pretrain")
+@recipe(primary="pretrain", trains=False)
 def main(config: RunConfig) -> None:
     """Train in the layout, again from a checkpoint, and on one process, and print a certificate."""
     # Imported here, so that --help and what the command has checked by now need no torch.

@@ -57,11 +57,19 @@ class RowFormat(Enum):
     prompt = "prompt"
 
 
-COLUMNS = (
-    *("text", "messages", "tools", "conversations", "system", "instruction", "input", "output", "history"),
-    *("prompt", "completion", "chosen", "rejected", "label"),
-)
-"""Names that the formats have for columns."""
+_TURNS = ("messages", "tools", "conversations", "system", "instruction", "input", "output", "history")
+COLUMNS = {
+    RowFormat.text: ("text",),
+    RowFormat.auto: ("text", *_TURNS, "prompt", "completion"),
+    RowFormat.messages: ("messages", "tools"),
+    RowFormat.sharegpt: ("conversations", "system", "tools"),
+    RowFormat.alpaca: ("instruction", "output", "input", "system", "history"),
+    RowFormat.prompt_completion: ("prompt", "completion", "tools"),
+    RowFormat.preference: ("chosen", "rejected", "prompt", "tools"),
+    RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools"),
+    RowFormat.prompt: ("prompt", "tools"),
+}
+"""Columns that each format reads, if they are there."""
 
 
 class TrainOn(Enum):

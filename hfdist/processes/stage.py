@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 8.0
 _is_on = False
@@ -22,7 +23,8 @@ def switch_on(is_on: bool) -> None:
 def doing(text: str) -> Iterator[threading.Event]:
     """Print `text` and its seconds on standard error, again and again, until the block or the given event ends it."""
     ended = threading.Event()
-    if _is_on:
+    # Without a standard error, the number 2 may be another file.
+    if _is_on and sys.stderr is not None:
         threading.Thread(target=_say, args=(text, ended), name="hfdist-stage", daemon=True).start()
     try:
         yield ended
@@ -35,7 +37,8 @@ def _say(text: str, ended: threading.Event) -> None:
     if ended.wait(_FIRST_SECONDS):
         return
     while True:
-        # No lock of Python's streams: another thread may fork meanwhile.
-        os.write(2, f"{text}: {time.monotonic() - began:.0f} s\n".encode())
+        # No lock of Python's streams: another thread may fork meanwhile. Whoever reads may be gone.
+        with suppress(OSError):
+            os.write(2, f"{text}: {time.monotonic() - began:.0f} s\n".encode())
         if ended.wait(_NEXT_SECONDS):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ hfdist report runs/A runs/B out=compared.html   several runs, with what differs 
 hfdist report runs/SWEEP                        a sweep: its best trials, and all as lines over their values
 hfdist report runs/NAME --live                  serves the page on 127.0.0.1, with what happens as it happens
 
-out=FILE          where the page is written; default: report.html in the folder, or here if there are several
+out=FILE          where the page is written; default: report.html in the folder; here, if there are several, or if
+                  nothing can be written there
 --live            serve the page until Ctrl-C, and write nothing
 port=N            of --live; default: any port that is free
 
@@ -43,7 +45,7 @@ class ReportRequest:
     folders: tuple[Path, ...]
     sweeps: tuple[Path, ...] = ()
     """Folders of sweeps; the runs of their best trials are in `folders`."""
-    out: Path = Path("report.html")
+    out: Path
     is_live: bool = False
     port: int = 0
     """0: any that is free."""
@@ -97,7 +99,8 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
     if not (port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError("this is no port", where=f"port ({COMMAND_LINE})", found=port, allowed="0 to 65535")
     given = [find_run(name, (*MARKS, TRIALS)) for name in dict.fromkeys(names)]
-    beside = given[0] if len(given) == 1 else Path()
+    # A folder of somebody else's may be read-only.
+    beside = given[0] if len(given) == 1 and os.access(given[0], os.W_OK) else Path()
     out = Path(values["out"]).expanduser() if "out" in values else beside / "report.html"
     if out.is_dir():
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hfdist.config.checks.urls import check_address, scheme_of
 from hfdist.config.data import (
@@ -32,10 +33,9 @@ _OURS = (
 
 def check_data(data: DataConfig) -> None:
     """Check all of `data.*`; ConfigError: the first contradiction that is found."""
-    _check_columns("data.columns", data.columns, data.format)
     for name, source in data.sources.items():
         check_source(f"data.sources.{name}", source)
-        _check_columns(f"data.sources.{name}.columns", source.columns, source.format or data.format)
+    _check_mappings(data)
     check_mixture(data)
     _check_chat(data.chat)
     for entry in data.quarantine:
@@ -95,17 +95,29 @@ def check_source(key: str, source: SourceConfig) -> None:
             raise ConfigError(what, where=f"{key}.{name}", found=value, allowed="null", hint=hint)
 
 
-def _check_columns(key: str, columns: dict[str, object], format: RowFormat) -> None:
-    """ConfigError: one is of no format, or is no column."""
+def _check_mappings(data: DataConfig) -> None:
+    """Check the columns that sources name, and those that `data.columns` names for the others."""
+    all_sources = {f"data.sources.{name}": source for name, source in data.sources.items()}
+    all_sources |= {f"data.eval_sources.{name}": source for name, source in data.eval_sources.items()}
+    for key, source in all_sources.items():
+        _check_columns(f"{key}.columns", source.columns, {source.format or data.format})
+    others = {source.format or data.format for source in all_sources.values() if not source.columns}
+    _check_columns("data.columns", data.columns, others or {data.format})
+
+
+def _check_columns(key: str, columns: dict[str, Any], formats: set[RowFormat]) -> None:
+    """ConfigError: one is of none of the formats, or is no column."""
+    names = [name for one in sorted(formats, key=lambda one: one.value) for name in COLUMNS[one]]
     for name, paths in columns.items():
-        if name not in COLUMNS:
-            hint = nearest(name, COLUMNS, f"{key}.{{}}=...")
+        if name not in names:
+            known = any(name in of_format for of_format in COLUMNS.values())
+            what = f"no row of format {', '.join(sorted(one.value for one in formats))} has this column"
+            hint = nearest(name, names, f"{key}.{{}}=...", cutoff=0.0)
+            if known and formats == {RowFormat.text}:
+                hint = "data.format=auto, as hfdist finetune has it"
             raise ConfigError(
-                "no format has this column", where=f"{key}.{name}", found=name, allowed=", ".join(COLUMNS), hint=hint
+                what, where=f"{key}.{name}", found=name, allowed=", ".join(dict.fromkeys(names)), hint=hint
             )
-        if format is RowFormat.text and name != "text":
-            what, hint = "plain text has one column", "data.format=auto, as hfdist finetune has it"
-            raise ConfigError(what, where=f"{key}.{name}", found=f"{name}, with format text", allowed="text", hint=hint)
         if not are_columns(paths):
             what, allowed = "this names no column", "a column, or a list of columns"
             raise ConfigError(what, where=f"{key}.{name}", found=repr(paths), allowed=allowed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG
 from hfdist.config.cli.arguments import as_config_flags, find_run
-from hfdist.config.cli.recipe_names import NAMES, RECIPES
+from hfdist.config.cli.recipe_names import NAMES, RECIPES, with_task
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
@@ -80,10 +80,12 @@ def read_line(
         ConfigError: a word that is given twice or without a value, a flag or a recipe that is not there, no such run,
             or two configs.
     """
-    own, of_group, of_run = _divide(as_config_flags(arguments), group, keys, (*_OF_RUN, *words))
-    recipe, of_recipe = NAMES[choose("recipe", own.pop("recipe", RECIPES[0]), tuple(NAMES))]
-    of_run = [*of_recipe, *of_run]
-    given, overrides = _split_flags(of_run, (OFFLINE_FLAG, *flags))
+    given, rest = _split_flags(as_config_flags(arguments), (OFFLINE_FLAG, *flags))
+    own, of_group, overrides = _divide(rest, group, keys, (*_OF_RUN, *words))
+    name = choose("recipe", own.pop("recipe", RECIPES[0]), tuple(NAMES))
+    recipe = NAMES[name][0]
+    if "run" not in own and "--config-name" not in given:
+        overrides = with_task(name, overrides)
     if "run" in own:
         if given.keys() & {*_VALUE_FLAGS}:
             raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")

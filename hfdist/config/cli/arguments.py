@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
+from hfdist.config.cli.recipe_names import RECIPES
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, nearest
 
@@ -101,18 +102,25 @@ def as_config_flags(arguments: Sequence[str]) -> list[str]:
     """Write `--config FILE.yaml` out as its folder and its name.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or a folder or name is given as well.
     """
     written: list[str] = []
     rest = iter(arguments)
+    others = [one for one in arguments if one.startswith(("--config-dir", "--config-name"))]
     for argument in rest:
         flag, equals, value = argument.partition("=")
         if flag != "--config":
             written.append(argument)
             continue
-        path = Path(value if equals else next(rest, "")).expanduser()
-        if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        path, where = Path(value if equals else next(rest, "")).expanduser(), f"{flag} ({COMMAND_LINE})"
+        if path.suffix != ".yaml" or not path.is_file():
             what, allowed = "there is no such config", "a .yaml file, such as the config.yaml of a run"
-            raise ConfigError(what, where=f"{flag} ({COMMAND_LINE})", found=str(path), allowed=allowed)
+            raise ConfigError(what, where=where, found=str(path), allowed=allowed)
+        if others:
+            what, hint = "the config is given twice", f"--config-dir {path.parent} --config-name {path.stem}"
+            raise ConfigError(what, where=where, found=f"{flag}, and {others[0]}", hint=hint)
+        if path.stem in RECIPES:
+            what, hint = "a file of this name hides the shipped one that it begins with", "another name for the file"
+            raise ConfigError(what, where=where, found=path.name, hint=hint)
         written += ["--config-dir", str(path.parent), "--config-name", path.stem]
     return written

@@ -27,7 +27,7 @@ from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an
     stop_here,
     told_in_one_message,
 )
-from hfdist.config.cli.unnamed import give_folder
+from hfdist.config.cli.unnamed import find_name
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
 from hfdist.config.composition.files import searching
@@ -49,7 +49,7 @@ _PRINTING_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
 def recipe(
-    primary: str = "pretrain", *, takes_ranks: bool = True
+    primary: str = "pretrain", *, takes_ranks: bool = True, trains: bool = True
 ) -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
     """Make `main(config)` a command that is configured from the command line.
 
@@ -59,6 +59,7 @@ def recipe(
     Args:
         primary: name of the primary config.
         takes_ranks: whether several processes can do it together.
+        trains: whether its run has a folder of its own, and goes on in it.
 
     Returns:
         A decorator. The decorated function takes no arguments, and ends the process with a documented exit code
@@ -70,7 +71,7 @@ def recipe(
         @functools.wraps(main)
         def command() -> None:
             if main.__module__ != _IMPORTED_BY_A_RANK:
-                _run_command(command, primary, sys.argv[1:], takes_ranks)
+                _run_command(command, primary, sys.argv[1:], takes_ranks, trains)
 
         return command
 
@@ -100,7 +101,9 @@ def go_offline() -> None:
     os.environ.update(_OFFLINE)
 
 
-def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[str], takes_ranks: bool) -> None:
+def _run_command(
+    command: Callable[[], None], primary: str, arguments: Sequence[str], takes_ranks: bool, trains: bool
+) -> None:
     with told_in_one_message(stop_everywhere):
         flags = _parse_flags(arguments)
         if flags.offline:
@@ -110,9 +113,12 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
             _print_only(command, flags, request)
             return
         config = compose_request(request)
-        if not (read_launcher().is_given or flags.config_name or flags.config_dir):
-            # A launcher's ranks might not see the same.
-            give_folder(config, [override.key for override in request.overrides])
+        # A launcher's ranks might not see the same.
+        if trains and not (read_launcher().is_given or flags.config_name or flags.config_dir):
+            name = find_name(config, [override.key for override in request.overrides])
+            if name is not None:
+                # What refers to it follows.
+                config = compose_request(make_request(primary, [*flags.overrides, f"run.name={name}"], None))
         if flags.offline:
             check_offline(config)
         if takes_ranks:

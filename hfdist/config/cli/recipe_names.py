@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from hfdist.errors import ConfigError
 
 RECIPES = ("pretrain", "finetune", "tune")
 """Those whose processes may be on several machines; each one's primary config has its name."""
@@ -13,3 +15,12 @@ NAMES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **{task: ("tune", (f"task={task}",)) for task in _TASKS},
 }
 """What people call a run -> the recipe, and the overrides that come first."""
+
+
+def with_task(name: str, arguments: Sequence[str]) -> list[str]:
+    """Put what a name stands for before the other arguments; ConfigError: they name a task, too."""
+    _, overrides = NAMES[name]
+    if overrides and any(argument.startswith("task=") for argument in arguments):
+        what, found = "the task is given twice", f"{name}, and task="
+        raise ConfigError(what, where="command line", found=found, hint=f"hfdist tune task=..., or hfdist {name}")
+    return [*overrides, *arguments]

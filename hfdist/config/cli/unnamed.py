@@ -2,58 +2,76 @@
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import COMMAND_LINE_KEYS, compose_config, to_values
 from hfdist.config.composition.diff import Change, find_changes
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError, HfdistError
+from hfdist.errors import ConfigError, HfdistError, printable
 
 _NAMES = ("run.name", "run.dir")
 _RESULTS = ("checkpoints/step-*", "model", "adapter")
-_SHOWN_CHANGES = 3
+_PATHS = "data.*sources.*.path"
+_SHOWN_CHANGES, _SHOWN_CHARACTERS = 3, 120
 _MOST_FOLDERS = 20
 """Each is composed, which takes half a second."""
 
 
-def give_folder(config: RunConfig, given: Collection[str]) -> None:
-    """Change `run.name` and `run.dir` where another run has left something in that folder, and say so.
+def find_name(config: RunConfig, given: Collection[str]) -> str | None:
+    """Give the name of a run that has none, where another run has left something in its folder, and say so.
 
     Args:
-        config: of the run that is to start; it is changed.
+        config: of the run that is to start.
         given: keys that the command line sets; a run whose name is among them keeps it.
+
+    Returns:
+        The new name; None: the run keeps the one that it has.
+
+    Raises:
+        ConfigError: there are too many such runs.
     """
-    folder, name = Path(config.run.dir), config.run.name
-    if any(key in given for key in _NAMES) or folder.name != name:
-        return
+    first, name = Path(config.run.dir), config.run.name
+    # Who allows changes goes on in spite of them.
+    if any(key in given for key in _NAMES) or first.name != name or config.checkpoint.allow_changes:
+        return None
     others: list[Change] = []
+    free: Path | None = None
     for number in range(1, _MOST_FOLDERS + 1):
-        folder = folder.with_name(name if number == 1 else f"{name}-{number}")
-        if (changes := _changes(folder, config)) is None:
-            break
+        folder = first if number == 1 else first.with_name(f"{name}-{number}")
+        if not any(next(folder.glob(pattern), None) for pattern in _RESULTS):
+            free = free or folder
+            continue
+        changes = _changes(folder, config)
+        if changes is None:
+            # Its own, even where an earlier folder was removed.
+            return None if number == 1 else folder.name
         others = others or changes
-    else:
-        what, found = "there are many runs without a name", f"{name} to {folder.name}, all with other configs"
-        raise ConfigError(what, where="run.name", found=found, hint=f"run.name=NAME, or remove some of {folder.parent}")
-    if number == 1:
-        return
-    config.run.name, config.run.dir = folder.name, str(folder)
-    shown = "; ".join(map(str, others[:_SHOWN_CHANGES])) or "its config cannot be read"
+    if free is None:
+        what, found = "there are many runs without a name", f"{_MOST_FOLDERS} folders, each with another config"
+        raise ConfigError(what, where="run.name", found=found, hint=f"run.name=NAME, or remove some of {first.parent}")
+    if free == first:
+        return None
+    shown = "; ".join(printable(str(change), _SHOWN_CHARACTERS) for change in others[:_SHOWN_CHANGES])
     sys.stderr.write(
-        f"this run is {folder}, as {folder.with_name(name)} holds another one ({shown}); run.name=NAME names it\n"
+        f"this run is {free}, as {first} holds another one ({shown or 'its config cannot be read'}); "
+        "run.name=NAME names it\n"
     )
+    return free.name
 
 
 def _changes(folder: Path, config: RunConfig) -> list[Change] | None:
-    """Give what makes the run of a folder another one; None: it is this one, or has left nothing."""
-    if not any(next(folder.glob(pattern), None) for pattern in _RESULTS):
-        return None
+    """Give what makes the run of a folder another one, [] if its config cannot be read; None: it is this one."""
     try:
         refuse_references(folder / "config.yaml")
         before = to_values(compose_config(name="config", extra_dir=folder))
     except (HfdistError, OSError):
         return []
-    return [change for change in find_changes(before, to_values(config)) if not change.is_safe] or None
+    found = find_changes(before, to_values(config))
+    # Where a checkpoint does not compare them, data of another path are other data.
+    is_other = [not change.is_safe or fnmatch.fnmatch(change.key, _PATHS) for change in found]
+    changed = [change for change, other in zip(found, is_other, strict=True) if other]
+    return [change for change in changed if change.key not in COMMAND_LINE_KEYS] or None

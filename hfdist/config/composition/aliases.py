@@ -14,7 +14,6 @@ _OVERRIDES = {
     "evaluate.min_delta={value}": "early_stopping_threshold",
     "evaluate.export=best checkpoint.keep_best=true": "load_best_model_at_end",
     "evaluate.at_start={value}": "eval_on_start",
-    "data.eval_fraction={value}": "val_set_size val_size test_size",
     "data.eval_fraction=0 data.eval_sources.val.path={value}": "validation_file eval_file",
     "data.packing=best_fit": "sample_packing padding_free",
     "data.packing=none": "group_by_length",
@@ -62,7 +61,7 @@ _OVERRIDES = {
     "adapter=lora adapter.targets=[{value}]": "lora_target_modules target_modules lora_target",
     "adapter=lora adapter.targets=[all-linear]": "lora_target_linear",
     "adapter=lora": "use_peft peft_type",
-    "adapter=qlora": "quantization_bit bnb_4bit_quant_type",
+    "adapter=qlora": "bnb_4bit_quant_type",
     "strategy=zero{value}": "zero_stage stage zero",
     "strategy=zero2": "deepspeed_config",
     "strategy=fsdp2": "fsdp",
@@ -94,10 +93,12 @@ _BATCH = "it follows from train.global_batch_size / (train.micro_batch_size x da
 REASONS = {
     "gradient_accumulation_steps": _BATCH,
     "do_train": "the command says what is done: `hfdist pretrain` trains",
-    "do_eval": "the run always evaluates at the end; train.eval_every says how often before",
+    "do_eval": "the run evaluates at the end; train.eval_every=100 does it before, too; data.eval_fraction=0: never",
     "streaming": "data is always streamed",
     "load_in_4bit": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,
+    "quantization_bit": _QUANTIZED,
+    **dict.fromkeys(("val_set_size", "val_size", "test_size"), "data.eval_fraction=0.02 is a share of the documents"),
     "finetuning_type": "adapter=lora trains an adapter, adapter=none all weights, train.freeze=[...] some of them",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "train.eval_every=100; null: at the end alone"),
     "save_strategy": "checkpoint.every=100; checkpoint=none saves nothing",
@@ -115,6 +116,9 @@ REASONS = {
     "use_cpu": _NO_GPU,
 }
 _OPPOSITES = {
+    "data.packing=best_fit": "data.packing=none",
+    "data.packing=none": "data.packing=best_fit",
+    "evaluate.export=best checkpoint.keep_best=true": "evaluate.export=last",
     "data.chat.train_on=assistant": "data.chat.train_on=all",
     "data.chat.train_on=all": "data.chat.train_on=assistant",
 }

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
-from hfdist.config.composition.files import refuse_resolver, searching, shipped_folder
+from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
 from hfdist.config.data import Packing, RowFormat
@@ -23,11 +23,12 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
 
-SCHEMA = "run_schema"
+SCHEMA = RUN_DEFAULTS[0]
 """Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
 
 _RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"), ("report", "alert_command"))
-"""Keys that no file may set."""
+COMMAND_LINE_KEYS = tuple(".".join(key) for key in _RUNS_CODE)
+"""Keys that no file may set, and no saved config has."""
 
 
 def compose_config(
@@ -141,7 +142,8 @@ def _switch_evaluation_off(config: RunConfig, given: Collection[str]) -> None:
         ("evaluate.at_start", config.evaluate, False),
         ("checkpoint.keep_best", config.checkpoint, False),
     ):
-        if key not in given:
+        # What an option of the command line sets, such as checkpoint=best, is asked for as well.
+        if key not in given and not (key == "checkpoint.keep_best" and "checkpoint" in given):
             setattr(section, key.rpartition(".")[2], off)
 
 
@@ -172,7 +174,7 @@ def to_yaml(config: RunConfig) -> str:
             # A command may hold what is not for everybody.
             text = "true" if value is True else "..." if name == "alert_command" else value
             head.append(f"# The run also had {section}.{name}={text}, which only the command line can say.")
-    defaults = {"defaults": [SCHEMA, "_self_"]}
+    defaults = {"defaults": list(RUN_DEFAULTS)}
     return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | to_values(config)))
 
 

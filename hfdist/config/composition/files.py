@@ -171,6 +171,10 @@ def refuse_resolver(text: str, where: str) -> None:
         raise ConfigError(what, where=where, found=text, allowed="${section.key}", hint=hint)
 
 
+RUN_DEFAULTS = ("run_schema", "_self_")
+"""The defaults list that a run writes into its config."""
+
+
 def refuse_references(path: Path) -> None:
     """Refuse `${...}` in the config of a run, perhaps of somebody else's: what a run has written is resolved.
 
@@ -180,6 +184,12 @@ def refuse_references(path: Path) -> None:
     root = _parse(read_config_text(path), place)
     assert root is not None
     for names, key, value in _pairs(root, (), place):
+        if not names and str(key.value) == "defaults":
+            listed = [item.value for item in value.value] if isinstance(value, yaml.SequenceNode) else value.value
+            if listed != list(RUN_DEFAULTS):
+                # Another file beside it could do what is refused below.
+                what, allowed = "the config of a run is whole by itself", f"[{', '.join(RUN_DEFAULTS)}]"
+                raise ConfigError(what, where=f"defaults ({_at(key, place)})", found=str(listed), allowed=allowed)
         for node in (key, value):
             if isinstance(node, yaml.ScalarNode) and re.search(r"(?<!\\)(\\\\)*\$\{", node.value):
                 what = "the config of a run has no references to other keys: they were resolved when it was written"

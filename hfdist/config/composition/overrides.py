@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -36,8 +36,20 @@ class GivenOverride:
         return self.text.partition("=")[2]
 
 
-_OF_PATHS = {"data": ("files", "data.sources.files.path"), "model": ("hub", "model.name")}
-"""Groups whose option may be a path -> the option that takes one, and its key."""
+class _OfPath(NamedTuple):
+    """What a path stands for where an option of a group may stand."""
+
+    option: str
+    key: str
+    looks: str
+    """A regular expression that finds a path."""
+
+
+_OF_PATHS = {
+    "data": _OfPath("files", "data.sources.files.path", r"[/*?\\]|\.\w"),
+    # Of several with commas only a sweep takes one.
+    "model": _OfPath("hub", "model.name", r"^[^,]*/[^,]*$|\.gguf$"),
+}
 
 
 def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
@@ -57,10 +69,11 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
 def _name_files(text: str) -> list[str]:
     """Write `data=FILES` and `model=FOLDER` out as the option for them, and their path."""
     key, _, value = text.partition("=")
-    if key not in _OF_PATHS or not re.search(r"[/*?\\]|\.\w", value):
+    if key not in _OF_PATHS or not re.search(_OF_PATHS[key].looks, value):
         return [text]
-    option, path = _OF_PATHS[key], value.strip("\"'").replace("'", "\\'")
-    return [f"{key}={option[0]}", f"{option[1]}='{path}'"]
+    option, path_key, _ = _OF_PATHS[key]
+    path = value.strip("\"'").replace("'", "\\'")
+    return [f"{key}={option}", f"{path_key}='{path}'"]
 
 
 def _prepare(text: str) -> GivenOverride:

@@ -125,8 +125,8 @@ class _Tally:
 
     @property
     def num_drawn(self) -> int:
-        """Documents on this side of the split that have a text."""
-        return self.fates.total() - self.fates[Status.held_out] - self.fates[Status.empty]
+        """Documents on this side of the split that have a text; nobody knows the side of a bad one."""
+        return self.fates.total() - sum(self.fates[fate] for fate in (Status.held_out, Status.empty, Status.bad))
 
     def __str__(self) -> str:
         """Name the reasons for which documents are left out."""
@@ -146,7 +146,7 @@ def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> Data
         what = "there is nothing to learn in the held-out documents"
         found = f"{corpus.num_documents if takes_all else tally.num_drawn:,} documents: {tally}"
         if tally.fates[Status.too_long]:
-            hint = "a larger data.sequence_length, or data.too_long=truncate_start, which keeps the ends"
+            hint = "a larger data.sequence_length"
         elif tally.fates[Status.no_target] and config.too_long is TooLong.truncate_end:
             hint = "data.too_long=truncate_start where answers were cut off; report.preview=2 shows what is learned"
         elif tally.fates[Status.no_target]:

@@ -9,6 +9,8 @@ from typing import Any
 GUESSES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input"),
     "completion": ("answer", "response", "output", "solution", "target"),
+    "output": ("response", "answer", "completion"),
+    "input": ("context",),
     "chosen": ("accepted", "preferred", "chosen_response", "response_chosen"),
     "rejected": ("dispreferred", "rejected_response", "response_rejected"),
     "label": ("liked", "thumbs_up", "is_good"),
@@ -32,16 +34,11 @@ class Column:
         """Name the paths, for a message."""
         return " or ".join(map(repr, self.paths))
 
-    def place(self, present: Iterable[str]) -> tuple[str, ...] | None:
-        """Give the column of a file and the names within it; None: the file has none of the paths."""
+    def places(self, present: Iterable[str]) -> list[tuple[str, ...]]:
+        """Give each path that may be there: a column of the file, and the names within it."""
         names = set(present)
-        for path in self.paths:
-            if path in names:
-                return (path,)
-            whole = tuple(path.split("."))
-            if whole[0] in names:
-                return whole
-        return None
+        found = [(path,) if path in names else tuple(path.split(".")) for path in self.paths]
+        return [place for place in found if place[0] in names]
 
     def value(self, row: Mapping[str, Any]) -> Any:
         """Give the value; None: the row has none."""
@@ -59,14 +56,15 @@ class Column:
 TEXT = Column(("text",))
 
 
-def guess(needed: Sequence[str], present: Sequence[str]) -> dict[str, str] | None:
-    """Give the columns of a file that probably hold what a format needs; None: not all have one."""
+def guess(needed: Sequence[str], optional: Sequence[str], present: Sequence[str]) -> dict[str, str] | None:
+    """Give the columns of a file that probably hold those of a format; None: not all that it needs have one."""
     by_name = {name.lower(): name for name in present}
     found: dict[str, str] = {}
-    for name in needed:
+    for name in (*needed, *optional):
         likely = (by_name[other] for other in (name, *GUESSES.get(name, ())) if other in by_name)
         taken = next((column for column in likely if column not in found.values()), None)
-        if taken is None:
+        if taken is not None:
+            found[name] = taken
+        elif name in needed:
             return None
-        found[name] = taken
     return {name: column for name, column in found.items() if name != column}

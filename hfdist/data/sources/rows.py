@@ -309,13 +309,18 @@ class RowReader:
     section: str = "data.sources.NAME"
     mapped: tuple[tuple[str, Column], ...] = ()
     """Columns of formats that have another name in the rows."""
+    columns_key: str = "data.columns"
+    """Where the config says so."""
 
     @classmethod
     def of(cls, source: SourceConfig, data: DataConfig, section: str) -> RowReader:
         """Make the reader of a source; what it does not say, `data.format` and `data.columns` do."""
         mapped = {name: Column.of(paths) for name, paths in (source.columns or data.columns).items()}
-        text = mapped.pop("text", Column.of(source.text))
-        return cls(text, source.format or data.format, section, tuple(sorted(mapped.items())))
+        text = mapped.pop("text", TEXT)
+        if source.text != "text" and "text" not in source.columns:
+            text = Column.of(source.text)
+        key = f"{section}.columns" if source.columns else cls.columns_key
+        return cls(text, source.format or data.format, section, tuple(sorted(mapped.items())), key)
 
     @property
     def gives_examples(self) -> bool:
@@ -334,30 +339,29 @@ class RowReader:
     def columns(self, present: Sequence[str], *, where: str) -> list[str]:
         """Give those of the columns that are read; ContentError where they fit no format that is allowed."""
         if not self.gives_examples:
-            place = self.text.place(present)
-            if place is None:
+            if not self.text.places(present):
                 raise self._no_text(present, where)
-            return [place[0]]
-        held = {name: name for name in present}
+            return list(dict.fromkeys(place[0] for place in self.text.places(present)))
+        held = {name: [name] for name in present}
+        missing: ContentError | None = None
         for name, column in self._named:
-            place = column.place(present)
             held.pop(name, None)
-            if place is not None:
-                held[name] = place[0]
+            if places := column.places(present):
+                held[name] = [place[0] for place in places]
             elif name != "text":
                 what, allowed = f"there is no column {column} for {name}", ", ".join(present)
-                hint = nearest(column.paths[0], present, f"data.columns.{name}={{}}", cutoff=0.0)
-                raise ContentError(what, where=where, allowed=allowed, hint=hint)
+                hint = nearest(column.paths[0], present, f"{self.columns_key}.{name}={{}}", cutoff=0.0)
+                missing = missing or ContentError(what, where=where, allowed=allowed, hint=hint)
         fitting = [form for form in self._forms if set(form.needed) <= held.keys()]
-        if not fitting:
-            raise self._no_format(present, where)
-        wanted = {held[name] for form in fitting for name in (*form.needed, *form.optional) if name in held}
+        if not fitting or (missing is not None and self.columns_key != RowReader.columns_key):
+            raise missing or self._no_format(present, where)
+        wanted = {one for form in fitting for name in (*form.needed, *form.optional) for one in held.get(name, ())}
         return [name for name in present if name in wanted]
 
     def read(self, row: Mapping[str, Any], *, where: str) -> str | BadRow:
         """Give a row, with its columns as JSON has them, as text; `where` names the file and the row."""
         if not self.gives_examples:
-            if self.text.place(row) is None:
+            if not self.text.places(row):
                 return BadRow(self._no_text(list(row), where))
             return check_text(self.text.value(row), where=where)
         # Files that hold rows of several formats have null where a row has no such column.
@@ -372,7 +376,10 @@ class RowReader:
     def _forms(self) -> list[_Form]:
         if self.format is not RowFormat.auto:
             return [_FORMS_BY_NAME[self.format]]
-        return [*_FORMS.values(), _Form(("text",), (), _from_text)]
+        forms = [*_FORMS.values(), _Form(("text",), (), _from_text)]
+        names = {name for name, _ in self.mapped}
+        # Who names a column means a format that has it.
+        return sorted(forms, key=lambda form: names.isdisjoint((*form.needed, *form.optional)))
 
     @property
     def _named(self) -> tuple[tuple[str, Column], ...]:
@@ -390,9 +397,9 @@ class RowReader:
         hint = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
         if set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
             hint = "hfdist tune task=dpo learns from preferences, with the same model and data"
-        elif found := next(filter(None, (guess(form.needed, present) for form in self._forms)), None):
+        elif found := next(filter(None, (guess(form.needed, form.optional, present) for form in self._forms)), None):
             pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
-            hint = f"'data.columns={{{pairs}}}' if these columns hold them"
+            hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
         return ContentError(
             "the columns fit no format of examples" if self.format is RowFormat.auto else "columns are missing",
             where=where,

@@ -42,24 +42,26 @@ _VALUE_BYTES = 8
 def check_schema(schema: pa.Schema, rows: RowReader, *, where: str) -> list[str]:
     """Give the columns that are read, in the order of the file; ContentError where none are there, or none of text."""
     columns = rows.columns(schema.names, where=where)
-    if not rows.gives_examples:
-        _check_text_column(schema, rows.text, where)
-    return columns
+    return columns if rows.gives_examples else [_text_place(schema, rows.text, where)[0]]
 
 
-def _check_text_column(schema: pa.Schema, text: Column, where: str) -> None:
-    """ContentError: it holds no text, or has no column of that name within it."""
-    place = text.place(schema.names)
-    assert place is not None
-    kind = schema.field(place[0]).type
-    for name in place[1:]:
-        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            inside = [field.name for field in kind] if pa.types.is_struct(kind) else []
-            what, allowed = f"there is no column {text}", ", ".join(inside) or f"no column within {place[0]}"
-            raise ContentError(what, where=f"{where}, column {place[0]}", allowed=allowed)
-        kind = kind.field(name).type
-    if not is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
-        raise ContentError("the text column holds no text", where=f"{where}, column {place[0]}", found=str(kind))
+def _text_place(schema: pa.Schema, text: Column, where: str = "") -> tuple[str, ...]:
+    """Give the column of texts, and the names within it; ContentError: none is there, or it holds no text."""
+    refused: list[ContentError] = []
+    for place in text.places(schema.names):
+        kind, found = schema.field(place[0]).type, f"{where}, column {place[0]}"
+        for name in place[1:]:
+            is_inside = pa.types.is_struct(kind) and kind.get_field_index(name) >= 0
+            if not is_inside:
+                inside = ", ".join(field.name for field in kind) if pa.types.is_struct(kind) else "none within it"
+                refused.append(ContentError(f"there is no column {text}", where=found, allowed=inside))
+                break
+            kind = kind.field(name).type
+        else:
+            if is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
+                return place
+            refused.append(ContentError("the text column holds no text", where=found, found=str(kind)))
+    raise refused[0]
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -72,7 +74,7 @@ def one_array(batch: pa.RecordBatch, rows: RowReader) -> pa.Array:
     if rows.gives_examples:
         return batch.to_struct_array()
     column = batch.column(0)
-    for name in (rows.text.place(batch.schema.names) or ())[1:]:
+    for name in _text_place(batch.schema, rows.text)[1:]:
         column = pc.struct_field(column, name)
     return column
 

@@ -367,7 +367,7 @@ class Run:
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, goes_on=start.goes_on))
             trainer.args.eval_on_start = config.evaluate.at_start and start.checkpoint is None
-            with naming_lack_of_memory(self.plan), doing("the first step, and what it compiles") as ended:
+            with naming_lack_of_memory(self.plan), doing("before the end of the first step") as ended:
                 trainer.add_callback(_FirstStep(ended))
                 trainer.train(resume_from_checkpoint=start.checkpoint)
             if replicas is not None:

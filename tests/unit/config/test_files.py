@@ -45,7 +45,7 @@ MISTAKES = {
         "fp32, bf16, fp16, fp8",
         "precision=bf16",
     ),
-    "null": ("optimizer:\n  lr:\n", f"optimizer.lr ({FILE}, line 3)", "needs a value, not null", None),
+    "null": ("optimizer:\n  beta1:\n", f"optimizer.beta1 ({FILE}, line 3)", "needs a value, not null", None),
     "list for a section": ("train: [1, 2]\n", None, "train", None),
     "unknown group": ("defaults: [override /optimzer: adamw]\n", f"optimzer ({FILE})", "no key or group", "optimizer"),
     "unknown group, added": ("defaults: [/optimzer: adamw]\n", FILE, "no group `optimzer`", "optimizer: adamw"),

@@ -19,7 +19,6 @@ from tests.unit.config.test_mistakes import outcome
 
 VALUES = {  # values for which a synonym's override makes sense
     "optim": "sgd",
-    **dict.fromkeys(("val_set_size", "val_size", "test_size"), "0.1"),
     **dict.fromkeys(("loss_type", "pref_loss"), "sigmoid"),
     "use_liger_kernel": "true",
     "mixed_precision": "bf16",

@@ -1,18 +1,22 @@
 """The folder of a run without a name."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from hfdist.config.cli.unnamed import give_folder
+from hfdist.config.cli.unnamed import find_name
 from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.errors import ConfigError
 
 
-def start(*overrides, name="finetune", leaves="model", named=()):
+def start(*overrides, name="finetune", leaves="model"):
     """A run that writes its config, and leaves something; gives its folder."""
-    config = compose_config(["model=tiny", *overrides], name=name)
-    give_folder(config, named)
+    overrides = ["model=tiny", *overrides]
+    given = [override.partition("=")[0] for override in overrides]
+    config = compose_config(overrides, name=name)
+    if (found := find_name(config, given)) is not None:
+        config = compose_config([*overrides, f"run.name={found}"], name=name)
     folder = Path(config.run.dir)
     (folder / leaves).mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
@@ -43,8 +47,56 @@ def test_the_same_command_goes_on_and_another_one_gets_a_folder_of_its_own(capsy
 
 def test_a_name_of_ones_own_stays():
     assert start() == "runs/finetune"
-    assert start("optimizer.lr=3e-4", "run.name=mine", named=["optimizer.lr", "run.name"]) == "runs/mine"
-    assert start("optimizer.lr=4e-4", "run.name=mine", named=["optimizer.lr", "run.name"]) == "runs/mine"
+    assert start("optimizer.lr=3e-4", "run.name=mine") == "runs/mine"
+    assert start("optimizer.lr=4e-4", "run.name=mine") == "runs/mine"
+
+
+def test_other_data_are_another_run():
+    assert start("data=a.jsonl") == "runs/finetune"
+    assert start("data=b.jsonl") == "runs/finetune-2"
+    assert start("data=a.jsonl") == "runs/finetune"
+
+
+def test_what_no_file_may_say_makes_no_other_run():
+    assert start("model.trust_remote_code=true") == start("model.trust_remote_code=true") == "runs/finetune"
+
+
+def test_who_allows_changes_goes_on():
+    assert start() == start("optimizer.lr=3e-4", "checkpoint.allow_changes=true") == "runs/finetune"
+
+
+def test_its_own_folder_comes_before_one_that_became_free():
+    folders = [start(f"optimizer.lr={rate}") for rate in ("1e-4", "2e-4", "3e-4")]
+    shutil.rmtree(folders[1])
+    assert start("optimizer.lr=3e-4") == folders[2]
+    assert start("optimizer.lr=4e-4") == folders[1]
+
+
+def test_what_refers_to_the_name_follows():
+    start()
+    config = compose_config(["model=tiny", "optimizer.lr=3e-4", "export.push_to=me/${run.name}", "run.name=finetune-2"])
+    assert config.export.push_to == "me/finetune-2"
+
+
+def test_text_of_a_foreign_config_is_shown_safely(capsys):
+    folder = Path(start())
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(
+        text.replace("revision: null", 'revision: "\\e]0;owned\\a' + 3000 * "A" + '"', 1)
+    )
+    assert start() == "runs/finetune-2"
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert len(said) < 1000
+
+
+def test_a_config_that_draws_in_other_files_is_not_composed(capsys):
+    folder = Path(start())
+    (folder / "evil.yaml").write_text("run: {name: x}\n")
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("- run_schema\n", "- run_schema\n- evil\n"))
+    assert start() == "runs/finetune-2"
+    assert "its config cannot be read" in capsys.readouterr().err
 
 
 def test_a_folder_in_which_nothing_was_left_is_taken():

@@ -5,6 +5,7 @@ import pytest
 from hfdist import __main__ as command_line
 from hfdist.config.cli.about_run import read_line
 from hfdist.config.cli.arguments import as_config_flags
+from hfdist.config.cli.recipe_names import with_task
 from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.errors import ConfigError
 
@@ -17,8 +18,13 @@ def test_a_model_may_be_named_where_an_option_stands(name):
     assert config.model == compose_config(["model=hub", f'model.name="{name}"'], name="finetune").model
 
 
-def test_an_option_of_a_model_stays_one():
+def test_an_option_of_a_model_stays_one(tmp_path):
     assert compose_config(["model=tiny"]).model.name is None
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "my.model.yaml").write_text("defaults: [tiny]\nname: null\n")
+    assert compose_config(["model=my.model"], extra_dir=tmp_path).model.name is None
+    with pytest.raises(ConfigError, match="several values"):
+        compose_config(["model=a/b,c/d"])
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,19 @@ def test_an_option_of_a_model_stays_one():
 def test_a_recipe_or_a_task_may_stand_alone(words, recipe, overrides):
     line = read_line(words, "cluster", {}, ("to",))
     assert (line.recipe, line.overrides) == (recipe, overrides)
+
+
+def test_values_of_flags_are_no_recipes(tmp_path):
+    line = read_line(["--config-dir", "tune", "--config-name", "finetune"], "cluster", {})
+    assert line.flags == {"--config-dir": "tune", "--config-name": "finetune"}
+    assert (line.recipe, line.overrides) == ("pretrain", [])
+
+
+def test_a_task_is_said_once():
+    with pytest.raises(ConfigError, match="given twice"):
+        with_task("dpo", ["task=kto"])
+    # The config of a run says its own.
+    assert read_line(["dpo", "--config-name", "config"], "cluster", {}).overrides == []
 
 
 def test_two_recipes_are_refused():
@@ -63,7 +82,20 @@ def test_a_config_may_be_a_file(tmp_path, flag):
     assert (config.train.max_steps, config.optimizer.lr) == (7, 1e-3)
 
 
-@pytest.mark.parametrize("words", [["--config", "none.yaml"], ["--config"], ["--config=."]])
-def test_a_config_that_is_not_there_is_named(words):
-    with pytest.raises(ConfigError, match="no such config"):
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--config", "none.yaml"], "no such config"),
+        (["--config"], "no such config"),
+        (["--config=."], "no such config"),
+        (["--config", "a.yml"], "no such config"),
+        (["--config", "tune.yaml"], "hides the shipped one"),
+        (["--config", "a.yaml", "--config-dir", "."], "given twice"),
+    ],
+)
+def test_a_config_that_cannot_be_taken_is_refused(words, what, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.yaml", "a.yml", "tune.yaml"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=what):
         as_config_flags(words)

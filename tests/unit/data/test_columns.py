@@ -9,9 +9,11 @@ import pytest
 from datasets import Dataset
 
 from hfdist.config.composition.compose import compose_config
+from hfdist.config.data import COLUMNS, RowFormat
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.columns import Column, guess
 from hfdist.data.sources.find import find_shards
+from hfdist.data.sources.rows import _FORMS, _FORMS_BY_NAME
 from hfdist.errors import ConfigError
 
 ROWS = [{"question": f"{n} + 1 =", "meta": {"answer": f"{n + 1}", "raw": f"{n} and {n + 1}"}} for n in range(3)]
@@ -101,6 +103,8 @@ def test_a_column_that_is_not_there_is_named(tmp_path):
          "'data.columns={completion: answer}'"),
         ({"prompt": "a", "preferred": "b", "dispreferred": "c"}, "tune", ("task=dpo",),
          "'data.columns={chosen: preferred, rejected: dispreferred}'"),
+        ({"instruction": "a", "context": "c", "response": "b"}, "finetune", (),
+         "'data.columns={output: response, input: context}'"),
         ({"messages": []}, "pretrain", (), "hfdist finetune learns from conversations"),
     ],
 )  # fmt: skip
@@ -120,17 +124,67 @@ def test_the_hint_follows_from_the_columns(tmp_path, rows, recipe, settings, hin
     ("overrides", "where", "hint"),
     [
         (["data.columns={promt: question}"], "data.columns.promt", "data.columns.prompt=..."),
+        (["data.columns={chosen: a}"], "data.columns.chosen", None),
+        (["data.eval_fraction=0", "data.eval_sources.v={path: y, columns: {prompt: 5}}"],
+         "data.eval_sources.v.columns.prompt", None),
         (["data.columns={prompt: 3}"], "data.columns.prompt", None),
         (["data.sources.files.columns={prompt: []}"], "data.sources.files.columns.prompt", None),
         (["data.sources.files.text=[]"], "data.sources.files.text", None),
         (["data.format=text", "data.columns={prompt: question}"], "data.columns.prompt", "data.format=auto"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_in_the_mapping_are_told_before_anything_is_read(overrides, where, hint):
     with pytest.raises(ConfigError) as caught:
         compose_config(["model=tiny", "data=files", "data.sources.files.path=x", *overrides], name="finetune")
     assert caught.value.where.startswith(where)
     assert hint is None or hint in caught.value.hint
+
+
+def write_rows(folder, kind, rows):
+    if kind == "jsonl":
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    return f"data.sources.files.path={folder}/rows.{kind}"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_list_takes_the_first_that_a_row_has(tmp_path, kind):
+    rows = [{"prompt": "1", "answer": None, "response": "a"}, {"prompt": "2", "answer": "b", "response": "c"}]
+    found = read(tmp_path, write_rows(tmp_path, kind, rows), "data.columns={completion: [answer, response]}")
+    assert [json.loads(text)["completion"] for text in found] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("paths", ["[meta.a,meta.b]", "[meta.a,body]"])
+def test_a_text_that_is_not_within_the_first_column_may_be_elsewhere(tmp_path, kind, paths):
+    place = write_rows(tmp_path, kind, [{"meta": {"b": "text"}, "body": "text"}])
+    assert read(tmp_path, place, f"data.sources.files.text={paths}", name="pretrain") == ["text"]
+
+
+def test_who_names_a_column_means_a_format_that_has_it(tmp_path):
+    row = {"instruction": "a", "input": "b", "output": "c", "messages": [{"role": "user", "content": "x"}]}
+    place = write_rows(tmp_path, "jsonl", [row])
+    (text,) = read(tmp_path, place, "data.columns={prompt: instruction, completion: output}")
+    assert json.loads(text) == {"prompt": "a", "completion": "c"}
+
+
+def test_a_source_may_have_other_columns_than_the_default(tmp_path):
+    place = write_rows(tmp_path, "jsonl", [{"messages": [{"role": "user", "content": "x"},
+                                                         {"role": "assistant", "content": "y"}]}])  # fmt: skip
+    (text,) = read(tmp_path, place, "data.columns={prompt: question, completion: answer}")
+    assert "messages" in json.loads(text)
+    rows = write_rows(tmp_path, "parquet", [{"content": "own", "body": "default"}])
+    assert read(tmp_path, rows, "data.columns={text: body}", "data.sources.files.text=content", name="pretrain") == [
+        "own"
+    ]
+
+
+def test_columns_of_the_formats_are_those_that_are_read():
+    for kind, names in COLUMNS.items():
+        if kind not in (RowFormat.text, RowFormat.auto):
+            assert set(names) == {*_FORMS_BY_NAME[kind].needed, *_FORMS_BY_NAME[kind].optional}
+    assert set(COLUMNS[RowFormat.auto]) == {"text", *(name for f in _FORMS.values() for name in f.needed + f.optional)}
 
 
 def test_a_column_whose_name_has_a_dot_is_found_first():
@@ -140,5 +194,10 @@ def test_a_column_whose_name_has_a_dot_is_found_first():
 
 
 def test_a_guess_takes_no_column_twice():
-    assert guess(("prompt", "completion"), ("Question", "answer")) == {"prompt": "Question", "completion": "answer"}
-    assert guess(("prompt", "completion"), ("input",)) is None
+    both = ("prompt", "completion")
+    assert guess(both, (), ("Question", "answer")) == {"prompt": "Question", "completion": "answer"}
+    assert guess(both, (), ("input",)) is None
+    assert guess(("chosen", "rejected"), ("prompt",), ("question", "accepted", "rejected")) == {
+        "chosen": "accepted",
+        "prompt": "question",
+    }
