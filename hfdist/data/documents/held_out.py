@@ -145,6 +145,7 @@ def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> Data
     if takes_all or (corpus.has_examples and tally.num_drawn):
         what = "there is nothing to learn in the held-out documents"
         found = f"{corpus.num_documents if takes_all else tally.num_drawn:,} documents: {tally}"
+        hint: str | None
         if tally.fates[Status.too_long]:
             hint = "a larger data.sequence_length"
         elif tally.fates[Status.no_target] and config.too_long is TooLong.truncate_end:
