@@ -7,6 +7,7 @@ import os
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 import shutil
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# Under nohup what the tests start would ignore a closed terminal, too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish():

@@ -114,7 +114,7 @@ class Broker:
             if name not in self._ended and name not in self._idle:
                 self._idle.append(name)
             return
-        if kind not in ("publish", "want", "need"):
+        if kind not in ("publish", "want", "need") or not name.startswith(RANK):
             raise NotAMessageError("nobody says that here")
         if rollback > self._rollback:
             self._rollback, self._needed = rollback, {}

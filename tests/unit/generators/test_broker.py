@@ -109,6 +109,17 @@ def test_a_rank_that_is_not_understood_is_told(begin, tmp_path, said):
     assert PeerError(**rank.receive()["error"]).exit_code == 6
 
 
+def test_only_a_rank_asks_for_answers(begin, tmp_path):
+    begin("import time; time.sleep(60)")
+    stranger = Peer(tmp_path, "stranger")
+    # Of a prompt that nobody has given.
+    stranger.send("need", step=0, numbers=[3], first=0)
+    rank, generator = ask(tmp_path, 1), Peer(tmp_path, "generator")
+    generator.send("ready")
+    generator.answer(generator.receive(), "an answer")
+    assert rank.receive()["text"] == "an answer"
+
+
 def test_silence_of_all_ends_the_wait(begin, tmp_path):
     begin("import time; time.sleep(60)", answer_seconds=0.2)
     error = ask(tmp_path, 0).receive()["error"]
