@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from hfdist.config.cli.recipe_names import NAMES, RECIPES, with_task
+from hfdist.config.cli.recipe_names import NAMES, RECIPES, names_config, with_task
 from hfdist.errors import ConfigError, nearest
 
 _COMPLETION = """\
@@ -59,8 +59,8 @@ def main() -> None:
     elif name in recipes:
         _call(name, sys.argv[2:], recipes)
     elif name in NAMES:
-        is_whole = any(argument.startswith("--config") for argument in sys.argv[2:])
-        _call(NAMES[name][0], sys.argv[2:] if is_whole else with_task(name, sys.argv[2:]), recipes)
+        arguments = sys.argv[2:]
+        _call(NAMES[name][0], arguments if names_config(arguments) else with_task(name, arguments), recipes)
     else:
         known = [*recipes, *(name for name in NAMES if name not in recipes), "completion bash"]
         error = ConfigError(

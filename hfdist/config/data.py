@@ -57,14 +57,15 @@ class RowFormat(Enum):
     prompt = "prompt"
 
 
-_TURNS = ("messages", "tools", "conversations", "system", "instruction", "input", "output", "history")
-COLUMNS = {
+_TOLD_APART = {
     RowFormat.text: ("text",),
-    RowFormat.auto: ("text", *_TURNS, "prompt", "completion"),
     RowFormat.messages: ("messages", "tools"),
     RowFormat.sharegpt: ("conversations", "system", "tools"),
     RowFormat.alpaca: ("instruction", "output", "input", "system", "history"),
     RowFormat.prompt_completion: ("prompt", "completion", "tools"),
+}
+COLUMNS = _TOLD_APART | {
+    RowFormat.auto: tuple(dict.fromkeys(name for names in _TOLD_APART.values() for name in names)),
     RowFormat.preference: ("chosen", "rejected", "prompt", "tools"),
     RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools"),
     RowFormat.prompt: ("prompt", "tools"),

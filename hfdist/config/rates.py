@@ -19,16 +19,16 @@ _ADAPTER_FACTOR = 10
 (Schulman et al., LoRA Without Regret, 2025); QLoRA (Dettmers et al., 2023) took 2e-4."""
 
 
-def default_rate(config: RunConfig) -> float:
+def default_learning_rate(config: RunConfig) -> float:
     """Give the peak learning rate of a run that says none."""
     rate, _ = _ALL_WEIGHTS[config.task.name]
     # Two digits: no 9.999999e-06.
     return float(f"{rate * (_ADAPTER_FACTOR if config.adapter.is_used else 1):.1e}")
 
 
-def explain_rate(config: RunConfig) -> str:
+def explain_learning_rate(config: RunConfig) -> str:
     """Say where the default rate comes from; empty: the run has another rate."""
-    if config.optimizer.lr != default_rate(config):
+    if config.optimizer.lr != default_learning_rate(config):
         return ""
     _, trainer = _ALL_WEIGHTS[config.task.name]
     factor = f"{_ADAPTER_FACTOR} times that of all weights, the default of" if config.adapter.is_used else "as in"

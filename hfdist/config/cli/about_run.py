@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG
 from hfdist.config.cli.arguments import as_config_flags, find_run
-from hfdist.config.cli.recipe_names import NAMES, RECIPES, with_task
+from hfdist.config.cli.recipe_names import NAMES, RECIPES, names_config, with_task
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
@@ -83,16 +83,15 @@ def read_line(
     given, rest = _split_flags(as_config_flags(arguments), (OFFLINE_FLAG, *flags))
     own, of_group, overrides = _divide(rest, group, keys, (*_OF_RUN, *words))
     name = choose("recipe", own.pop("recipe", RECIPES[0]), tuple(NAMES))
-    recipe = NAMES[name][0]
-    if "run" not in own and "--config-name" not in given:
-        overrides = with_task(name, overrides)
     if "run" in own:
         if given.keys() & {*_VALUE_FLAGS}:
             raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")
         folder: Path = find_run(own.pop("run"), ("config.yaml",), "run")
         refuse_references(folder / "config.yaml")
         given |= {"--config-dir": str(folder), "--config-name": "config"}
-    return LineAboutRun(own=own, of_group=of_group, recipe=recipe, flags=given, overrides=overrides)
+    if not names_config(given):
+        overrides = with_task(name, overrides)
+    return LineAboutRun(own=own, of_group=of_group, recipe=NAMES[name][0], flags=given, overrides=overrides)
 
 
 def choose(key: str, value: str | None, known: Sequence[str]) -> str:

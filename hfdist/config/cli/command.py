@@ -27,7 +27,7 @@ from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an
     stop_here,
     told_in_one_message,
 )
-from hfdist.config.cli.unnamed import find_name
+from hfdist.config.cli.unnamed import choose_run_name
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
 from hfdist.config.composition.files import searching
@@ -36,7 +36,7 @@ from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
 from hfdist.errors import INTERRUPTED, ConfigError, nearest  # noqa: F401
-from hfdist.processes.stage import doing, switch_on
+from hfdist.processes.startup import reporting, switch_reports
 from hfdist.records import record_ranks, recording_end
 from hfdist.topology import read_launcher
 
@@ -115,7 +115,7 @@ def _run_command(
         config = compose_request(request)
         # A launcher's ranks might not see the same.
         if trains and not (read_launcher().is_given or flags.config_name or flags.config_dir):
-            name = find_name(config, [override.key for override in request.overrides])
+            name = choose_run_name(config, [override.key for override in request.overrides])
             if name is not None:
                 # What refers to it follows.
                 config = compose_request(make_request(primary, [*flags.overrides, f"run.name={name}"], None))
@@ -134,7 +134,7 @@ def _run_command(
 def run_composed(command: Callable[[], None], config: RunConfig) -> None:
     """Run a recipe with a config that is composed already, and end with a documented exit code when it fails."""
     main: Callable[[RunConfig], None] = command.__wrapped__  # type: ignore[attr-defined]  # of functools.wraps
-    switch_on(config.report.progress and read_launcher().rank == 0)
+    switch_reports(config.report.progress and read_launcher().rank == 0)
     with ending(), told_in_one_message(stop_here), recording_end():
         main(config)
 
@@ -169,9 +169,9 @@ def _check_one_process(config: RunConfig) -> None:
 def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int) -> int:
     if config.report.progress:
         sys.stderr.write(f"starting {processes} processes\n")
-    switch_on(config.report.progress)
+    switch_reports(config.report.progress)
     # Imported here, so that a mistake needs no torch.
-    with doing("importing torch, to start them"):
+    with reporting("importing torch, to start them"):
         from hfdist.launch import start_ranks
 
     limits = {"processes": processes, "max_restarts": config.launch.max_restarts}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError
 
 RECIPES = ("pretrain", "finetune", "tune")
 """Those whose processes may be on several machines; each one's primary config has its name."""
-_TASKS = ("dpo", "kto", "reward", "grpo", "rloo")
 NAMES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **{recipe: (recipe, ()) for recipe in RECIPES},
     "sft": ("finetune", ()),
-    **{task: ("tune", (f"task={task}",)) for task in _TASKS},
+    **{task.value: ("tune", (f"task={task.value}",)) for task in TaskName if task is not TaskName.causal_lm},
 }
 """What people call a run -> the recipe, and the overrides that come first."""
+
+
+def names_config(arguments: Iterable[str]) -> bool:
+    """Whether flags name a primary config, which says its own task."""
+    return any(argument.partition("=")[0] in ("--config", "--config-name") for argument in arguments)
 
 
 def with_task(name: str, arguments: Sequence[str]) -> list[str]:

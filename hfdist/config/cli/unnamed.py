@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from hfdist.config.composition.compose import COMMAND_LINE_KEYS, compose_config, to_values
 from hfdist.config.composition.diff import Change, find_changes
@@ -21,7 +22,7 @@ _MOST_FOLDERS = 20
 """Each is composed, which takes half a second."""
 
 
-def find_name(config: RunConfig, given: Collection[str]) -> str | None:
+def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
     """Give the name of a run that has none, where another run has left something in its folder, and say so.
 
     Args:
@@ -38,6 +39,7 @@ def find_name(config: RunConfig, given: Collection[str]) -> str | None:
     # Who allows changes goes on in spite of them.
     if any(key in given for key in _NAMES) or first.name != name or config.checkpoint.allow_changes:
         return None
+    values = to_values(config)
     others: list[Change] = []
     free: Path | None = None
     for number in range(1, _MOST_FOLDERS + 1):
@@ -45,7 +47,7 @@ def find_name(config: RunConfig, given: Collection[str]) -> str | None:
         if not any(next(folder.glob(pattern), None) for pattern in _RESULTS):
             free = free or folder
             continue
-        changes = _changes(folder, config)
+        changes = _changes(folder, values)
         if changes is None:
             # Its own, even where an earlier folder was removed.
             return None if number == 1 else folder.name
@@ -63,15 +65,13 @@ def find_name(config: RunConfig, given: Collection[str]) -> str | None:
     return free.name
 
 
-def _changes(folder: Path, config: RunConfig) -> list[Change] | None:
+def _changes(folder: Path, values: Mapping[str, Any]) -> list[Change] | None:
     """Give what makes the run of a folder another one, [] if its config cannot be read; None: it is this one."""
     try:
         refuse_references(folder / "config.yaml")
         before = to_values(compose_config(name="config", extra_dir=folder))
     except (HfdistError, OSError):
         return []
-    found = find_changes(before, to_values(config))
+    found = [change for change in find_changes(before, values) if change.key not in COMMAND_LINE_KEYS]
     # Where a checkpoint does not compare them, data of another path are other data.
-    is_other = [not change.is_safe or fnmatch.fnmatch(change.key, _PATHS) for change in found]
-    changed = [change for change, other in zip(found, is_other, strict=True) if other]
-    return [change for change in changed if change.key not in COMMAND_LINE_KEYS] or None
+    return [change for change in found if not change.is_safe or fnmatch.fnmatch(change.key, _PATHS)] or None

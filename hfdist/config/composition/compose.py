@@ -18,7 +18,7 @@ from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searc
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
 from hfdist.config.data import Packing, RowFormat
-from hfdist.config.rates import default_rate
+from hfdist.config.rates import default_learning_rate
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
@@ -42,11 +42,6 @@ def compose_config(
         extra_dir: a folder of the user's own, laid out as `conf/`; its files win over shipped ones of the same name.
     """
     return compose_request(make_request(name, overrides, extra_dir))
-
-
-def compose_request(request: Request) -> RunConfig:
-    """Compose and check what a command line asks for; ConfigError: see `compose_config`."""
-    return to_run_config(compose_untyped(request), {override.key for override in request.overrides})
 
 
 def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | None) -> Request:
@@ -85,13 +80,13 @@ def compose_untyped(request: Request) -> DictConfig:
     return config
 
 
-def to_run_config(config: DictConfig, given: Collection[str] = ()) -> RunConfig:
-    """Make the dataclasses and check them; ConfigError: a missing value, a dead interpolation, or a failed check.
+def compose_request(request: Request) -> RunConfig:
+    """Compose and check what a command line asks for.
 
-    Args:
-        config: composed.
-        given: keys that the command line sets; what follows from other values leaves them as they are.
+    Raises:
+        ConfigError: see `compose_config`; a missing value, a dead interpolation, or a failed check.
     """
+    config = compose_untyped(request)
     for key, text in _texts(config):
         if text == "???":
             raise missing_value(key)
@@ -102,7 +97,7 @@ def to_run_config(config: DictConfig, given: Collection[str] = ()) -> RunConfig:
     except RecursionError as error:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
-    return complete(values, given)
+    return complete(values, {override.key for override in request.overrides})
 
 
 def complete(values: RunConfig, given: Collection[str] = ()) -> RunConfig:
@@ -111,7 +106,7 @@ def complete(values: RunConfig, given: Collection[str] = ()) -> RunConfig:
     _fit_to_task(values)
     _switch_evaluation_off(values, given)
     if values.optimizer.lr is None:
-        values.optimizer.lr = default_rate(values)
+        values.optimizer.lr = default_learning_rate(values)
     check_config(values)
     for source in values.data.sources.values():
         # The limits of the sources are what ends a stream.

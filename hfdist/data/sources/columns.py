@@ -56,7 +56,7 @@ class Column:
 TEXT = Column(("text",))
 
 
-def guess(needed: Sequence[str], optional: Sequence[str], present: Sequence[str]) -> dict[str, str] | None:
+def guess_columns(needed: Sequence[str], optional: Sequence[str], present: Sequence[str]) -> dict[str, str] | None:
     """Give the columns of a file that probably hold those of a format; None: not all that it needs have one."""
     by_name = {name.lower(): name for name in present}
     found: dict[str, str] = {}

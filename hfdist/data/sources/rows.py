@@ -18,12 +18,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
 from hfdist.config.data import DataConfig, RowFormat, SourceConfig
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text
-from hfdist.data.sources.columns import TEXT, Column, guess
+from hfdist.data.sources.columns import TEXT, Column, guess_columns
 from hfdist.errors import nearest
 
 _ROLES: Mapping[str, str] = {
@@ -339,9 +340,9 @@ class RowReader:
     def columns(self, present: Sequence[str], *, where: str) -> list[str]:
         """Give those of the columns that are read; ContentError where they fit no format that is allowed."""
         if not self.gives_examples:
-            if not self.text.places(present):
+            if not (places := self.text.places(present)):
                 raise self._no_text(present, where)
-            return list(dict.fromkeys(place[0] for place in self.text.places(present)))
+            return list(dict.fromkeys(place[0] for place in places))
         held = {name: [name] for name in present}
         missing: ContentError | None = None
         for name, column in self._named:
@@ -361,18 +362,20 @@ class RowReader:
     def read(self, row: Mapping[str, Any], *, where: str) -> str | BadRow:
         """Give a row, with its columns as JSON has them, as text; `where` names the file and the row."""
         if not self.gives_examples:
-            if not self.text.places(row):
+            text = self.text.value(row)
+            if text is None and not self.text.places(row):
                 return BadRow(self._no_text(list(row), where))
-            return check_text(self.text.value(row), where=where)
+            return check_text(text, where=where)
         # Files that hold rows of several formats have null where a row has no such column.
-        values = {**row, **{name: column.value(row) for name, column in self._named}}
+        values = {**row, **{name: column.value(row) for name, column in self._named}} if self._named else row
         present = {name: value for name, value in values.items() if value is not None}
         for form in self._forms:
             if set(form.needed) <= set(present):
                 return _canonical(form, present, where)
         return BadRow(self._no_format(list(present), where))
 
-    @property
+    # Read for each row.
+    @cached_property
     def _forms(self) -> list[_Form]:
         if self.format is not RowFormat.auto:
             return [_FORMS_BY_NAME[self.format]]
@@ -381,7 +384,7 @@ class RowReader:
         # Who names a column means a format that has it.
         return sorted(forms, key=lambda form: names.isdisjoint((*form.needed, *form.optional)))
 
-    @property
+    @cached_property
     def _named(self) -> tuple[tuple[str, Column], ...]:
         """The columns that the config names."""
         return self.mapped if self.text == TEXT else (("text", self.text), *self.mapped)
@@ -397,7 +400,9 @@ class RowReader:
         hint = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
         if set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
             hint = "hfdist tune task=dpo learns from preferences, with the same model and data"
-        elif found := next(filter(None, (guess(form.needed, form.optional, present) for form in self._forms)), None):
+        elif found := next(
+            filter(None, (guess_columns(form.needed, form.optional, present) for form in self._forms)), None
+        ):
             pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
             hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
         return ContentError(

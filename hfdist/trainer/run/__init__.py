@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hfdist.config.cli.command import quick_imports
 from hfdist.config.run import RunConfig
-from hfdist.processes.stage import doing
+from hfdist.processes.startup import reporting
 
 if TYPE_CHECKING:
     from hfdist.trainer.run.builder import Run
@@ -20,7 +20,7 @@ def prepare_run(config: RunConfig) -> Run:
     What is large is imported here, so that `--help`, and what the command has checked by now, need no torch; and a
     misspelt field of the model is found before most of it.
     """
-    with doing("importing torch and transformers"), quick_imports():
+    with reporting("importing torch and transformers"), quick_imports():
         from hfdist.models import check_fields
 
         check_fields(config.model)

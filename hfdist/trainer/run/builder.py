@@ -64,7 +64,7 @@ from hfdist.open_files import raise_limit
 from hfdist.optim.registry import ClassAndSettings, check_optimizer, find_optimizer
 from hfdist.planning.machines import STEPS
 from hfdist.planning.plan import Plan
-from hfdist.processes.stage import doing
+from hfdist.processes.startup import reporting
 from hfdist.records import METRICS, RANKS, RunRecorder
 from hfdist.records.lines import set_aside
 from hfdist.strategies.base import Strategy
@@ -171,7 +171,7 @@ class Run:
     def _scores(self) -> bool:
         return self.config.task.name is TaskName.reward
 
-    @doing("finding the model")
+    @reporting("finding the model")
     def find_model(self) -> None:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
         start = resolve_model(self.config.model, cache_dir=_make_cache(self.config))
@@ -183,7 +183,7 @@ class Run:
         if self.config.task.reward_model is not None:
             check_reward_model(self.config.task.reward_model)
 
-    @doing("opening the data and counting its documents")
+    @reporting("opening the data and counting its documents")
     def open_data(self) -> None:
         """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
 
@@ -194,7 +194,7 @@ class Run:
         self.data = build_data(self._here, self.topology)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
 
-    @doing("opening the run's folder")
+    @reporting("opening the run's folder")
     def open_folder(self) -> None:
         """Open the run folder, and compare the config with that of an earlier checkpoint; check model and data before.
 
@@ -215,7 +215,7 @@ class Run:
             self._recorder = RunRecorder(folder, layout, self.topology.world_size)
             check_push(config.export)
 
-    @doing("fetching weights, and waiting for the other ranks")
+    @reporting("fetching weights, and waiting for the other ranks")
     def start_ranks(self) -> None:
         """Download the weights and check their names, then make TrainingArguments, which start the process group."""
         self._own_plan = begin_plan(self._here, self.architecture, self.topology)
@@ -225,7 +225,7 @@ class Run:
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
 
-    @doing("making the model")
+    @reporting("making the model")
     def build_model(self) -> None:
         """Make the model, random or pretrained; after `start_ranks`, since ZeRO-3 partitions it in its constructor."""
         self.model = build_model(
@@ -237,7 +237,7 @@ class Run:
             scores=self._scores,
         )
 
-    @doing("building the Trainer")
+    @reporting("building the Trainer")
     def build_trainer(self) -> None:
         """Make the Trainer, and log what it is about to do."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
@@ -367,7 +367,7 @@ class Run:
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, goes_on=start.goes_on))
             trainer.args.eval_on_start = config.evaluate.at_start and start.checkpoint is None
-            with naming_lack_of_memory(self.plan), doing("before the end of the first step") as ended:
+            with naming_lack_of_memory(self.plan), reporting("before the end of the first step") as ended:
                 trainer.add_callback(_FirstStep(ended))
                 trainer.train(resume_from_checkpoint=start.checkpoint)
             if replicas is not None:
@@ -472,7 +472,7 @@ def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedToke
 
 
 class _FirstStep(TrainerCallback):
-    """Ends the stage of the start."""
+    """Ends the report of the start."""
 
     def __init__(self, ended: Event) -> None:
         self._ended = ended

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hfdist.config.batch import BatchPlan
 from hfdist.config.data import DataConfig
 from hfdist.config.islands import IslandMethod, IslandsConfig
-from hfdist.config.rates import explain_rate
+from hfdist.config.rates import explain_learning_rate
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskConfig
 from hfdist.data import Corpus, TokenStream
@@ -65,7 +65,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
         "batch": f"{batch.global_batch_size:,} sequences = data ranks {parts}; {a_step}",
         "data": data,
         "train": f"{trainer.args.max_steps:,} steps, {in_all}; {describe(optimizer)}, "
-        f"lr {config.optimizer.lr:g}{explain_rate(config)} {config.optimizer.schedule.value}"
+        f"lr {config.optimizer.lr:g}{explain_learning_rate(config)} {config.optimizer.schedule.value}"
         f"{_describe_width(config, model)}",
         "folder": config.run.dir,
     }

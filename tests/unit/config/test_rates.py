@@ -3,7 +3,7 @@
 import pytest
 
 from hfdist.config.composition.compose import compose_config, to_values
-from hfdist.config.rates import explain_rate
+from hfdist.config.rates import explain_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,6 @@ def test_a_rate_follows_from_the_task_and_the_adapter(primary, overrides, rate, 
     data = ["data.sources.files.path=a.jsonl"] if primary == "tune" else []
     config = compose_config(["model=tiny", *data, *overrides], name=primary)
     assert config.optimizer.lr == rate
-    assert explain_rate(config) == why
+    assert explain_learning_rate(config) == why
     # A run's own file says the number.
     assert to_values(config)["optimizer"]["lr"] == rate

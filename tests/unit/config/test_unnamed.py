@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.config.cli.unnamed import find_name
+from hfdist.config.cli.unnamed import choose_run_name
 from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.errors import ConfigError
 
@@ -15,7 +15,7 @@ def start(*overrides, name="finetune", leaves="model"):
     overrides = ["model=tiny", *overrides]
     given = [override.partition("=")[0] for override in overrides]
     config = compose_config(overrides, name=name)
-    if (found := find_name(config, given)) is not None:
+    if (found := choose_run_name(config, given)) is not None:
         config = compose_config([*overrides, f"run.name={found}"], name=name)
     folder = Path(config.run.dir)
     (folder / leaves).mkdir(parents=True, exist_ok=True)

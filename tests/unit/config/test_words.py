@@ -69,6 +69,12 @@ def test_a_task_is_a_command(monkeypatch, name, recipe, first):
     monkeypatch.setattr("sys.argv", ["hfdist", name, "train.max_steps=3"])
     command_line.main()
     assert called == [(recipe, [*first, "train.max_steps=3"])]
+    # A folder of one's own is no config, and says no task.
+    for flag, task in (("--config-dir=mine", first), ("--config-name=mine", []), ("--config=mine.yaml", [])):
+        called.clear()
+        monkeypatch.setattr("sys.argv", ["hfdist", name, flag])
+        command_line.main()
+        assert called == [(recipe, [*task, flag])]
 
 
 @pytest.mark.parametrize("flag", ["--config {}", "--config={}"])

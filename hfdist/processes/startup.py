@@ -13,19 +13,19 @@ _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 8.0
 _is_on = False
 
 
-def switch_on(is_on: bool) -> None:
-    """Say whether this process speaks of its stages."""
+def switch_reports(is_on: bool) -> None:
+    """Say whether this process reports what its start is doing."""
     global _is_on
     _is_on = is_on
 
 
 @contextmanager
-def doing(text: str) -> Iterator[threading.Event]:
+def reporting(text: str) -> Iterator[threading.Event]:
     """Print `text` and its seconds on standard error, again and again, until the block or the given event ends it."""
     ended = threading.Event()
     # Without a standard error, the number 2 may be another file.
     if _is_on and sys.stderr is not None:
-        threading.Thread(target=_say, args=(text, ended), name="hfdist-stage", daemon=True).start()
+        threading.Thread(target=_say, args=(text, ended), name="hfdist-startup", daemon=True).start()
     try:
         yield ended
     finally:

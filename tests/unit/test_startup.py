@@ -4,15 +4,15 @@ import time
 
 import pytest
 
-from hfdist.processes import stage
+from hfdist.processes import startup
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(stage, "_FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(stage, "_NEXT_SECONDS", 0.05)
+    monkeypatch.setattr(startup, "_FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(startup, "_NEXT_SECONDS", 0.05)
     yield
-    stage.switch_on(False)
+    startup.switch_reports(False)
 
 
 def wait_for_lines(capfd, number):
@@ -26,8 +26,8 @@ def wait_for_lines(capfd, number):
 
 
 def test_a_long_stage_speaks_again_and_again_until_it_ends(capfd):
-    stage.switch_on(True)
-    with stage.doing("counting") as ended:
+    startup.switch_reports(True)
+    with startup.reporting("counting") as ended:
         assert wait_for_lines(capfd, 2).startswith("counting: 0 s\ncounting: 0 s\n")
         ended.set()
     capfd.readouterr()
@@ -36,10 +36,10 @@ def test_a_long_stage_speaks_again_and_again_until_it_ends(capfd):
 
 
 def test_a_short_stage_and_a_process_that_is_not_to_speak_are_silent(capfd):
-    with stage.doing("counting"):
+    with startup.reporting("counting"):
         time.sleep(0.2)
-    stage.switch_on(True)
-    with stage.doing("counting"):
+    startup.switch_reports(True)
+    with startup.reporting("counting"):
         pass
     time.sleep(0.2)
     assert capfd.readouterr().err == ""
@@ -47,10 +47,10 @@ def test_a_short_stage_and_a_process_that_is_not_to_speak_are_silent(capfd):
 
 def test_it_decorates_a_method(capfd):
     class Run:
-        @stage.doing("counting")
+        @startup.reporting("counting")
         def count(self, number):
             wait_for_lines(capfd, 1)
             return number
 
-    stage.switch_on(True)
+    startup.switch_reports(True)
     assert [Run().count(1), Run().count(2)] == [1, 2]
