@@ -168,6 +168,9 @@ class DataConfig:
     format: RowFormat = RowFormat.text
     columns: dict[str, Any] = field(default_factory=dict)
     """The same of each source that has none of its own."""
+    keep_columns: bool | None = None
+    """Whether rewards see the columns that the format does not read, as `Generation.columns`; null: in grpo and rloo.
+    What JSON does not have, such as images and times, is left out."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     seed: int = limited(0, at_least=0)
     lanes: int = limited(48, at_least=1)

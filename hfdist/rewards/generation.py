@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,5 +16,7 @@ class Generation:
     """What the model wrote, without special tokens."""
     reference: str
     """What stands there in the data. In an evaluation it is, like `text`, at most `evaluate.max_new_tokens` long."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of its row, as JSON has them (`data.keep_columns`)."""
     token_ids: tuple[int, ...] = ()
     """Token ids of the prompt and of what the model wrote, with special tokens; empty for metrics."""

@@ -55,9 +55,20 @@ def write_sums(path: Path) -> Path:
     with path.open("w") as file:
         for number in range(60):
             first, second = number % 10, number // 6
-            row = {"prompt": f"{first} + {second} = ", "completion": str((first + second) % 10)}
+            row = {
+                "prompt": f"{first} + {second} = ",
+                "completion": str((first + second) % 10),
+                "terms": [first, second],
+            }
             file.write(json.dumps(row) + "\n")
     return path
+
+
+TERMS = """
+def terms(generations):
+    return [one.prompt.split()[::2] == [str(term) for term in one.columns["terms"]] for one in generations]
+"""
+"""A reward that is 1 where the columns are those of the prompt."""
 
 
 def trained_prompts(run_dir: Path) -> list[tuple[int, int]]:

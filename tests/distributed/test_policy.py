@@ -5,11 +5,13 @@ import shutil
 import pytest
 
 from hfdist.records import METRICS, read_lines
+from hfdist.rewards.registry import GROUP
 from hfdist.testing import run_ranks
 from tests.distributed import policy_runs, trl_runs
 from tests.distributed.preference_runs import STEPS, make_config, read_answers, tune
 from tests.distributed.runs import eval_losses, losses, weights
 from tests.marks import many
+from tests.packages import install_package
 
 pytestmark = pytest.mark.distributed
 
@@ -94,16 +96,24 @@ def test_an_adapter_is_compared_with_how_it_began(tmp_path, policy, sums):
     assert sharded == pytest.approx(single, rel=1e-3, abs=1e-6)
 
 
-def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir):
-    """In the last step of an epoch some rows hold nothing but filling."""
-    ends = ("train.max_steps=null", "train.epochs=1", "train.global_batch_size=8")
+def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir, monkeypatch):
+    """In the last step of an epoch some rows hold nothing but filling. Rewards see the other columns of the rest."""
+    install_package(tmp_path, monkeypatch, "ownrewards", policy_runs.TERMS, GROUP, terms="terms")
+    ends = (
+        "task.rewards={arithmetic: 2.0, terms: 1.0}",
+        "train.max_steps=null",
+        "train.epochs=1",
+        "train.global_batch_size=8",
+    )
     runs = [
         run_task(tmp_path / s, policy, sums, "grpo", n, *ends, f"strategy={s}") for s, n in (("single", 1), ("ddp", 2))
     ]
     for ours, theirs in zip(*(lines(run) for run in runs), strict=True):
         assert ours["reward"] == pytest.approx(theirs["reward"])
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["rewards/terms"] == 1.0
     assert len(lines(runs[0])) > 4
+    assert read_lines(runs[1] / METRICS)[-1]["eval_rewards/terms"] == 1.0
     assert trl_runs.difference(weights(runs[1]), weights(runs[0])) < 1e-5
 
 

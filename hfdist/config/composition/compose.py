@@ -148,6 +148,8 @@ def _fit_to_task(config: RunConfig) -> None:
     if data.format is RowFormat.auto:
         own = RowFormat.prompt_completion if task.is_reinforcement else task.row_format
         data.format = own or RowFormat.auto
+    if data.keep_columns is None:
+        data.keep_columns = task.is_reinforcement
     if data.packing is Packing.auto:
         is_text = data.format is RowFormat.text
         data.packing = Packing.none if task.is_reinforcement else Packing.concat if is_text else Packing.best_fit

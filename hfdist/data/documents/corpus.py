@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -26,6 +27,8 @@ from hfdist.topology import read_launcher
 
 _MIXED_BLOCKS = 1024
 _LARGEST_MIXED_BLOCK_ROWS = 256
+_FEW_HELD_OUT, _MOST_SEARCHED = 20, 10_000
+"""Where a share is expected to hold fewer documents, of at most so many, one is looked for if need be."""
 
 
 class Origin(NamedTuple):
@@ -72,7 +75,7 @@ class Corpus:
         self._ends = np.cumsum(rows)
         self.num_documents = int(rows.sum())
         self.pools = self._make_pools(shards_by_source, config)
-        self._held_out_below = round(config.eval_fraction * 2**64)
+        self._eval_fraction = config.eval_fraction
         self.quarantined = self._find(config.quarantine)
         """Documents that `data.quarantine` names."""
         self.has_examples = any(shard.gives_examples for _, shard in self.shards)
@@ -92,6 +95,13 @@ class Corpus:
         if isinstance(text, BadRow):
             raise text.error
         return text
+
+    def columns(self, document: int) -> Mapping[str, Any]:
+        """Give the columns of a row that its example does not show (`data.keep_columns`); token files have none."""
+        if hasattr(self.shard_of(document)[0], "token_columns"):
+            return {}
+        columns: Mapping[str, Any] = json.loads(self.text(document)).get("columns", {})
+        return columns
 
     def shard_of(self, document: int) -> tuple[Shard, int]:
         """Give the shard of a document, and the canonical number of the shard's first row."""
@@ -144,6 +154,30 @@ class Corpus:
                         written = texts_in(text) if is_json else text
                         read_bytes += len(written.encode("utf-8", "replace"))
                         yield written
+
+    @cached_property
+    def _held_out_below(self) -> int:
+        """What the digests of held-out documents lie below: at least one does where a share is asked."""
+        below, expected = round(self._eval_fraction * 2**64), self._eval_fraction * self.num_documents
+        if not 0 < expected < _FEW_HELD_OUT or self.num_documents > _MOST_SEARCHED:
+            return below
+        lowest = sorted(set(self._digests()))[:2]
+        # One alone is trained on.
+        return below if len(lowest) < 2 else max(below, lowest[0] + 1)
+
+    def _digests(self) -> Iterator[int]:
+        """Give the digest of each document that can be read and is not empty."""
+        for _, shard in self.shards:
+            if hasattr(shard, "token_columns"):
+                columns = shard.token_columns(np.arange(sum(shard.runs)))
+                yield from columns.digests[columns.lengths > 0].tolist()
+                continue
+            begin = 0
+            for rows in shard.runs:
+                for start in range(begin, begin + rows, shard.rows_at_once):
+                    texts = shard.read(range(start, min(start + shard.rows_at_once, begin + rows)))
+                    yield from (text_digest(text) for text in texts if text and not isinstance(text, BadRow))
+                begin += rows
 
     def _locate(self, document: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, document, side="right"))

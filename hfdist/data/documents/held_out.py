@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -19,9 +20,9 @@ from hfdist.data.cache import digest_of, load_array, write_once
 from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import Status
+from hfdist.data.order.records import Status, numbers_of
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, Shape
+from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, Sequence, Shape
 from hfdist.data.packing.windows import RULE, best_fit
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
@@ -36,15 +37,20 @@ _LARGEST_SHARE = 0.5
 class HeldOut(Dataset[dict[str, torch.Tensor]]):
     """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length]."""
 
-    def __init__(self, sequences: NDArray[np.int32]) -> None:
-        self._sequences = sequences
+    def __init__(self, sequences: NDArray[np.int32], corpus: Corpus) -> None:
+        self._sequences, self._corpus = sequences, corpus
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        rows = torch.from_numpy(self._sequences[index].astype(np.int64))
+        rows = torch.from_numpy(self._sequences[index][: len(NAMES)].astype(np.int64))
         return dict(zip(NAMES, rows, strict=True))
+
+    def columns(self, index: int) -> Iterator[Mapping[str, Any]]:
+        """Give the other columns of the row of each document of an item; nothing at all without them."""
+        for numbers in self._sequences[index][len(NAMES) :]:
+            yield from (self._corpus.columns(int(number)) for number in numbers[numbers >= 0])
 
 
 class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
@@ -70,11 +76,13 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined), config.too_long.value]
     if corpus.has_examples:
         settings.append(RULE)
+    if config.keep_columns:
+        settings.append("documents")
     tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
     key = digest_of([4, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
     write_once(path, lambda file: np.save(file, _pack(corpus, tokenizer, config), allow_pickle=False))
-    return HeldOut(load_array(path))
+    return HeldOut(load_array(path), corpus)
 
 
 def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:
@@ -100,7 +108,8 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
     if corpus.has_examples:
-        packed = (one.rows for one in best_fit(placed, 0, shape, ("held out",)) if (one.rows[LABELS] != IGNORED).any())
+        fitted = ((one, one.rows) for one in best_fit(placed, 0, shape, ("held out",)))
+        packed = (_with_documents(one, rows, config) for one, rows in fitted if (rows[LABELS] != IGNORED).any())
     else:
         ends = concat(placed, shape)
         packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))
@@ -108,6 +117,15 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     if not sequences:
         raise _nothing_held_out(corpus, config, tally)
     return np.stack(sequences)
+
+
+def _with_documents(sequence: Sequence, rows: NDArray[np.int32], config: DataConfig) -> NDArray[np.int32]:
+    """Add a row that begins with the numbers of the documents, in their order; -1 after them."""
+    if not config.keep_columns:
+        return rows
+    documents = numbers_of(sequence.records)
+    filled = np.pad(documents, (0, rows.shape[1] - len(documents)), constant_values=-1)
+    return np.vstack([rows, filled]).astype(np.int32)
 
 
 class _Tally:
@@ -166,8 +184,9 @@ def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> Data
         wanted = 2 * config.eval_fraction * config.sequence_length / max(tally.num_tokens, 1)
         allowed = f"data.sequence_length={config.sequence_length:,} tokens or more; 0: no held-out set"
     hint = f"data.eval_fraction={min(wanted, _LARGEST_SHARE):.1g}, or {none}"
-    if wanted > _LARGEST_SHARE and tally.num_drawn:
-        hint = f"a smaller data.sequence_length, or {none}"
+    if wanted > _LARGEST_SHARE:
+        # So few documents hold out one, unless all are alike.
+        hint = f"a smaller data.sequence_length, or {none}" if tally.num_drawn else none
     return DataError(what, where=where, found=found, allowed=allowed, hint=hint)
 
 
@@ -177,6 +196,8 @@ class Example:
 
     prompt: list[int]
     reference: list[int]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of its row, where they are kept."""
 
 
 def take_examples(held_out: Any, num_examples: int) -> list[Example]:
@@ -191,10 +212,11 @@ def take_examples(held_out: Any, num_examples: int) -> list[Example]:
 
 def _examples(items: Any) -> Iterator[Example]:
     for index in range(len(items)):
+        columns = items.columns(index) if isinstance(items, HeldOut) else iter(())
         for ids, labels in documents_of(items[index]):
-            example = split_document(ids, labels)
+            example, own = split_document(ids, labels), next(columns, {})
             if example is not None:
-                yield example
+                yield replace(example, columns=own)
 
 
 def documents_of(item: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[int], list[int]]]:
@@ -206,7 +228,7 @@ def documents_of(item: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[int], 
         yield ids[start:stop], labels[start:stop]
 
 
-def split_document(ids: Sequence[int], labels: Sequence[int]) -> Example | None:
+def split_document(ids: Sequences[int], labels: Sequences[int]) -> Example | None:
     """Give what comes before the first target as the prompt, and the first run of targets as the reference.
 
     Of a document of which all is to be learned, as of plain text: its first half, and its second. None: it has no

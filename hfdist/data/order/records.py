@@ -63,3 +63,9 @@ def chain(digest: int, records: Records) -> int:
     """Digest of a lane's records so far: that before `records` and these; both in [0, 2**64)."""
     joined = digest.to_bytes(8, "little") + records.tobytes()
     return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")
+
+
+def numbers_of(records: Records) -> NDArray[np.int64]:
+    """Give the documents that a sequence holds, in their order; shape [pieces]."""
+    numbers: NDArray[np.int64] = records["document"][records["num_tokens"] > 0]
+    return numbers

@@ -10,7 +10,8 @@ as they treat a document. The canonical forms are
 
 A preference is such a form with "rejected": of a text, the rejected completion; of a conversation, the messages that
 stand in the place of those from number n on; or true, where there is this answer only, and it is rejected. A prompt
-alone has an empty completion, or no message from number n on.
+alone has an empty completion, or no message from number n on. With `data.keep_columns`, "columns" holds the columns
+that the format does not read.
 """
 
 from __future__ import annotations
@@ -312,6 +313,8 @@ class RowReader:
     """Columns of formats that have another name in the rows."""
     columns_key: str = "data.columns"
     """Where the config says so."""
+    keeps_columns: bool = False
+    """Whether examples hold what their format does not read, too."""
 
     @classmethod
     def of(cls, source: SourceConfig, data: DataConfig, section: str) -> RowReader:
@@ -321,7 +324,8 @@ class RowReader:
         if source.text != "text" and "text" not in source.columns:
             text = Column.of(source.text)
         key = f"{section}.columns" if source.columns else cls.columns_key
-        return cls(text, source.format or data.format, section, tuple(sorted(mapped.items())), key)
+        others = (source.format or data.format, section, tuple(sorted(mapped.items())), key)
+        return cls(text, *others, keeps_columns=bool(data.keep_columns))
 
     @property
     def gives_examples(self) -> bool:
@@ -332,7 +336,9 @@ class RowReader:
     def key(self) -> str:
         """Part of the identity of what is read: of plain text, its column."""
         text = self.text.paths[0] if len(self.text.paths) == 1 else list(self.text.paths)
-        mapped = [{name: column.paths for name, column in self.mapped}] if self.mapped else []
+        mapped: list[Any] = [{name: column.paths for name, column in self.mapped}] if self.mapped else []
+        if self.keeps_columns:
+            mapped.append("columns")
         if self.gives_examples or not isinstance(text, str):
             return json.dumps([self.format.value, text, *mapped])
         return text
@@ -356,6 +362,8 @@ class RowReader:
         fitting = [form for form in self._forms if set(form.needed) <= held.keys()]
         if not fitting or (missing is not None and self.columns_key != RowReader.columns_key):
             raise missing or self._no_format(present, where)
+        if self.keeps_columns:
+            return list(present)
         wanted = {one for form in fitting for name in (*form.needed, *form.optional) for one in held.get(name, ())}
         return [name for name in present if name in wanted]
 
@@ -371,7 +379,8 @@ class RowReader:
         present = {name: value for name, value in values.items() if value is not None}
         for form in self._forms:
             if set(form.needed) <= set(present):
-                return _canonical(form, present, where)
+                kept = {name: value for name, value in row.items() if name not in form.needed}
+                return _canonical(form, present, where, kept if self.keeps_columns else {})
         return BadRow(self._no_format(list(present), where))
 
     # Read for each row.
@@ -414,10 +423,11 @@ class RowReader:
         )
 
 
-def _canonical(form: _Form, row: Mapping[str, Any], where: str) -> str | BadRow:
+def _canonical(form: _Form, row: Mapping[str, Any], where: str, others: Mapping[str, Any]) -> str | BadRow:
+    kept = {name: value for name, value in others.items() if value is not None and _is_json(value)}
     try:
         # The order of keys stays: templates write tools as they find them.
-        text = json.dumps(form.convert(row), ensure_ascii=False)
+        text = json.dumps(form.convert(row) | ({"columns": kept} if kept else {}), ensure_ascii=False)
     except ContentError as error:
         error.where = where
         return BadRow(error)
@@ -426,3 +436,11 @@ def _canonical(form: _Form, row: Mapping[str, Any], where: str) -> str | BadRow:
         return BadRow(ContentError(f"the row cannot be read as an example: {error}", where=where))
     checked = check_text(text, where=where)
     return check_size(len(text), where=where) or checked
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

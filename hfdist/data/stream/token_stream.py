@@ -28,7 +28,7 @@ from hfdist.data.cache import digest_of, write_once
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
-from hfdist.data.order.records import Records, Status, chain
+from hfdist.data.order.records import Records, Status, chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
 from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, unbundle
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 # soon, then twice as many each time.
 _FIRST_ITEM, _LARGEST_ITEM = 8, 64
 _SHOWN_LANES = 8
+DOCUMENTS = "documents"
+"""Key in a batch whose rows are documents, with `data.keep_columns`: their numbers, -1 without one; shape [rows]."""
 
 _Sent = tuple[list[tuple[int, int | None]], Bundle]
 """Lanes, pools and sequences of a worker."""
@@ -354,7 +356,12 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 self._states[lane] = self._states[lane]._replace(sequences=self._states[lane].sequences + 1)
             self._samples += self._data_size * self._num_runs
             self._turn = (self._turn + 1) % len(self.lanes)
-        return collate([sequence for _, _, sequence in packed], self.plan.packing, self.plan.shape)
+        sequences = [sequence for _, _, sequence in packed]
+        batch = collate(sequences, self.plan.packing, self.plan.shape)
+        if self.config.keep_columns and self.plan.packing is Packing.none:
+            numbers = [next(iter(numbers_of(one.records)), -1) for one in sequences]
+            batch[DOCUMENTS] = torch.tensor(numbers)
+        return batch
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         (digest, pools, number), records = self._states[lane], sequence.records

@@ -187,7 +187,10 @@ class GenerationMetrics:
 
         generations = [
             Generation(
-                prompt=text(example.prompt), text=text(ids), reference=text(example.reference[: self._max_new_tokens])
+                prompt=text(example.prompt),
+                text=text(ids),
+                reference=text(example.reference[: self._max_new_tokens]),
+                columns=example.columns,
             )
             for example, ids in zip(self._examples, continued, strict=True)
         ]

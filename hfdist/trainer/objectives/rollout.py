@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
 from hfdist.data.documents.held_out import Example
+from hfdist.data.stream.token_stream import DOCUMENTS
 from hfdist.rewards import Generation, Reward
 from hfdist.strategies.base import Batch, Forward
 from hfdist.trainer.generation.continuation import can_generate
@@ -95,7 +97,7 @@ class Rollouts:
         """
         count = self._task.num_generations
         room = self._limits.room()
-        examples = [example for batch in batches for example in _examples(batch, room)]
+        examples = [example for batch in batches for example in self._with_columns(batch, _examples(batch, room))]
         prompts = [example.prompt for example in examples for _ in range(count)]
         old: list[list[float]] | None = None
         if self.generators is not None:
@@ -184,6 +186,16 @@ class Rollouts:
         digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
         return [int.from_bytes(digest, "little") for digest in digests]
 
+    def _with_columns(self, batch: Batch, examples: Sequence[Example]) -> list[Example]:
+        """Add the other columns of the rows, where the stream tells which documents they are."""
+        if DOCUMENTS not in batch:
+            return list(examples)
+        columns_of = self._trainer.token_stream.corpus.columns
+        return [
+            example if number < 0 else replace(example, columns=columns_of(number))
+            for example, number in zip(examples, batch[DOCUMENTS].tolist(), strict=True)
+        ]
+
     def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:
         def text(ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -193,6 +205,7 @@ class Rollouts:
                 prompt=text(example.prompt),
                 text=text(answer),
                 reference=text(example.reference),
+                columns=example.columns,
                 token_ids=(*example.prompt, *answer),
             )
             for example, answer in zip(examples, answers, strict=True)

@@ -201,7 +201,6 @@ def test_few_examples_are_enough_for_a_held_out_set(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "what", "found", "hint"),
     [
-        ({"eval_fraction": 1e-9}, "no document was drawn", "1e-09 of 60 documents", "data.eval_fraction=0.2, or"),
         ({"eval_fraction": 0.2, "sequence_length": 3}, "nothing to learn", "without a target", "truncate_start"),
         ({"eval_fraction": 0.2, "sequence_length": 3, "too_long": TooLong.drop}, "nothing to learn", "too long",
          "a larger data.sequence_length"),
@@ -226,6 +225,20 @@ def test_an_empty_held_out_set_says_what_was_found(tmp_path, settings, what, fou
         # It works when it is followed.
         config = config_of(tmp_path, **settings | {"eval_fraction": float(share[1])})
         assert build_held_out(corpus_of(config, rows), tokenizer(), config)
+
+
+def test_a_share_of_few_documents_holds_one(tmp_path):
+    """Of one document nothing is held out: it is trained on."""
+    config = config_of(tmp_path, eval_fraction=1e-9)
+    corpus = corpus_of(config)
+    texts = [corpus.text(number) for number in range(60)]
+    held_out = [text for text in texts if corpus.is_held_out(text_digest(text))]
+    assert held_out == [min(texts, key=text_digest)]
+    assert len(build_held_out(corpus, tokenizer(), config)) == 1
+    config = config_of(tmp_path, eval_fraction=1e-9, lanes=1)
+    alone = corpus_of(config, [{"messages": conversation(1)}])
+    with pytest.raises(DataError, match="no document was drawn"):
+        build_held_out(alone, tokenizer(), config)
 
 
 def test_a_bad_conversation_stops_the_run_or_is_left_out(tmp_path):
