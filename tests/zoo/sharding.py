@@ -262,7 +262,9 @@ def padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rows that begin or end with padding, from which nothing is predicted: it attends to all tokens that there are."""
     mask = batch["attention_mask"].clone()
     mask[0, :3] = mask[1:, -5:] = 0
-    labels = batch["labels"].masked_fill(mask == 0, IGNORED)
+    labels = batch["labels"].clone()
+    # Of codebooks each token has several.
+    labels[mask == 0] = IGNORED
     labels[0, 3] = IGNORED
     return batch | {"attention_mask": mask, "labels": labels}
 
