@@ -136,7 +136,7 @@ def test_what_tensor_and_context_parallelism_call():
     assert parameters(apply_tensor_parallelism) == ["model", "tp_mesh", "tp_plan"]
     assert parameters(apply_expert_parallelism) == ["model", "ep_mesh", "tp_mesh", "plan", "ep_implementation"]
     # Packed matrices: by this number their parts are known.
-    assert "split_factor" in parameters(_StridedShard)
+    assert _StridedShard(0, split_factor=2).split_factor == 2
     collectives = torch.distributed._functional_collectives
     assert parameters(collectives.all_gather_single_autograd)[:3] == ["self", "gather_dim", "group"]
     assert parameters(collectives.all_to_all_single)[:4] == ["self", "output_split_sizes", "input_split_sizes", "group"]
