@@ -36,6 +36,9 @@ from hfdist.strategies.self_check import MASK, POSITIONS, BatchSharding, LayoutH
 
 # Not public; these collectives alone have a backward and can be compiled.
 _collectives: Any = torch.distributed._functional_collectives
+# Its name before torch 2.13 is the second one.
+_GATHERS = ("all_gather_single_autograd", "all_gather_tensor_autograd")
+_all_gather: Any = next(getattr(_collectives, name) for name in _GATHERS if hasattr(_collectives, name))
 
 _KEYS = ("input_ids", "labels", "position_ids", "attention_mask", COUNTED)
 _GATHERABLE = ("sdpa", "eager")
@@ -262,7 +265,7 @@ class ContextParallel:
         return torch.cat(found, 1)
 
     def _gather(self, states: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = _collectives.all_gather_single_autograd(states.contiguous(), 2, self._group)
+        gathered: torch.Tensor = _all_gather(states.contiguous(), 2, self._group)
         return gathered
 
 

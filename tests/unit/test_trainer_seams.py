@@ -32,6 +32,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils.output_capturing import OutputRecorder
 
 from hfdist.checkpoint.save_plan import MAX_MODEL_FILE_BYTES
+from hfdist.strategies import context
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
 from hfdist.strategies.tensor.plan import _PARTIAL
 from hfdist.trainer.engine_trainer import EngineTrainer
@@ -138,7 +139,7 @@ def test_what_tensor_and_context_parallelism_call():
     # Packed matrices: by this number their parts are known.
     assert _StridedShard(0, split_factor=2).split_factor == 2
     collectives = torch.distributed._functional_collectives
-    assert parameters(collectives.all_gather_single_autograd)[:3] == ["self", "gather_dim", "group"]
+    assert parameters(context._all_gather)[:3] == ["self", "gather_dim", "group"]
     assert parameters(collectives.all_to_all_single)[:4] == ["self", "output_split_sizes", "input_split_sizes", "group"]
     assert parameters(collectives.all_reduce)[:3] == ["self", "reduceOp", "group"]
     assert parameters(collectives.all_gather_tensor)[:3] == ["self", "gather_dim", "group"]
