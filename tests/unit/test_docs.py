@@ -12,7 +12,7 @@ from hfdist.config.run import AUTO
 from hfdist.jobs.command import parse_job
 from hfdist.planning.command import parse_request
 from tests.e2e.follow_readme import ELSEWHERE
-from tests.keys import names_page, page
+from tests.keys import PAGES as GENERATED
 from tests.unit.config.shipped import CONF, EXPERIMENTS, plan_of
 
 ROOT = CONF.parent
@@ -33,9 +33,9 @@ def anchors(path):
         yield re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
-def test_the_pages_of_keys_and_names_are_up_to_date():
-    assert (DOCS / "keys.md").read_text(encoding="utf-8") == page(), "make docs writes it"
-    assert (DOCS / "coming-from.md").read_text(encoding="utf-8") == names_page(), "make docs writes it"
+@pytest.mark.parametrize("file", GENERATED)
+def test_what_is_made_from_the_code_is_up_to_date(file):
+    assert (DOCS / file).read_text(encoding="utf-8") == GENERATED[file](), "make docs writes it"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
