@@ -123,6 +123,7 @@ readme:  ## Follow README, and then the pages of docs/, in small, in a fresh clo
 
 docs: $(READY)  ## Write the pages that are made from the code, build the site of README and docs/ into build/site, and check its links.
 	$(BIN)/python -m tests.keys
+	$(BIN)/python -m tests.goes_with docs/what-goes-with-what.md
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@mkdir -p build/pages
 	@ln -sfn $(addprefix ../../,README.md AGENTS.md ARCHITECTURE.md llms.txt docs benchmarks) build/pages/
