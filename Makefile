@@ -126,7 +126,7 @@ docs: $(READY)  ## Write the pages that are made from the code, build the site o
 	$(BIN)/python -m tests.goes_with docs/what-goes-with-what.md
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@mkdir -p build/pages
-	@ln -sfn $(addprefix ../../,README.md AGENTS.md ARCHITECTURE.md llms.txt docs benchmarks) build/pages/
+	@ln -sfn $(addprefix ../../,README.md AGENTS.md ARCHITECTURE.md CHANGELOG.md llms.txt docs benchmarks) build/pages/
 	$(BIN)/mkdocs build --strict
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.

@@ -19,6 +19,7 @@ from hfdist.config.composition.files import list_groups, list_options, shipped_f
 from hfdist.config.composition.help import descriptions
 from hfdist.config.data import SourceConfig
 from hfdist.config.schema import ANY_NAME, Key, all_keys, members, plain
+from tests.python_names import python
 from tests.shipped_tables import getting_started, words_of
 
 HEAD = """\
@@ -135,6 +136,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "keys.md": page,
     "coming-from.md": names_page,
     "getting-started.md": getting_started,
+    "python.md": python,
 }
 """Pages of docs/, or pages with tables, that are made from the code."""
 

@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hfdist.__main__ import find_recipes, first_line
@@ -14,7 +14,7 @@ from hfdist.config.composition.files import NOT_GROUPS, list_groups, list_option
 from hfdist.config.schema import all_keys, members
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "getting-started.md"
+DOCS = ROOT / "docs"
 _OF_THE_HOUSE = ("tests", "docs")
 """Extras for those who change hfdist."""
 _PAGES = {
@@ -45,12 +45,17 @@ assert set(_OTHER_FOLDERS) == set(NOT_GROUPS)
 
 def getting_started() -> str:
     """The whole page, with its tables as they should be."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = (DOCS / "getting-started.md").read_text(encoding="utf-8")
     for name, table in (("extras", _extras()), ("commands", _commands()), ("groups", _groups())):
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}" + "".join(f"{line}\n" for line in table) + end + rest.split(end)[1]
+        text = put_between(text, name, table)
     return text
+
+
+def put_between(text: str, name: str, lines: Iterable[str]) -> str:
+    """Give the text with these lines between its marks of a name, in place of those that are there."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, rest = text.split(begin)
+    return before + begin + "".join(f"{line}\n" for line in lines) + end + rest.split(end)[1]
 
 
 def words_of(section: str) -> str:

@@ -17,7 +17,7 @@ from tests.unit.config.shipped import CONF, EXPERIMENTS, plan_of
 
 ROOT = CONF.parent
 DOCS = ROOT / "docs"
-TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "ARCHITECTURE.md")]
+TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "ARCHITECTURE.md", "CHANGELOG.md")]
 PAGES = [*TOP, ROOT / "benchmarks" / "RESULTS.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -69,6 +69,14 @@ def test_each_page_is_found_from_another():
         if file
     }
     assert {*DOCS.rglob("*.md")} <= found
+
+
+def test_the_list_for_machines_has_each_page():
+    """Decisions have one line."""
+    listed = [ROOT / file for file, _ in LINK.findall((ROOT / "llms.txt").read_text(encoding="utf-8"))]
+    assert {path for path in DOCS.rglob("*.md") if path.parent.name != "decisions"} <= {*listed}
+    assert all(path.exists() for path in listed)
+    assert len(listed) == len({*listed})
 
 
 def test_each_page_is_in_the_menu_of_the_site():

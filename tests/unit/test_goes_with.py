@@ -30,8 +30,8 @@ def test_the_page_has_all_values():
     for one, other in combinations(axes(), 2):
         cells = table(one, other)
         if cells:
-            assert list(cells) == axes()[one]
-            assert all(list(row) == axes()[other] for row in cells.values())
+            assert list(cells) == axes()[one], "make docs writes it"
+            assert all(list(row) == axes()[other] for row in cells.values()), "make docs writes it"
 
 
 @pytest.mark.parametrize("other", ["train.precision", "train.compile", "model.attention"])
