@@ -121,11 +121,12 @@ coverage: $(READY)  ## Print the CPU seconds of each file of TESTS=tests/unit, a
 readme:  ## Follow README, and then the pages of docs/, in small, in a fresh clone with an environment of its own.
 	$(PYTHON) tests/e2e/follow_readme.py $$(mktemp -d) train.max_steps=12
 
-docs: $(READY)  ## Write docs/keys.md and docs/coming-from.md, build the site of README and docs/ into build/site, and check its links.
-	$(BIN)/python -m tests.keys docs/keys.md docs/coming-from.md
+docs: $(READY)  ## Write the pages that are made from the code, build the site of README and docs/ into build/site, and check its links.
+	$(BIN)/python -m tests.keys
+	$(BIN)/python -m tests.goes_with docs/what-goes-with-what.md
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@mkdir -p build/pages
-	@ln -sfn $(addprefix ../../,README.md AGENTS.md ARCHITECTURE.md llms.txt docs benchmarks) build/pages/
+	@ln -sfn $(addprefix ../../,README.md AGENTS.md ARCHITECTURE.md CHANGELOG.md llms.txt docs benchmarks) build/pages/
 	$(BIN)/mkdocs build --strict
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.

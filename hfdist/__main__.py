@@ -50,7 +50,7 @@ def main() -> None:
     recipes = find_recipes()
     if name in ("-h", "--help"):
         width = max(map(len, recipes))
-        lines = (f"  {name:<{width}}  {_first_line(path)}" for name, path in recipes.items())
+        lines = (f"  {name:<{width}}  {first_line(path)}" for name, path in recipes.items())
         sys.stdout.write(_USAGE.format(commands="\n".join(lines)))
     elif sys.argv[1:] == ["completion", "bash"]:
         sys.stdout.write(_COMPLETION)
@@ -110,7 +110,8 @@ def find_recipes() -> dict[str, Path]:
     return {path.stem.replace("_", "-"): path for path in sorted(folder.glob("[!_]*.py"))}
 
 
-def _first_line(path: Path) -> str:
+def first_line(path: Path) -> str:
+    """What a recipe says of itself, for the help of the command."""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_MOVED = {
+MOVED = {
     "hfdist.config.adapter": "hfdist.config.model",
     "hfdist.config.command": "hfdist.config.cli.command",
     "hfdist.config.compose": "hfdist.config.composition.compose",
@@ -31,10 +31,10 @@ class _OldNames(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in _MOVED else None
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        old, new = module.__name__, _MOVED[module.__name__]
+        old, new = module.__name__, MOVED[module.__name__]
 
         def find(name: str) -> Any:
             if name.startswith("__"):

@@ -1,14 +1,13 @@
-"""The reference of all keys, and of names that people bring: `python -m tests.keys docs/keys.md docs/coming-from.md`.
+"""The pages of docs/ that are made from the code: `python -m tests.keys` writes all, or those that it is given.
 
-The first is made from the dataclasses and the comments of conf/, the second from the table of synonyms.
+All keys are made from the dataclasses and the comments of conf/, other trainers' names from the table of synonyms.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from hfdist.config.composition.files import list_groups, list_options, shipped_f
 from hfdist.config.composition.help import descriptions
 from hfdist.config.data import SourceConfig
 from hfdist.config.schema import ANY_NAME, Key, all_keys, members, plain
+from tests.python_names import python
+from tests.shipped_tables import getting_started, words_of
 
 HEAD = """\
 # All keys
@@ -75,10 +76,7 @@ def _values(primary: str) -> dict[str, Any]:
 
 def _section(section: str, values: list[dict[str, Any]]) -> Iterator[str]:
     yield f"## {section}\n"
-    cls = all_keys()[section].type
-    # The class says it, or the file of a group that has its own.
-    texts = (inspect.getdoc(cls) or "", sys.modules[cls.__module__].__doc__ or "")
-    words = next(text for text in texts if text.startswith("`")).partition("\n")[0].partition(": ")[2]
+    words = words_of(section)
     yield f"{words[0].upper()}{words[1:]}\n"
     folder = shipped_folder()
     if section in list_groups(folder):
@@ -134,6 +132,14 @@ def _escaped(words: str) -> str:
     return words
 
 
+PAGES: Mapping[str, Callable[[], str]] = {
+    "keys.md": page,
+    "coming-from.md": names_page,
+    "getting-started.md": getting_started,
+    "python.md": python,
+}
+"""Pages of docs/, or pages with tables, that are made from the code."""
+
 if __name__ == "__main__":
-    for path, text in zip(sys.argv[1:], (page(), names_page()), strict=True):
-        Path(path).write_text(text, encoding="utf-8")
+    for path in map(Path, sys.argv[1:] or [f"docs/{name}" for name in PAGES]):
+        path.write_text(PAGES[path.name](), encoding="utf-8")

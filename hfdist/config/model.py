@@ -60,7 +60,7 @@ class TokenizerConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """A causal language model of transformers."""
+    """`model.*`: a causal language model of transformers: which, from where, in which form."""
 
     name: str | None = None
     revision: str | None = None
@@ -88,7 +88,7 @@ class Quantization(Enum):
 
 @dataclass(kw_only=True)
 class AdapterConfig:
-    """A few weights of PEFT's in a model's layers, trained in place of the model's own."""
+    """`adapter.*`: a few weights of PEFT's in a model's layers, trained in place of the model's own."""
 
     type: str | None = None
     path: str | None = None

@@ -89,8 +89,6 @@ def _head(num_equal: int, num_cases: int, seconds: float) -> list[str]:
     return [
         "# Runs that are killed",
         "",
-        "```\nmake faults\n```",
-        "",
         f"A run of {MAX_STEPS} steps on {NUM_RANKS} gloo ranks, with dropout, that saves every {SAVE_EVERY} steps and",
         "keeps one checkpoint. Someone is killed (SIGKILL) at a named moment of a step, or of the save of a step; then",
         "the same command goes on. A cell says the step, the newest checkpoint all bytes of which verified after the",
@@ -102,6 +100,8 @@ def _head(num_equal: int, num_cases: int, seconds: float) -> list[str]:
         f"{num_equal} of {num_cases} became equal, in {seconds / 60:.0f} minutes. Written by `make faults` with torch "
         f"{torch.__version__.partition('+')[0]}, transformers {transformers.__version__}, Python "
         f"{platform.python_version()}.",
+        "",
+        "```\nmake faults\n```",
         "",
         f"| moment | killed | {' | '.join(LAYOUTS)} | seconds |",
         f"|---|---|{'---|' * len(LAYOUTS)}---|",

@@ -103,12 +103,12 @@ def describe(outcomes: list[Outcome], answers: dict[str, str]) -> str:
     lines = [
         "# Fine-tuned: the same in every layout",
         "",
-        "```\nmake finetuning\n```",
-        "",
         "SmolLM2-135M-Instruct (from its GGUF file, dequantized) fine-tuned in float32 on conversations made of the "
         f"standard library's docstrings, {NUM_STEPS} steps of 8 sequences of 160 tokens, loss on the answers alone. "
         "The difference is the largest of all training and held-out losses, relative to one process. Seconds are of "
         "whole runs, beside whatever else ran. Written by `make finetuning`.",
+        "",
+        "```\nmake finetuning\n```",
         "",
         f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}, peft "
         f"{version('peft')}; gloo, {os.cpu_count()} cores",

@@ -277,15 +277,15 @@ def _head() -> list[str]:
     text = f"""\
 # Checkpoints from layout to layout
 
-```
-make layouts
-```
-
 {HALF} steps in one layout, a checkpoint, and the other {END - HALF} in another, in float32 on gloo ranks: the largest
 relative difference of losses, and of the held-out loss at the end, from those of one process that goes through; below
 {BOUND:.0e}. A Llama of 8 blocks with tied embeddings, whose vocabulary and inner width four ranks do not divide; the
 learning rate changes and the gradient is clipped in every step. Written by `make layouts` with torch
 {torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}.
+
+```
+make layouts
+```
 """
     return text.split("\n")
 

@@ -76,10 +76,6 @@ def _head() -> list[str]:
     text = f"""\
 # The mesh beside one process
 
-```
-make mesh
-```
-
 {len(FAMILIES)} families of models in layouts of up to 8 gloo ranks, each beside one process: tiny models of
 {NUM_BLOCKS} blocks in float32, packed documents, of which very different shares are targets, several micro batches a
 step, and gradients that are clipped in every step. The largest relative differences: loss and gradient norm of all
@@ -91,7 +87,11 @@ other weights before it reads those. Bounds: {BOUNDS.gradient:.0e} for gradients
 *over* context: FSDP2 shards over the ranks that share sequences, too. Beside tensor ranks *auto* is ulysses for llama
 and gpt2, whose heads both axes can divide, and gather for the others. transformers has no tensor plan for gpt2, so the
 outputs of its layers are gathered. Written by `make mesh` with torch
-{torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}."""
+{torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}.
+
+```
+make mesh
+```"""
     return text.split("\n")
 
 

@@ -104,13 +104,13 @@ def _head() -> list[str]:
     return [
         "# Pipelines beside one process",
         "",
-        "```\nmake parity\n```",
-        "",
         f"Largest relative differences after {NUM_STEPS} steps in float32 of a Llama of 8 blocks, on gloo ranks: loss",
         "and gradient norm of every step, every parameter's gradient of the first step, every weight after the last.",
         "`4x2` is a pipeline of 4 ranks and 2 replicas of it. Written by `make parity` with torch "
         f"{torch.__version__.partition('+')[0]}, transformers {transformers.__version__}, Python "
         f"{platform.python_version()}.",
+        "",
+        "```\nmake parity\n```",
         "",
         "| layout | ranks | loss | gradient norm | gradients | weights |",
         "|---|---|---|---|---|---|",

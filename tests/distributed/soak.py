@@ -161,11 +161,11 @@ def describe(rows: list[tuple[float, int, Sample]]) -> str:
     lines = [
         "# What a long run holds on to",
         "",
-        "```\nmake soak\n```",
-        "",
         f"{NUM_RANKS} gloo ranks with ZeRO-2 that save every {SAVE_EVERY} steps and evaluate every 50:",
         f"{steps:,} steps and {steps // SAVE_EVERY:,} saves in {minutes:.0f} minutes. Of the rank that holds more;",
         "memory is resident, with pages that are shared. Each row has the medians of its stretch.",
+        "",
+        "```\nmake soak\n```",
         "",
         f"Over the second half of the rows a rank grew by {grown['rank_mib']:.1f} KiB a save, its loader process by "
         f"{grown['loader_mib']:.1f}, the run folder by {grown['run_mib']:.1f}.",

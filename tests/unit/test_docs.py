@@ -12,12 +12,12 @@ from hfdist.config.run import AUTO
 from hfdist.jobs.command import parse_job
 from hfdist.planning.command import parse_request
 from tests.e2e.follow_readme import ELSEWHERE
-from tests.keys import names_page, page
+from tests.keys import PAGES as GENERATED
 from tests.unit.config.shipped import CONF, EXPERIMENTS, plan_of
 
 ROOT = CONF.parent
 DOCS = ROOT / "docs"
-TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "ARCHITECTURE.md")]
+TOP = [ROOT / name for name in ("README.md", "AGENTS.md", "ARCHITECTURE.md", "CHANGELOG.md")]
 PAGES = [*TOP, ROOT / "benchmarks" / "RESULTS.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
@@ -33,9 +33,9 @@ def anchors(path):
         yield re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
-def test_the_pages_of_keys_and_names_are_up_to_date():
-    assert (DOCS / "keys.md").read_text(encoding="utf-8") == page(), "make docs writes it"
-    assert (DOCS / "coming-from.md").read_text(encoding="utf-8") == names_page(), "make docs writes it"
+@pytest.mark.parametrize("file", GENERATED)
+def test_what_is_made_from_the_code_is_up_to_date(file):
+    assert (DOCS / file).read_text(encoding="utf-8") == GENERATED[file](), "make docs writes it"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
@@ -47,13 +47,18 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
 
 
+OF_USERS = r"```\n(hfdist|accelerate launch|pip install|python \w+\.py)\b"
+OF_THE_HOUSE = r"```\n(make|python -m benchmarks)\b"
+
+
 # Decisions are for those who change hfdist.
 @pytest.mark.parametrize(
     "path", [path for path in sorted(DOCS.rglob("*.md")) if path.parent.name != "decisions"], ids=name
 )
-def test_a_page_begins_with_a_command(path):
-    first = path.read_text(encoding="utf-8").partition("\n")[2].lstrip()
-    assert re.match(r"```\n(hfdist|accelerate launch|make|pip install|python -m benchmarks|python \w+\.py)\b", first)
+def test_a_page_begins_with_a_command_of_users_or_with_what_it_shows(path):
+    text = path.read_text(encoding="utf-8").partition("\n")[2].lstrip()
+    assert re.match(rf"{OF_USERS}|\w|\[|`\w", text)
+    assert re.search(f"{OF_USERS}|{OF_THE_HOUSE}", text)
 
 
 def test_each_page_is_found_from_another():
@@ -64,6 +69,14 @@ def test_each_page_is_found_from_another():
         if file
     }
     assert {*DOCS.rglob("*.md")} <= found
+
+
+def test_the_list_for_machines_has_each_page():
+    """Decisions have one line."""
+    listed = [ROOT / file for file, _ in LINK.findall((ROOT / "llms.txt").read_text(encoding="utf-8"))]
+    assert {path for path in DOCS.rglob("*.md") if path.parent.name != "decisions"} <= {*listed}
+    assert all(path.exists() for path in listed)
+    assert len(listed) == len({*listed})
 
 
 def test_each_page_is_in_the_menu_of_the_site():

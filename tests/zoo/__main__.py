@@ -41,15 +41,15 @@ PLANS = {OWN: "own", OWN_GATHERED: "own, gathered", ALL_GATHERED: "gathered"} | 
 HEADER = """\
 # The zoo: every causal language model of transformers, split and sharded
 
-```
-make zoo
-```
-
 Each type in the causal language model mapping of transformers {transformers} is built with a tiny random model of all
 its kinds of blocks (float32, CPU, torch {torch}), split at its blocks into {stages} stages, and run for one step of two
 micro batches under a pipeline schedule. The losses and all gradients are compared with those of the whole model.
 *Exact*: no relative difference above {tolerance:g}. *Refused*: hfdist says before training that the model cannot be
 split, and why. The splitter has no code for single models.
+
+```
+make zoo
+```
 
 Each is also sharded by FSDP2 over two ranks, of which each runs two micro batches, and is compared with the whole model
 on all four: {sharded}.

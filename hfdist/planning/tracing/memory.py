@@ -100,7 +100,7 @@ def trace_rank(
 
         strategy = select(batch=shorten(config, topology, batch))
     stages: tuple[StageCosts, ...] | None = None
-    with fake_ranks(topology), fake_tensors(strategy), _deepspeed(strategy):
+    with fake_ranks(topology), fake_tensors(strategy), deepspeed_of(strategy):
         if config.strategy.sharding.is_deepspeed and topology.pipeline == 1:
             trace, state = _trace_zero(config, architecture, cast(Any, strategy), device_type)
         elif topology.pipeline > 1:
@@ -134,7 +134,8 @@ def fake_tensors(strategy: Strategy) -> Iterator[None]:
         yield
 
 
-def _deepspeed(strategy: Strategy) -> AbstractContextManager[None]:
+def deepspeed_of(strategy: Strategy) -> AbstractContextManager[None]:
+    """Let DeepSpeed, where the layout has it, work on fake tensors."""
     if not strategy.config.sharding.is_deepspeed:
         return nullcontext()
     # It takes a second to import, which other layouts save.

@@ -1,12 +1,16 @@
 """Every shipped YAML composes, says what it is, and documents its keys."""
 
 import dataclasses
+import re
+import typing
+from enum import Enum
 
 import pytest
 import yaml
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import list_groups, list_options
+from hfdist.config.composition.help import descriptions
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys
@@ -134,8 +138,29 @@ def plain(value):
     return getattr(value, "value", value)
 
 
-@pytest.mark.parametrize("group", [group for group in GROUPS if group != "experiment"])
-def test_the_page_lists_all_options_of_a_group(group):
-    text = (CONF.parent / "docs" / "getting-started.md").read_text()
-    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{group}` |")]
-    assert set(row.split("|")[2].split()) == {f"`{option}`" for option in list_options(CONF, group)}
+LISTED = re.compile(r"  - (\w+): \w+ +# (.* \| .*)")
+
+
+@pytest.mark.parametrize("name", ["pretrain", "finetune", "tune"])
+def test_a_comment_that_lists_options_lists_all(name):
+    text = (CONF / f"{name}.yaml").read_text()
+    for group, words in LISTED.findall(text):
+        assert set(words.split(" | ")) == set(list_options(CONF, group)), group
+
+
+REFUSED = {"float16"}
+"""Values that are known only to say why they are refused."""
+
+
+def test_a_comment_that_lists_values_lists_all():
+    """Bars in the comment after a key divide its values, each with words of its own."""
+    words = {key: text for key, text in descriptions().items() if " | " in text}
+    kinds = {key: kind for key in words for kind in enums(all_keys()[key].type)}
+    assert {"strategy.schedule", "train.precision"} <= set(kinds)
+    for key, kind in kinds.items():
+        assert {item.value for item in kind} <= {*re.findall(r"\w+", words[key]), *REFUSED}, key
+
+
+def enums(kind):
+    """The enums of a key's type."""
+    return [one for one in (kind, *typing.get_args(kind)) if isinstance(one, type) and issubclass(one, Enum)]
