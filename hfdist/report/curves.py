@@ -12,7 +12,8 @@ from hfdist.report.history import marked
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.rank_steps import PARTS, STEP, RankSteps
 from hfdist.report.reading.run_files import CURVES, HELD_OUT, LOSS, RunFiles
-from hfdist.report.text import energy_unit, escaped_lines
+from hfdist.report.text import escaped_lines
+from hfdist.units import energy_unit
 
 _MOST_MARKS = 20
 """Most marks of all runs together, in a chart."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.records.trials import SETTINGS, Trial, TrialLog, rank_trials
-from hfdist.report.text import count, escaped, number, short
+from hfdist.report.text import escaped, number
+from hfdist.units import count, short
 
 _WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
 _MOST_AXES, _MOST_LINES, _MOST_ROWS = 8, 300, 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hfdist.report.text import short
+from hfdist.units import short
 
 _LEAST_WIDTH = 1e-9
 """Share of the larger end: values that are nearer than that, as a rate but for its rounding, count as the same."""

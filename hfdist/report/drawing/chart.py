@@ -12,7 +12,8 @@ from math import log10
 
 from hfdist.report.drawing.axis import Axis, linear, logarithmic
 from hfdist.report.reading.downsample import Point, keep_extremes, means
-from hfdist.report.text import escaped, short
+from hfdist.report.text import escaped
+from hfdist.units import short
 
 TOP, BOTTOM = 20, 22
 """Pixels above the curves, for letters of marks, and below them, for the labels of x."""
