@@ -25,7 +25,7 @@ def money(amount: float, currency: str) -> str:
     """Give money, such as `1.05 EUR`."""
     if 0 < amount < 0.005:
         return f"less than 0.01 {currency}"
-    return f"{amount:,.{0 if amount >= 1000 else 2}f} {currency}"
+    return f"{f'{amount:,.{0 if amount >= 1000 else 2}f}'.removesuffix('.00')} {currency}"
 
 
 def _in_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
