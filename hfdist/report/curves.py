@@ -114,7 +114,13 @@ def _in_energy_unit(curves: list[list[Point]]) -> tuple[list[list[Point]], str]:
 
 def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:
     return [
-        Mark(run.place(axis, mark.step), mark.letters, f"mark-{number}-{place}", mark.is_bad)
+        Mark(
+            run.place(axis, mark.step),
+            mark.letters,
+            f"mark-{number}-{place}",
+            mark.is_bad,
+            colour(number) if len(runs) > 1 else "",
+        )
         for number, (run, axis) in enumerate(zip(runs, axes, strict=True))
         for place, mark in enumerate(marked(run, max(_MOST_MARKS // len(runs), 1)))
     ]
