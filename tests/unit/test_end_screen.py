@@ -89,10 +89,11 @@ def test_a_loss_stands_beside_what_it_must_beat(loss, step, words):
 def test_an_adapter_that_is_not_merged_is_opened_by_peft(tmp_path):
     end = replace(tuned(adapter=AdapterConfig(type="lora", merge=False)), num_trained=9216, folder=tmp_path)
     said = describe_end(end)
-    assert "lora, 9,216 parameters beside a llama of 139,584 parameters, from HuggingFaceTB/SmolLM2-135M" in said
+    assert "lora, 9,216 parameters beside a llama of 130,368 parameters, from HuggingFaceTB/SmolLM2-135M" in said
     assert "from peft import AutoPeftModelForCausalLM\n" in said
     assert 'chat = [{"role": "user"' in said
     assert "without context" not in said
+    assert "held-out loss 6.7944 (7.1000 before training), perpl" in describe_end(replace(end, loss_before=7.1))
     (tmp_path / "config.json").touch()
     assert "peft" not in describe_end(end), "it is merged"
 
@@ -101,6 +102,7 @@ def test_preferences_have_another_measure():
     said = describe_end(replace(tuned("dpo"), loss=0.61, accuracy=0.75))
     assert "held-out loss 0.6100 (0.6931 before training), accuracy 75 % (50 % by chance)\n" in said
     assert "perplexity" not in said
+    assert "(0.7000 before training)" in describe_end(replace(tuned("dpo"), loss=0.61, loss_before=0.7))
     assert "AutoModelForSequenceClassification" in describe_end(tuned("reward"))
     assert "held-out reward 0.2500\n" in describe_end(replace(tuned("grpo"), loss=-0.25))
 

@@ -124,12 +124,19 @@ def _sum_up(
         num_parameters=trainer.engine.size.num_parameters,
         num_trained=trainer.engine.size.num_trained,
         folder=folder,
+        loss_before=_loss_before(trainer.state.log_history),
         without_context=baseline,
         accuracy=_last_accuracy(trainer.state.log_history),
         left_out=describe_losses(lanes, run.data),
         graded=_read_grade(Path(run.run.dir) / GRADE) if run.report.plan else {},
         has_template=bool(getattr(trainer.processing_class, "chat_template", None)),
         **found,
+    )
+
+
+def _loss_before(log_history: Sequence[Mapping[str, Any]]) -> float | None:
+    return next(
+        (float(entry["eval_loss"]) for entry in log_history if entry["step"] == 0 and "eval_loss" in entry), None
     )
 
 

@@ -45,6 +45,8 @@ class Ending:
     """The budget that has stopped the run before its end."""
     loss: float | None = None
     """On held-out data, of the weights in the folder."""
+    loss_before: float | None = None
+    """The same at step 0."""
     without_context: float | None = None
     """Loss of a unigram model on the same data, where it means something."""
     accuracy: float | None = None
@@ -96,7 +98,8 @@ def _trained(end: Ending) -> str:
     start = "from random weights" if config.model.init is Init.random else f"from {config.model.name}"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
     what = f"{adapter}, {end.num_trained:,} parameters beside " if config.adapter.is_used else ""
-    return f"{what}a {end.model_type} of {end.num_parameters:,} parameters, {start}{how}"
+    others = end.num_parameters - (end.num_trained if config.adapter.is_used else 0)
+    return f"{what}a {end.model_type} of {others:,} parameters, {start}{how}"
 
 
 def _data(end: Ending) -> str:
@@ -114,17 +117,20 @@ def _data(end: Ending) -> str:
 
 
 def _quality(end: Ending) -> str:
-    task, loss = end.config.task, end.loss
+    task, loss, before = end.config.task, end.loss, end.loss_before
     if loss is None:
         return "not measured: the run has no held-out data"
     if task.name.is_reinforcement:
-        return f"held-out reward {0.0 - loss:.4f}"
+        return f"held-out reward {0.0 - loss:.4f}" + (
+            "" if before is None else f" ({0.0 - before:.4f} before training)"
+        )
+    if before is None and task.name is TaskName.dpo and task.loss is PreferenceLoss.sigmoid:
+        # Of a model that is its reference.
+        before = math.log(2)
+    words = f"held-out loss {loss:.4f}" + ("" if before is None else f" ({before:.4f} before training)")
     if task.name is TaskName.causal_lm:
-        words = f"held-out loss {loss:.4f}, perplexity {perplexity(loss):,.1f}"
+        words += f", perplexity {perplexity(loss):,.1f}"
         return words if end.without_context is None else f"{words}; {_beside(loss, end.without_context, end.step)}"
-    words = f"held-out loss {loss:.4f}"
-    if task.name is TaskName.dpo and task.loss is PreferenceLoss.sigmoid:
-        words += f" ({math.log(2):.4f} before training)"
     return words if end.accuracy is None else f"{words}, accuracy {share(end.accuracy)} (50 % by chance)"
 
 
