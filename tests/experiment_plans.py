@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import markdown
-from hfdist.report.text import duration, share, short, size
+from hfdist.units import duration, share, short, size
 from tests.unit.config.shipped import EXPERIMENTS, plan_of
 
 PRICE = 2.5

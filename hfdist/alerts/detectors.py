@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from hfdist.alerts.alert import Detection
+from hfdist.units import size
 
 _NORMAL = 1.4826
 """A standard deviation, where values are normal, over the median of their distances."""
@@ -194,7 +195,7 @@ class DiskFilling:
         figures = {"free_bytes": free_bytes, "save_bytes": save_bytes}
         hint = "free space, or a smaller checkpoint.keep"
         if free_bytes < 2 * save_bytes:
-            sizes = f"{free_bytes / 1e9:.3g} GB are free, and a save has {save_bytes / 1e9:.3g} GB"
+            sizes = f"{size(free_bytes)} are free, and a save has {size(save_bytes)}"
             return Detection(f"the disk has no room for two saves: {sizes}; {hint}", figures)
         settled = self._free_bytes[self._num_kept :]
         if len(settled) <= _SAVES_SEEN or self._max_steps is None:
@@ -206,7 +207,7 @@ class DiskFilling:
         if bytes_a_step <= 0 or free_bytes - save_bytes >= bytes_a_step * (self._max_steps - step):
             return None
         full_at = step + int((free_bytes - save_bytes) / bytes_a_step)
-        sizes = f"{free_bytes / 1e9:.3g} GB are free, and 1000 steps take {1000 * bytes_a_step / 1e9:.3g} GB"
+        sizes = f"{size(free_bytes)} are free, and 1000 steps take {size(1000 * bytes_a_step)}"
         return Detection(
             f"the disk will be full at about step {full_at:,} of {self._max_steps:,}: {sizes}; {hint}",
             figures | {"full_at_step": full_at},

@@ -43,6 +43,7 @@ from hfdist.checkpoint.regions import balance_by_bytes, list_first
 from hfdist.checkpoint.write import Contents, write_folder
 from hfdist.collectives import control_group, gather_json, on_all_ranks, on_rank_zero, rank
 from hfdist.errors import CheckpointError, ConfigError, HfdistError, ResourceError
+from hfdist.units import size
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +343,7 @@ class Replicas:
             write_atomically(path / _HELD, json.dumps(sorted(self._held[memories.own])).encode(), is_durable=False)
         if rank() == 0:
             num_bytes = sum(transfer.part.num_bytes for transfer in transfers)
-            logger.info("%s: %.3f GB came from the memory of other machines", path.name, num_bytes / 1e9)
+            logger.info("%s: %s came from the memory of other machines", path.name, size(num_bytes))
 
 
 def _make_private(folder: Path) -> None:

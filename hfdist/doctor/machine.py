@@ -14,6 +14,7 @@ import psutil
 from hfdist.doctor.finding import Finding
 from hfdist.jobs.address import is_loopback, own_interfaces
 from hfdist.planning.timing.host_memory import of_cgroup
+from hfdist.units import size
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM = "/dev/shm"
@@ -58,7 +59,7 @@ def _check_shared_memory() -> Finding:
     except OSError as error:
         hint = f"mount -t tmpfs tmpfs {_SHM}, or data.workers=0"
         return Finding.of(check, f"{_SHM}: {error.strerror}", error=True, hint=hint)
-    text = f"{_SHM} has {_bytes(usage.total)}, {_bytes(usage.free)} free; data workers and NCCL put tensors there"
+    text = f"{_SHM} has {size(usage.total)}, {size(usage.free)} free; data workers and NCCL put tensors there"
     is_small, is_tight = usage.free < _LEAST_SHM, usage.free < _ENOUGH_SHM
     hint = f"mount -o remount,size=8G {_SHM}; of a container: --shm-size=8g; or data.workers=0"
     return Finding.of(check, text, error=is_small, warning=is_tight, hint=hint)
@@ -86,7 +87,7 @@ def _check_processes() -> Finding:
 def _check_locked_memory() -> Finding:
     soft, _ = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    text = "any amount" if soft >= 1 << 40 else f"{_bytes(soft)} a process"
+    text = "any amount" if soft >= 1 << 40 else f"{size(soft)} a process"
     text += f"; {', '.join(adapters)} needs it" if adapters else "; not needed: there is no RDMA adapter"
     hint = "ulimit -l unlimited; of a container: --ulimit memlock=-1"
     return Finding.of("locked memory", text, warning=bool(adapters) and soft < 1 << 40, hint=hint)
@@ -140,7 +141,3 @@ def check_threads(threads: int, cores: int, ranks: int) -> Finding:
 
 def _limit(value: int) -> int:
     return 1 << 62 if value == resource.RLIM_INFINITY else value
-
-
-def _bytes(number: float) -> str:
-    return f"{number / _GIB:.1f} GiB" if number >= _GIB else f"{number / _MIB:.1f} MiB"

@@ -16,7 +16,7 @@ from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.layout_space import passes_checks
 from hfdist.planning.searching.layouts import Layout
 from hfdist.planning.searching.search import measure
-from hfdist.report.text import duration, size
+from hfdist.units import duration, size
 
 _WORTH = 0.95
 """A step of a neighbour must be shorter than this share of the asked layout's."""

@@ -14,7 +14,7 @@ from hfdist.planning.make_plan import find_planned_architecture, make_plan
 from hfdist.planning.request import PlanRequest
 from hfdist.planning.searching.evaluate import Candidate, Machines
 from hfdist.planning.searching.search import fewest_processes, search
-from hfdist.report.text import duration, share, short, size
+from hfdist.units import duration, share, short, size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from hfdist.planning.costs import AxisTraffic, MemoryUse
 from hfdist.planning.plan import Plan
-from hfdist.report.text import count, duration, share, short, size
+from hfdist.units import count, duration, energy, money, share, short, size
 
 _SECONDS_PER_HOUR = 3600
 
@@ -60,8 +60,8 @@ def describe_whole_run(plan: Plan) -> str:
     if hours is None or plan.max_steps is None:
         return "its steps are counted by its data: not known here"
     parts = [f"{plan.max_steps:,} steps", duration(hours * _SECONDS_PER_HOUR)]
-    parts += [] if plan.cost is None else [f"{short(plan.cost)} {plan.currency}"]
-    parts += [] if plan.kwh is None else [f"{short(plan.kwh)} kWh"]
+    parts += [] if plan.cost is None else [money(plan.cost, plan.currency)]
+    parts += [] if plan.kwh is None else [energy(plan.kwh)]
     return ", ".join(parts)
 
 

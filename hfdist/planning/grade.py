@@ -72,12 +72,6 @@ def grade_to_json(plan: Plan, measured: Measured) -> dict[str, Any]:
     return head | {"rank": measured.rank, "steps": measured.steps, "items": items}
 
 
-def headline(plan: Plan, measured: Measured) -> str:
-    """Say in one line how the plan did: the peak and the seconds of a step."""
-    shown = [item for item in grade(plan, measured) if item.name in (PEAK, STEP) and item.error is not None]
-    return ", ".join(f"{item.name} {item.error:+.0%}" for item in shown)
-
-
 def _memory(plan: Plan, measured: Measured) -> Iterator[Item]:
     held = measured.held
     if held is None:

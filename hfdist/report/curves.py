@@ -12,7 +12,8 @@ from hfdist.report.history import marked
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.rank_steps import PARTS, STEP, RankSteps
 from hfdist.report.reading.run_files import CURVES, HELD_OUT, LOSS, RunFiles
-from hfdist.report.text import energy_unit, escaped_lines
+from hfdist.report.text import escaped_lines
+from hfdist.units import energy_unit
 
 _MOST_MARKS = 20
 """Most marks of all runs together, in a chart."""
@@ -113,7 +114,13 @@ def _in_energy_unit(curves: list[list[Point]]) -> tuple[list[list[Point]], str]:
 
 def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:
     return [
-        Mark(run.place(axis, mark.step), mark.letters, f"mark-{number}-{place}", mark.is_bad)
+        Mark(
+            run.place(axis, mark.step),
+            mark.letters,
+            f"mark-{number}-{place}",
+            mark.is_bad,
+            colour(number) if len(runs) > 1 else "",
+        )
         for number, (run, axis) in enumerate(zip(runs, axes, strict=True))
         for place, mark in enumerate(marked(run, max(_MOST_MARKS // len(runs), 1)))
     ]

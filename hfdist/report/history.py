@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from hfdist.records import Event, State
 from hfdist.report.drawing.chart import TOP, frame
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import LONGEST, count, duration, escaped, instant, number, size
+from hfdist.report.text import LONGEST, escaped, instant, number
+from hfdist.units import count, duration, size
 
 _MOST_OPEN, _MOST_ROWS = 12, 60
 """Most rows of the table of events: those that are seen at once, and all."""

@@ -19,7 +19,8 @@ from hfdist.report.drawing.chart import colour
 from hfdist.report.plan import plan
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.rollouts import rollouts
-from hfdist.report.text import count, escaped
+from hfdist.report.text import escaped
+from hfdist.units import count
 
 _PARTS = (
     plan,

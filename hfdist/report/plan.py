@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import duration, escaped, number, share, short, size, wide_table
+from hfdist.report.text import escaped, number, wide_table
+from hfdist.units import duration, energy, share, short, size
 
 _MOST_ITEMS = 40
 _OF_MEMORY = ("weights", "gradients", "optimizer", "activations", "buffers", "runtime")
@@ -78,6 +79,8 @@ def _value(value: float, unit: str) -> str:
             return size(value)
         case "seconds":
             return duration(value)
+        case "kWh":
+            return energy(value)
         case "":
             return share(value)
         case _:

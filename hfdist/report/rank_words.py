@@ -8,7 +8,8 @@ from statistics import median, median_low
 from hfdist.report.drawing.rank_map import ratios_of
 from hfdist.report.reading.rank_steps import PARTS, STEP, Stretch
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import duration, share, size, wide_table
+from hfdist.report.text import wide_table
+from hfdist.units import duration, share, size
 
 _SLOW = 1.2
 """A rank is slow that is busy so many times as long as the median."""

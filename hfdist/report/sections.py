@@ -10,19 +10,8 @@ from hfdist.report.drawing import rank_map, schedule
 from hfdist.report.history import describe_layout, events_of
 from hfdist.report.reading.rank_steps import PARTS
 from hfdist.report.reading.run_files import HELD_OUT, LOSS, RunFiles
-from hfdist.report.text import (
-    count,
-    duration,
-    energy_unit,
-    escaped,
-    escaped_lines,
-    instant,
-    number,
-    share,
-    short,
-    size,
-    wide_table,
-)
+from hfdist.report.text import escaped, escaped_lines, instant, number, wide_table
+from hfdist.units import count, duration, energy, mass, money, share, short, size
 
 _SILENT_SECONDS = 180.0
 _MOST_SAVES = 12
@@ -105,14 +94,10 @@ def _energy(run: RunFiles) -> list[tuple[str, str]]:
         return []
     source = escaped(record.energy_source or "", 40)
     note = f" <small>{'an estimate' if source == 'estimate' else source}</small>"
-    for key, name, unit in (("energy_kwh", "energy", ""), ("gco2e", "emissions", "g CO2e"), ("cost", "cost", "")):
-        total = number(record.total(key))
-        if total is None:
-            continue
-        if key == "energy_kwh":
-            scale, unit = energy_unit(total)
-            total, unit = scale * total, unit + note
-        found.append((name, f"{short(total)} {unit}"))
+    kwh, grams, cost = (number(record.total(key)) for key in ("energy_kwh", "gco2e", "cost"))
+    found += [] if kwh is None else [("energy", f"{energy(kwh)}{note}")]
+    found += [] if grams is None else [("emissions", f"{mass(grams)} CO2e")]
+    found += [] if cost is None else [("cost", money(cost, "").rstrip())]
     return found
 
 

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.records.trials import SETTINGS, Trial, TrialLog, rank_trials
-from hfdist.report.text import count, escaped, number, short
+from hfdist.report.drawing.axis import Axis, logarithmic
+from hfdist.report.drawing.chart import Chart, Curve, draw
+from hfdist.report.text import escaped, number
+from hfdist.units import count, short
 
 _WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
 _MOST_AXES, _MOST_LINES, _MOST_ROWS = 8, 300, 100
+_MOST_NAMES, _LONGEST_NAME = 8, 40
+_RATE = ".lr"
 _LOG_RANGE = 30.0
 """Values whose largest is so many times the smallest are drawn by their logarithms."""
 
@@ -35,7 +40,8 @@ def sweep(folder: Path) -> str:
     if best.value is not None:
         values = f"<code>{escaped(_overrides(best))}</code>"
         found = f"<p>Best: trial {best.number}, {escaped(metric)} {short(best.value)}: {values}</p>"
-    return f"<h2>Sweep <small>{words}</small></h2>{found}{_draw(trials, metric)}{_table(trials, metric)}"
+    drawn = f"{_by_value(trials, metric)}{_draw(trials, metric)}"
+    return f"<h2>Sweep <small>{words}</small></h2>{found}{drawn}{_table(trials, metric)}"
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -66,6 +72,43 @@ def _table(trials: Sequence[Trial], metric: str) -> str:
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
     return f'<div class="scroll"><table class="words">{body}</table></div>'
+
+
+def _by_value(trials: Sequence[Trial], metric: str) -> str:
+    """Give the metric over each swept value: a dot a trial, and the best one in its own colour."""
+    shown = [trial for trial in trials if trial.value is not None][:_MOST_LINES]
+    if len(shown) < 2:
+        return ""
+    drawn = "".join(_chart(key, shown, metric) for key in _swept(shown))
+    return f'<div class="charts small">{drawn}</div>'
+
+
+def _swept(trials: Sequence[Trial]) -> list[str]:
+    return list(dict.fromkeys(key for trial in trials for key in trial.values))[:_MOST_AXES]
+
+
+def _chart(key: str, trials: Sequence[Trial], metric: str) -> str:
+    own = [trial for trial in trials if trial.values.get(key) is not None]
+    if not own:
+        return ""
+    found = [number(trial.values[key]) for trial in own]
+    places = [value for value in found if value is not None]
+    names: list[str] = []
+    across = None
+    if len(places) < len(own):
+        names = sorted({str(trial.values[key]) for trial in own})
+        places = [float(names.index(str(trial.values[key]))) for trial in own]
+        ticks = tuple((float(place), escaped(name, 16)) for place, name in enumerate(names))
+        across = Axis(-0.5, len(names) - 0.5, ticks[:_MOST_NAMES])
+    elif min(places) > 0 and (key.endswith(_RATE) or max(places) / min(places) >= _LOG_RANGE):
+        across = logarithmic(min(places), max(places))
+    points = [(place, trial.value) for place, trial in zip(places, own, strict=True)]
+    curves = [Curve("trials", sorted(points[1:]), "c0", is_line=False)] if points[1:] else []
+    name = f"trial {own[0].number}" + (", the best" if own[0] is trials[0] else "")
+    curves.append(Curve(name, points[:1], "c1", is_line=False))
+    shown_names = [name[:_LONGEST_NAME] for name in names[:_MOST_NAMES]]
+    title = f"{metric} by {key}"
+    return draw(Chart(title=title, x=key, curves=curves, may_be_log=True, across=across, names=shown_names))
 
 
 class _Axis:
@@ -102,8 +145,9 @@ class _Axis:
 def _draw(trials: Sequence[Trial], metric: str) -> str:
     """Parallel coordinates; nothing, if fewer than two trials have a value."""
     shown = [trial for trial in trials if trial.value is not None][:_MOST_LINES]
-    keys = list(dict.fromkeys(key for trial in shown for key in trial.values))[:_MOST_AXES]
-    if len(shown) < 2:
+    keys = _swept(shown)
+    # Of one key, the chart above says it.
+    if len(shown) < 2 or len(keys) < 2:
         return ""
     axes = [_Axis(key, [trial.values[key] for trial in shown if key in trial.values]) for key in keys]
     axes.append(_Axis(metric, [trial.value for trial in shown]))

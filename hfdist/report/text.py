@@ -47,55 +47,6 @@ def instant(value: Any) -> datetime | None:
     return None if found.tzinfo is None else found
 
 
-def energy_unit(most_kwh: float) -> tuple[float, str]:
-    """Give the factor from kWh, and the unit, in which energy up to so much is read most easily."""
-    return (1.0, "kWh") if most_kwh >= 1 else (1e3, "Wh")
-
-
-def short(value: float) -> str:
-    """Give a number with about three digits, such as `1.23 M` or `0.0453`."""
-    size = abs(value)
-    for unit, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if size >= unit:
-            factor = 1e3 if word == "k" else unit
-            return f"{_digits(value / factor)} {word}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.2e}" if 0 < size < 1e-3 else _digits(value)
-
-
-def _digits(value: float) -> str:
-    size = abs(value)
-    decimals = 0 if size >= 100 or value == int(value) else 1 if size >= 10 else 2 if size >= 1 else 4
-    return f"{value:.{decimals}f}"
-
-
-def duration(seconds: float) -> str:
-    """Give a duration, such as `3 h 12 min` or `81 ms`."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 or seconds == 0 else f"{seconds * 1e3:.2f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{int(seconds // 60)} min {seconds % 60:.0f} s" if seconds < 600 else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
-
-
-def size(num_bytes: float) -> str:
-    """Give bytes, such as `1.6 MiB`."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.{0 if num_bytes >= 100 * 1024**power else 1}f} {unit}"
-    return f"{num_bytes:.0f} bytes"
-
-
-def share(value: float) -> str:
-    """Give a share from 0 to 1 in percent."""
-    return f"{100 * value:.{0 if value >= 0.1 or value == 0 else 1}f} %"
-
-
 def wide_table(titles: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
     """Give a table as HTML; on a narrow screen each cell has its column's title.
 
@@ -111,8 +62,3 @@ def wide_table(titles: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]])
         for name, cells in rows
     )
     return f'<table class="wide"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
-
-
-def count(number_of: int, word: str) -> str:
-    """Give `1 save` or `2 saves`."""
-    return f"{number_of:,} {word}{'' if number_of == 1 else 's'}"

@@ -27,8 +27,8 @@ def answer(folder):
 
 
 def peaks_mib(output):
-    (peaks,) = re.findall(r"peak memory: host ([\d, ]+) MiB by rank", output)
-    return [int(peak.replace(",", "")) for peak in peaks.split(", ")]
+    (line,) = re.findall(r"\n  memory +host (.+)", output)
+    return [float(size) * {"MiB": 1, "GiB": 1024}[unit] for size, unit in re.findall(r"([\d.]+) ([MG]iB)", line)]
 
 
 def tune(folder, *overrides):

@@ -204,7 +204,7 @@ def test_a_disk_that_fills():
     assert saves(Monitor(max_steps=1000, num_kept=50), lambda step: 80 * 10**9 - step * 7 * 10**7) == []
     found = saves(Monitor(), lambda step: 3 * 10**9 if step < 500 else 10**9)
     assert [step for step, _ in found] == [500]
-    assert "no room for two saves: 1 GB are free, and a save has 1 GB" in found[0][1]
+    assert "no room for two saves: 954 MiB are free, and a save has 954 MiB" in found[0][1]
 
 
 def test_a_checkpoint_older_than_asked():

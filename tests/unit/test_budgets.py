@@ -323,12 +323,12 @@ def test_cost_is_of_device_hours_and_energy(tmp_path):
     assert figures["gco2e"] == pytest.approx(100 + 400 * record.energy_kwh)
     said = describe_usage(run.usage.totals(), run.config.cost)
     assert said.endswith(" EUR, in 2 starts")
-    assert "kWh (" in said
+    assert " kWh (" in said
 
 
 def test_what_is_not_known_is_not_said(tmp_path):
     record = RunRecorder(tmp_path, {}, 1).record
-    assert describe_usage(record, CostConfig()) == "0 h"
+    assert describe_usage(record, CostConfig()) == "0 ms"
 
 
 def test_every_budget_has_its_key_and_its_rate(tmp_path):

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
 from hfdist.config.cli.arguments import as_config_flags
+from hfdist.config.cli.finished import describe_finished
 from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an older name: see moved.py
     RANK_0_PRINTS_SECONDS,
     ending,
@@ -119,6 +120,8 @@ def _run_command(
             if name is not None:
                 # What refers to it follows.
                 config = compose_request(make_request(primary, [*flags.overrides, f"run.name={name}"], None))
+        if trains and _says_finished(config):
+            return
         if flags.offline:
             check_offline(config)
         if takes_ranks:
@@ -129,6 +132,16 @@ def _run_command(
         else:
             _check_one_process(config)
     run_composed(command, config)
+
+
+def _says_finished(config: RunConfig) -> bool:
+    """Whether the run has nothing left to do, and rank 0 has said so; all ranks of one machine find the same."""
+    launcher = read_launcher()
+    # Other machines might not see the same files.
+    said = None if launcher.has_other_machines else describe_finished(config)
+    if said is not None and launcher.rank == 0:
+        sys.stderr.write(said)
+    return said is not None
 
 
 def run_composed(command: Callable[[], None], config: RunConfig) -> None:

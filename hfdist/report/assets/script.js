@@ -43,7 +43,8 @@
       return (path.dataset.label ? path.dataset.label + ": " : "") + (isLowest ? "at most " : "") + form(value);
     });
     const name = plot.dataset.x.split(" ")[0];
-    return { share: (place - box.x) / box.width, text: [name + " " + big(place), ...lines.filter(Boolean)].join("\n") };
+    const at = JSON.parse(plot.dataset.names ?? "[]")[place] ?? big(plot.dataset.logx === "1" ? 10 ** place : place);
+    return { share: (place - box.x) / box.width, text: [name + " " + at, ...lines.filter(Boolean)].join("\n") };
   };
 
   const atCell = (plot, share, height) => {

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hfdist.report.text import short
+from hfdist.units import short
 
-_LEAST_WIDTH = 1e-9
-"""Share of the larger end: values that are nearer than that, as a rate but for its rounding, count as the same."""
+_LEAST_WIDTH = 1e-2
+"""Share of its larger end that an axis spans at least: runs that are equal but for rounding lie on each other, and no
+rounding fills a chart. Six digits of a coordinate are enough there."""
+_SAME = 1e-9
+"""Share of the larger end by which two places are one."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,13 @@ class Axis:
 def linear(low: float, high: float, *, from_zero: bool = False, num_ticks: int = 4, fits: bool = True) -> Axis:
     """Give an axis on which all values from `low` to `high` lie, from one round number to another if it `fits` them."""
     low, high = (min(low, 0.0), max(high, 0.0)) if from_zero else (low, high)
-    if not high - low > _LEAST_WIDTH * max(abs(low), abs(high)):
-        margin = abs(high) * 0.5 or 1.0
-        low, high = low - (0.0 if from_zero else margin), high + margin
+    largest = max(abs(low), abs(high))
+    if fits:
+        missing = (_LEAST_WIDTH * largest or 1.0) - (high - low)
+    else:
+        missing = 0.0 if high - low > _SAME * largest else largest or 1.0
+    if missing > 0:
+        low, high = (low, high + missing) if from_zero else (low - missing / 2, high + missing / 2)
     step = _round_step((high - low) / num_ticks)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if not fits:

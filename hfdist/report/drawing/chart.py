@@ -6,13 +6,15 @@ places in percent. So a path's coordinates are the values, and the script needs 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log10
 
 from hfdist.report.drawing.axis import Axis, linear, logarithmic
 from hfdist.report.reading.downsample import Point, keep_extremes, means
-from hfdist.report.text import escaped, short
+from hfdist.report.text import escaped
+from hfdist.units import short
 
 TOP, BOTTOM = 20, 22
 """Pixels above the curves, for letters of marks, and below them, for the labels of x."""
@@ -33,22 +35,28 @@ class Curve:
         points: x and y.
         colour: class of the page's style: c0, c1 ...
         is_dotted: with a dot for each of its few points.
+        is_line: whether a line joins the points; else each is a dot, in the order of x.
     """
 
     label: str
     points: Sequence[Point]
     colour: str = "c0"
     is_dotted: bool = False
+    is_line: bool = True
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at an x: a line with a letter. The element of the page with the id has its text."""
+    """Something that happened at an x: a line with a letter. The element of the page with the id has its text.
+
+    It has the colour of its run, where there are several.
+    """
 
     x: float
     letter: str
     text_id: str
     is_bad: bool
+    colour: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +72,8 @@ class Chart:
         may_be_log: whether the y axis may be logarithmic.
         is_stacked: each curve lies on top of the next one and the area between them is its value.
         height: of the part with the curves, in pixels.
+        across: the x axis, whose labels are escaped; None: from the points.
+        names: what a reader sees in place of the whole numbers of x, of unknown origin.
     """
 
     title: str
@@ -76,6 +86,8 @@ class Chart:
     may_be_log: bool = False
     is_stacked: bool = False
     height: int = 150
+    across: Axis | None = None
+    names: Sequence[str] = ()
 
 
 def colour(number: int) -> str:
@@ -88,10 +100,7 @@ def draw(chart: Chart) -> str:
     values = [y for curve in chart.curves for _, y in curve.points if y is not None]
     if not values:
         return ""
-    places = [x for curve in chart.curves for x, _ in curve.points]
-    # A run that goes on from the checkpoint of another one begins far from 0.
-    begins = min(places) < 0.3 * max(places)
-    across = linear(min(places), max(places), from_zero=begins, num_ticks=4, fits=False)
+    across = _horizontal(chart)
     up = _vertical(chart, values)
     words = _describe(chart)
     head = f"<h3>{escaped(chart.title)}{f' <small>{escaped(chart.unit)}</small>' if chart.unit else ''}</h3>"
@@ -102,9 +111,15 @@ def draw(chart: Chart) -> str:
         ),
         height=chart.height,
         words=(chart.title, words),
-        data={"x": chart.x, "form": chart.form, "log": str(int(up.is_log)), "stacked": str(int(chart.is_stacked))},
+        data=_for_script(chart, across, up),
     )
     return f'<figure class="chart">{head}{_legend(chart)}{body}<p class="axis">{escaped(chart.x)}</p></figure>'
+
+
+def _for_script(chart: Chart, across: Axis, up: Axis) -> dict[str, str]:
+    flags = {"log": up.is_log, "logx": across.is_log, "stacked": chart.is_stacked}
+    names = {"names": escaped(json.dumps(list(chart.names)), 4000)} if chart.names else {}
+    return {"x": escaped(chart.x), "form": chart.form} | {name: str(int(flag)) for name, flag in flags.items()} | names
 
 
 def frame(
@@ -151,6 +166,15 @@ def path(points: Sequence[Point]) -> str:
     return " ".join(parts)
 
 
+def _horizontal(chart: Chart) -> Axis:
+    if chart.across is not None:
+        return chart.across
+    places = [x for curve in chart.curves for x, _ in curve.points]
+    # A run that goes on from the checkpoint of another one begins far from 0.
+    begins = min(places) < 0.3 * max(places)
+    return linear(min(places), max(places), from_zero=begins, num_ticks=4, fits=False)
+
+
 def _vertical(chart: Chart, values: list[float]) -> Axis:
     low, high = min(values), max(values)
     if chart.may_be_log and low >= 0 and high > 0:
@@ -172,7 +196,10 @@ def _grid(chart: Chart, up: Axis) -> str:
 def _plot(chart: Chart, across: Axis, up: Axis) -> str:
     box = f"{_short(across.low)} {_short(-up.high)} {_short(across.width)} {_short(up.width)}"
     most = _MOST_POINTS // len(chart.curves)
-    lines = "".join(_line(chart, curve, up, max(most, 48)) for curve in chart.curves)
+    curves = chart.curves
+    if across.is_log:
+        curves = [replace(curve, points=[(log10(x), y) for x, y in curve.points]) for curve in curves]
+    lines = "".join(_line(chart, curve, up, max(most, 48)) for curve in curves)
     return (
         f'<svg class="data" y="{TOP}" width="100%" height="{chart.height}" viewBox="{box}" preserveAspectRatio="none">'
         f'<g transform="scale(1 -1)">{lines}</g></svg>'
@@ -190,8 +217,11 @@ def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
     if up.is_log:
         # A gradient may be 0: that lies at the lower edge.
         points = [(x, None if y is None else log10(y) if y > 0 else up.low) for x, y in points]
+    # A line without length has round ends: a dot that is not stretched.
+    if not curve.is_line:
+        dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in points if y is not None)
+        return f'<path class="dots {curve.colour}" {label} d="{dots}"/>'
     if curve.is_dotted:
-        # A line without length has round ends: a dot that is not stretched.
         kept = keep_extremes(points, most)
         dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in kept if y is not None and len(kept) <= _MOST_DOTS)
         line = path(kept)
@@ -207,7 +237,7 @@ def _marks(chart: Chart, across: Axis) -> str:
     bottom, drawn = TOP + chart.height, []
     for mark in chart.marks:
         if across.low <= mark.x <= across.high:
-            x, kind = across.place(mark.x), "mark bad" if mark.is_bad else "mark"
+            x, kind = across.place(mark.x), f"mark {mark.colour or 'alone'}{' bad' if mark.is_bad else ''}"
             drawn.append(
                 f'<g class="{kind}" data-from="{mark.text_id}"><line x1="{x}" x2="{x}" y1="{TOP - 4}" y2="{bottom}"/>'
                 f'<text x="{x}" y="{TOP - 8}">{mark.letter}</text></g>'

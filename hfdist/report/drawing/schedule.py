@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hfdist.report.drawing.axis import linear
 from hfdist.report.drawing.chart import TOP, frame, labels_below
 from hfdist.report.reading.run_files import Span
-from hfdist.report.text import count, share
+from hfdist.units import count, share
 
 COMPUTE = ("forward", "backward", "backward_input", "backward_weight")
 _WORDS = {

@@ -17,6 +17,7 @@ from hfdist.config.run import CostConfig
 from hfdist.energy import EnergySources, RankMeter, describe_sources, is_known, name_sources, num_devices
 from hfdist.records import RunRecord, RunRecorder
 from hfdist.records.run_file import SUMMED
+from hfdist.units import duration, energy, mass, money
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ _READ_SECONDS = 10.0
 """The most seconds between two sums over the ranks: each sum gathers about 1 KB a rank."""
 _READ_SHARE = 0.05
 """Share of the time so far, after which the ranks sum again: the power of first steps says little of later ones."""
+_SOURCES = {None: "of earlier starts", "estimate": "an estimate"}
 _JOULES_PER_KWH = 3.6e6
 _SECONDS_PER_HOUR = 3600
 
@@ -139,11 +141,11 @@ class Usage(TrainerCallback):
 
 def describe_usage(record: RunRecord, cost: CostConfig) -> str:
     """Say in one line what all starts have used, as far as it is known."""
-    kwh, money, grams = (record.total(name) for name in SUMMED)
-    parts = [f"{(record.earlier_seconds + record.seconds) / _SECONDS_PER_HOUR:.4g} h"]
-    parts += [] if kwh is None else [f"{kwh:.4g} kWh ({record.energy_source or 'of earlier starts'})"]
-    parts += [] if grams is None else [f"{grams:.4g} g CO2e"]
-    parts += [] if money is None else [f"{money:.4g} {cost.currency}"]
+    kwh, spent, grams = (record.total(name) for name in SUMMED)
+    parts = [duration(record.earlier_seconds + record.seconds)]
+    parts += [] if kwh is None else [f"{energy(kwh)} ({_SOURCES.get(record.energy_source, record.energy_source)})"]
+    parts += [] if grams is None else [f"{mass(grams)} CO2e"]
+    parts += [] if spent is None else [money(spent, cost.currency)]
     return ", ".join(parts) + (f", in {record.start} starts" if record.start > 1 else "")
 
 

@@ -41,6 +41,7 @@ from hfdist.models.names.hub_names import HubNames, find_hub_names
 from hfdist.models.quantize import packed_shapes
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
 from hfdist.trainer.hooks import overrides
+from hfdist.units import duration, size
 
 logger = logging.getLogger(__name__)
 
@@ -333,8 +334,9 @@ class Checkpointer:
             if not self._trainer.is_world_process_zero():
                 continue
             logger.info(
-                "%s: %.3f GB in %.2f s; training stood still for %.2f s",
-                *(saved.path.name, saved.num_bytes / 1e9, saved.total_seconds, saved.stall_seconds),
+                "%s: %s in %s; training stood still for %s",
+                *(saved.path.name, size(saved.num_bytes)),
+                *(duration(saved.total_seconds), duration(saved.stall_seconds)),
             )
             self._log(
                 {

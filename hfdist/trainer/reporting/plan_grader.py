@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import control_group, gather_json
 from hfdist.errors import first_line
-from hfdist.planning.grade import Held, Measured, grade_to_json, headline
+from hfdist.planning.grade import Held, Measured, grade_to_json
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.calibration import TimedStep, write_step
 from hfdist.records import GRADE, PLAN, RANKS, RankColumn, RunRecorder, read_lines
@@ -90,11 +90,8 @@ class PlanGrader(TrainerCallback):
             return
         with _warning(GRADE):
             measured = self._measure(held, state)
-            content = grade_to_json(self._plan, measured)
-            _write(self._run_dir / GRADE, content)
+            _write(self._run_dir / GRADE, grade_to_json(self._plan, measured))
             self._tell_later_plans(self._plan, measured)
-            if words := headline(self._plan, measured):
-                logger.info("the plan was, to what is measured: %s", words)
 
     def _tell_later_plans(self, plan: Plan, measured: Measured) -> None:
         if measured.step_seconds is not None and measured.steps > _UNSTEADY_STEPS:

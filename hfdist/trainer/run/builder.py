@@ -376,7 +376,7 @@ class Run:
             preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()
-            not_uploaded = finish(trainer, self.data.held_out, config, self._usage, is_over=budget.stopped_by is None)
+            not_uploaded = finish(trainer, self.data.held_out, config, self._usage, stopped_by=budget.stopped_by)
             budget.check()
         if not_uploaded is not None:
             raise not_uploaded

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -19,19 +19,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import gather_json, on_rank_zero, world_size
+from hfdist.config.model import Init
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.task import TaskName
 from hfdist.data import LEDGER, HeldOut, HeldOutSources, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
-from hfdist.trainer.budget.usage import Usage, describe_usage
+from hfdist.records import GRADE, RunRecord
+from hfdist.trainer.budget.usage import Usage
 from hfdist.trainer.evaluation import lm_eval
-from hfdist.trainer.evaluation.loop import perplexity
 from hfdist.trainer.export.merge import write_merged
 from hfdist.trainer.export.model_card import Exported, write_card
 from hfdist.trainer.export.push_to_hub import push
 from hfdist.trainer.reporting.callbacks import plot_losses
 from hfdist.trainer.reporting.peak_memory import largest_peaks
+from hfdist.trainer.run.end_screen import Ending, describe_end
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -44,25 +46,16 @@ _LONGEST_WAIT = timedelta(days=7)
 
 
 def finish(
-    trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig, usage: Usage, *, is_over: bool
+    trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig, usage: Usage, *, stopped_by: str | None
 ) -> HfdistError | None:
     """Evaluate, export, sample, draw and upload; give on rank 0 why the upload failed, if so. All ranks call it.
 
-    A run that is not over, since a budget has stopped it, neither samples nor runs the harness: that takes long.
+    A run that is not over, since the budget `stopped_by` has stopped it, neither samples nor runs the harness: that
+    takes long.
     """
-    run_dir = Path(run.run.dir)
-    logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
+    run_dir, is_over = Path(run.run.dir), stopped_by is None
+    peaks = gather_json(largest_peaks(trainer.args.device))
     reports = trainer.checkpointer.data_reports()
-    for pool in reports:
-        logger.info(
-            "data %s: %.1f %% of the sequences, %s tokens, %.2f epochs; sequences filled to %.1f %%",
-            *(pool.name, 100 * pool.share, f"{pool.tokens:,}", pool.epochs, 100 * pool.filled),
-        )
-    if trainer.is_world_process_zero():
-        with warning_of_failure("report of the documents that were read"):
-            lanes = [read_records(run_dir / LEDGER, lane) for lane in range(run.data.lanes)]
-            if (losses := describe_losses(lanes, run.data)) is not None:
-                logger.info("data: %s", losses)
     loss, step = None, trainer.state.global_step
     assert trainer.strategy is not None
     if held_out is not None:
@@ -74,24 +67,23 @@ def finish(
     folder, not_uploaded = _deliver(trainer, run, patient), None
     usage.read()
     if trainer.is_world_process_zero():
-        if held_out is not None and loss is not None:
-            _log_held_out(loss, held_out, run)
         if is_over and (prompt := run.report.sample_prompt) is not None:
             with trainer.strategy.without_partitioning(trainer.args), warning_of_failure("sample"):
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
         if run.report.plot:
             with warning_of_failure("picture of the losses"):
-                logger.info("loss curve: %s", plot_losses(run_dir, run.task.name))
+                plot_losses(run_dir, run.task.name)
         with warning_of_failure("model card"):
             # A download lies in a folder of its commit's name.
             name = Path(getattr(trainer.model, "name_or_path", "")).name
             commit = name if re.fullmatch(r"[0-9a-f]{40}", name) else None
             write_card(folder, run, reports, Exported(step, loss, commit, usage.totals()), ranks=world_size())
-        logger.info("used: %s", describe_usage(usage.totals(), run.cost))
-        logger.info("model: %s", folder)
         not_uploaded = push(folder, run.export)
         if is_over and run.evaluate.lm_eval:
             _report_tasks(trainer, folder, run, step)
+        with warning_of_failure("summary of the run"):
+            found = {"loss": loss, "step": step, "pools": reports, "peak_bytes": peaks, "stopped_by": stopped_by}
+            logger.info("%s", describe_end(_sum_up(trainer, held_out, run, usage.totals(), folder, **found)))
     if patient is not None:
         # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.
         dist.barrier(patient)
@@ -102,17 +94,63 @@ def finish(
     return not_uploaded
 
 
-def _log_held_out(loss: float, held_out: HeldOut | HeldOutSources, run: RunConfig) -> None:
-    if run.task.name.is_reinforcement:
-        logger.info("held-out reward %.4f", 0.0 - loss)
-        return
-    if run.task.name is not TaskName.causal_lm:
-        logger.info("held-out loss %.4f", loss)
-        return
-    logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
-    baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
-    words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
-    logger.info(words, baseline, perplexity(baseline))
+def _sum_up(
+    trainer: Trainer,
+    held_out: HeldOut | HeldOutSources | None,
+    run: RunConfig,
+    record: RunRecord,
+    folder: Path,
+    **found: Any,
+) -> Ending:
+    """Find on rank 0 what else the screen says."""
+    assert trainer.strategy is not None
+    assert trainer.engine is not None
+    model: Any = trainer.engine.model
+    stream: Any = trainer.train_dataset
+    lanes = [read_records(Path(run.run.dir) / LEDGER, lane) for lane in range(run.data.lanes)]
+    convention = trainer.weighted_loss.convention
+    # Elsewhere the targets are no plain text, or the loss is no mean of them.
+    is_comparable = run.model.init is Init.random and run.task.name is TaskName.causal_lm
+    is_comparable = is_comparable and not stream.corpus.has_examples
+    is_comparable = is_comparable and (convention is None or convention.is_of_tokens)
+    baseline = None
+    if held_out is not None and is_comparable:
+        baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
+    return Ending(
+        config=run,
+        record=record,
+        layout=trainer.strategy.topology.describe(),
+        model_type=model.config.model_type,
+        num_parameters=trainer.engine.size.num_parameters,
+        num_trained=trainer.engine.size.num_trained,
+        folder=folder,
+        loss_before=_loss_before(trainer.state.log_history),
+        without_context=baseline,
+        accuracy=_last_accuracy(trainer.state.log_history),
+        left_out=describe_losses(lanes, run.data),
+        graded=_read_grade(Path(run.run.dir) / GRADE) if run.report.plan else {},
+        has_template=bool(getattr(trainer.processing_class, "chat_template", None)),
+        **found,
+    )
+
+
+def _loss_before(log_history: Sequence[Mapping[str, Any]]) -> float | None:
+    return next(
+        (float(entry["eval_loss"]) for entry in log_history if entry["step"] == 0 and "eval_loss" in entry), None
+    )
+
+
+def _last_accuracy(log_history: Sequence[Mapping[str, Any]]) -> float | None:
+    keys = ("eval_rewards/accuracies", "eval_accuracies")
+    return next((float(entry[key]) for entry in reversed(log_history) for key in keys if key in entry), None)
+
+
+def _read_grade(path: Path) -> dict[str, tuple[float, float]]:
+    """Give what was planned and measured, by name; {}: this start has written no grade."""
+    if not path.is_file():
+        return {}
+    items = json.loads(path.read_text(encoding="utf-8"))["items"]
+    return {item["name"]: (item["predicted"], item["measured"]) for item in items}
 
 
 @contextmanager
@@ -122,17 +160,6 @@ def warning_of_failure(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.warning("no %s: %s: %s", what, type(error).__name__, error)
-
-
-def describe_peak_memory(device: torch.device) -> str:
-    """Give the most memory that each rank has used, such as `host 974, 932 MiB by rank`. A collective.
-
-    Host memory is the process's largest resident size, pages of mapped files included.
-    """
-    peaks_bytes = largest_peaks(device)
-    every = gather_json(peaks_bytes)
-    parts = [f"{kind} {', '.join(f'{peaks[kind] / 2**20:,.0f}' for peaks in every)}" for kind in peaks_bytes]
-    return f"{'; '.join(parts)} MiB by rank"
 
 
 def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None) -> Path:

@@ -94,13 +94,13 @@ def test_energy_is_said_and_emissions_are_where_the_hub_reads_them(card):
     use = RunRecord(start=2, seconds=3600.0, energy_kwh=1.5, earlier_energy_kwh=0.5, energy_source="nvml+estimate",
                     cost=4.0, gco2e=600.0, earlier_gco2e=200.0)  # fmt: skip
     text, _ = card("model.name=some/base", "cost.gco2e_per_kwh=400", "cost.currency=EUR", record=use)
-    assert "1 h, 2 kWh (nvml+estimate), 800 g CO2e, 4 EUR, in 2 starts" in text.text
+    assert "1 h 0 min, 2 kWh (nvml+estimate), 800 g CO2e, 4 EUR, in 2 starts" in text.text
     assert "is an estimate" in text.text
     assert text.data.co2_eq_emissions == {
         "emissions": 800.0, "source": "hfdist (nvml+estimate), at 400.0 g CO2e a kWh", "training_type": "fine-tuning"
     }  # fmt: skip
     text, _ = card("model.name=some/base", record=RunRecord(start=1, seconds=1800.0))
-    assert "Training has used 0.5 h." in text.text
+    assert "Training has used 30 min." in text.text
     assert "co2_eq_emissions" not in text.data.to_dict()
     text, _ = card("model.name=some/base", record=RunRecord(start=2, earlier_gco2e=200.0))
     assert "200 g CO2e, in 2 starts" in text.text

@@ -439,6 +439,27 @@ def test_an_axis_has_its_values_between_round_numbers(low, high):
     assert len({label for _, label in axis.ticks}) == len(axis.ticks)
 
 
+@pytest.mark.parametrize("difference", [0.0, 1e-8, 1e-3])
+def test_equal_runs_lie_on_one_line_of_a_readable_chart(tmp_path, difference):
+    for number, name in enumerate(("a", "b")):
+        lines = [training_line(step, loss=6.79 + number * difference) for step in (1, 2, 3)]
+        write_run(tmp_path / name, lines=lines)
+    runs = [read(tmp_path / name) for name in ("a", "b")]
+    (_, low, _, height) = map(float, re.search(r'viewBox="([^"]+)"', curves.loss_charts(runs))[1].split())
+    assert 0.01 * 6.79 <= height <= 0.1 * 6.79
+    assert low < -6.79 < low + height
+
+
+def test_marks_of_several_runs_have_their_colours(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / name, events=[event("rollback", 1, step=5, to_step=3)])
+    runs = [read(tmp_path / name) for name in ("a", "b")]
+    drawn = curves.small_charts(runs)
+    assert 'class="mark c0' in drawn
+    assert 'class="mark c1' in drawn
+    assert 'class="mark alone' in curves.small_charts(runs[:1])
+
+
 def test_a_logarithmic_axis_has_powers_of_ten():
     axis = logarithmic(0.02, 3e7)
     assert (axis.low, axis.high) == (-2, 8)

@@ -1,6 +1,7 @@
 """A sweep on the page: its best trials, all of them as lines, and nothing of a file that could run."""
 
 import json
+import re
 
 import pytest
 
@@ -50,6 +51,23 @@ def test_the_furthest_and_best_come_first_and_each_is_a_line(tmp_path):
     assert "<b>" not in html
     other = write_sweep(tmp_path / "other", TRIALS, direction="maximize")
     assert [trial.number for trial in read_trials(other)] == [1, 0, 2, 4, 3]
+
+
+def test_the_metric_stands_over_each_swept_value(tmp_path):
+    html = sweep(write_sweep(tmp_path / "sweep", TRIALS))
+    rates, names = html.split('<figure class="chart">')[1:3]
+    assert "<h3>eval_loss by optimizer.lr</h3>" in rates
+    assert 'data-logx="1"' in rates
+    # Two trials and the best one, over the logarithms of their rates, from the lowest.
+    assert re.findall(r' d="([^"]+)"', rates) == ["M-4 3h0M-1 2h0", "M-3 2.2h0"]
+    assert all(f">{label}</text>" in rates for label in ("1e-4", "0.01"))
+    assert ">zero1</text>" in names
+    assert "&lt;script&gt;" in names
+    one = write_sweep(tmp_path / "one", [({"train.seed": seed}, [2.0 + seed]) for seed in (1, 2)])
+    assert "<polyline" not in sweep(one), "of one value, the plain plot says it"
+    assert 'data-logx="0"' in sweep(one)
+    nothing = write_sweep(tmp_path / "nothing", [({"train.seed": None}, [2.0]), ({"train.seed": None}, [1.0])])
+    assert "<figure" not in sweep(nothing)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""What a run says at its end."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.run import AdapterConfig, RunConfig
+from hfdist.config.task import TaskName
+from hfdist.data import PoolReport
+from hfdist.records import RunRecord
+from hfdist.trainer.run.end_screen import Ending, describe_end
+
+CONFIG = compose_config(["model=tiny", "run.name=first", "train.max_steps=20"])
+RECORD = RunRecord(
+    start=1, step=20, max_steps=20, tokens=40_960, seconds=14.8, energy_kwh=7.65e-6, energy_source="estimate"
+)
+PRETRAINED = Ending(
+    config=CONFIG,
+    record=RECORD,
+    layout="1 process",
+    model_type="llama",
+    num_parameters=139_584,
+    num_trained=139_584,
+    folder=Path("runs/first/model"),
+    step=20,
+    loss=6.7944,
+    without_context=5.6237,
+    pools=[PoolReport("all", 320, 1.0, 40_960, 0.034, 1.0)],
+    left_out="61 documents read, 1 empty",
+    peak_bytes=[{"host": 714 << 20}],
+    graded={
+        "peak memory": (708 << 20, 714 << 20),
+        "step": (0.044, 0.169),
+        "energy": (2e-6, 7.65e-6),
+        "MFU": (0.1, 0.2),
+    },
+)
+
+
+def tuned(task="causal_lm", **values):
+    """A run of a pretrained model on examples."""
+    model = replace(CONFIG.model, name="HuggingFaceTB/SmolLM2-135M-Instruct", init=type(CONFIG.model.init).pretrained)
+    config = replace(CONFIG, model=model, task=replace(CONFIG.task, name=TaskName(task)), **values)
+    return replace(PRETRAINED, config=config, without_context=None, has_template=True)
+
+
+def test_a_pretraining_of_few_steps():
+    said = describe_end(PRETRAINED)
+    assert (
+        said
+        == """\
+first has ended: 20 steps
+  trained   a llama of 139,584 parameters, from random weights
+  on        stdlib: 40,960 tokens, 0.03 epochs; 61 documents read, 1 empty
+  layout    1 process; sharding none
+  quality   held-out loss 6.7944, perplexity 892.8; a model without context (unigram) has 5.6237, which is better: \
+20 steps are few
+  plan      memory of a rank 714 MiB (planned: 708 MiB), a step 169 ms (planned: 44 ms), energy 7.65 mWh (planned: \
+2 mWh)
+  memory    host 714 MiB
+  used      14.8 s, 7.65 mWh (an estimate)
+  model     runs/first/model
+to use it:
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (auto.from_pretrained("runs/first/model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50)[0]))
+what comes next:
+  hfdist report runs/first                        makes a page with its curves
+  hfdist audit run=runs/first                     proves that it read the data as planned
+  hfdist prove strategy=zero2 launch.processes=2  shows that two processes train as one does
+  hf upload OWNER/NAME runs/first/model           brings the model to the Hub"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "step", "words"),
+    [
+        (3.0, 20, "perplexity 20.1; a model without context (unigram) has 5.6237\n"),
+        (6.0, 1, "which is better: 1 step is few\n"),
+        (6.0, 5000, "which is better: look at the curves and the learning rate\n"),
+    ],
+)
+def test_a_loss_stands_beside_what_it_must_beat(loss, step, words):
+    assert words in describe_end(replace(PRETRAINED, loss=loss, step=step, record=replace(RECORD, step=step)))
+
+
+def test_an_adapter_that_is_not_merged_is_opened_by_peft(tmp_path):
+    end = replace(tuned(adapter=AdapterConfig(type="lora", merge=False)), num_trained=9216, folder=tmp_path)
+    said = describe_end(end)
+    assert "lora, 9,216 parameters beside a llama of 130,368 parameters, from HuggingFaceTB/SmolLM2-135M" in said
+    assert "from peft import AutoPeftModelForCausalLM\n" in said
+    assert 'chat = [{"role": "user"' in said
+    assert "without context" not in said
+    assert "held-out loss 6.7944 (7.1000 before training), perpl" in describe_end(replace(end, loss_before=7.1))
+    (tmp_path / "config.json").touch()
+    assert "peft" not in describe_end(end), "it is merged"
+
+
+def test_preferences_have_another_measure():
+    said = describe_end(replace(tuned("dpo"), loss=0.61, accuracy=0.75))
+    assert "held-out loss 0.6100 (0.6931 before training), accuracy 75 % (50 % by chance)\n" in said
+    assert "perplexity" not in said
+    assert "(0.7000 before training)" in describe_end(replace(tuned("dpo"), loss=0.61, loss_before=0.7))
+    assert "AutoModelForSequenceClassification" in describe_end(tuned("reward"))
+    assert "held-out reward 0.2500\n" in describe_end(replace(tuned("grpo"), loss=-0.25))
+
+
+def test_a_run_that_a_budget_has_stopped_says_how_it_goes_on():
+    record = replace(RECORD, step=12, seconds=7200, cost=0.001, energy_kwh=None)
+    said = describe_end(replace(PRETRAINED, record=record, step=12, stopped_by="max_hours"))
+    assert said.startswith("first has stopped at step 12 of 20: train.max_hours is used up\n")
+    assert "the same command with a larger train.max_hours" in said
+    assert "used      2 h 0 min, less than 0.01 USD\n" in said
+
+
+def test_what_is_not_known_is_not_said():
+    end = replace(PRETRAINED, loss=None, without_context=None, graded={}, peak_bytes=[], pools=[], left_out=None)
+    said = describe_end(end)
+    assert "quality   not measured: the run has no held-out data\n" in said
+    assert "on        40,960 tokens\n" in said
+    assert not any(word in said for word in ("plan ", "memory "))
+
+
+def test_many_ranks_and_pools_stay_one_screen():
+    pools = [PoolReport(f"source-{number}", 1, 0.1, 100, 1.5, 0.9) for number in range(10)]
+    peaks = [{"host": 1 << 30, "device": (number + 1) << 30} for number in range(64)]
+    said = describe_end(replace(PRETRAINED, pools=pools, peak_bytes=peaks, record=replace(RECORD, processes=64)))
+    assert "source-3: 100 tokens, 1.50 epochs, sequences filled to 90 %; 6 more; 61 documents" in said
+    assert "device 1.0 GiB to 64.0 GiB, by rank" in said
+    assert "hfdist prove" not in said
+
+
+def test_the_best_weights_say_their_step_and_odd_folders_are_quoted():
+    folder = Path('runs/my "first" run/model')
+    said = describe_end(replace(PRETRAINED, step=10, folder=folder))
+    assert "model, of step 10, whose held-out loss was the lowest\n" in said
+    assert 'from_pretrained("runs/my \\"first\\" run/model")' in said
+    assert "hf upload OWNER/NAME 'runs/my \"first\" run/model'" in said
+
+
+def test_the_default_config_has_a_screen():
+    assert describe_end(replace(PRETRAINED, config=RunConfig()))
