@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.checks.deepspeed import check_optimizer_sections, read_deepspeed_file
 from hfdist.config.checks.values import check_layout
 from hfdist.config.cli.process_end import report_uncaught
 from hfdist.config.strategy import Sharding, StrategyConfig
@@ -89,17 +90,21 @@ def make_strategy(
         sequence_length: of a usual sequence in tokens, to balance the stages of a pipeline.
         precision: fp32, bf16 or fp16, as in the TrainingArguments.
         max_grad_norm: as in the TrainingArguments; DeepSpeed clips by itself.
-        layout: the keys of `strategy.*`, under their names and with their values there.
+        layout: the keys of `strategy.*`, under their names and with their values there; `deepspeed` may be the path of
+            a DeepSpeed config file.
 
     Raises:
         ConfigError: a key, a value or a size that does not fit.
     """
     report_uncaught()
+    if isinstance(layout.get("deepspeed"), str):
+        layout["deepspeed"] = read_deepspeed_file(layout["deepspeed"], "make_strategy(deepspeed)")
     strategy, train = _typed(layout, {"precision": precision, "max_grad_norm": max_grad_norm})
     if train.precision is Precision.fp8:
         what, allowed = "the model is the caller's own, and only a run changes its layers to float8", "fp32, bf16, fp16"
         raise ConfigError(what, where="make_strategy(precision)", found="fp8", allowed=allowed, hint='precision="bf16"')
     check_layout(strategy, train)
+    check_optimizer_sections(strategy.deepspeed, None)
     topology = Topology.from_environment(strategy.degrees)
     batch = plan_batch(
         global_batch_size=global_batch_size,

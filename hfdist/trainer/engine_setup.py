@@ -103,6 +103,8 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
         if getattr(args, name, None) != value:
             what = "the training arguments were not made for this strategy"
             hint = "TrainingArguments(..., **strategy.training_arguments())"
+            if name == "deepspeed" and getattr(args, name, None):
+                hint += "; a DeepSpeed config of your own goes to hfdist.make_strategy(..., deepspeed=FILE)"
             raise ConfigError(what, where=f"args.{name}", found=getattr(args, name, None), hint=hint)
     for name, value in strategy.agreed_arguments().items():
         if getattr(args, name) != value:

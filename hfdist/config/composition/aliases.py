@@ -63,7 +63,7 @@ _OVERRIDES = {
     "adapter=lora": "use_peft peft_type",
     "adapter=qlora": "bnb_4bit_quant_type",
     "strategy=zero{value}": "zero_stage stage zero",
-    "strategy=zero2": "deepspeed_config",
+    "strategy=zero2 strategy.deepspeed={value}": "deepspeed deepspeed_config",
     "strategy=fsdp2": "fsdp",
     "strategy.tensor={value}": "tp_size tensor_parallel_size",
     "strategy.pipeline={value}": "pp_size pipeline_parallel_size",
