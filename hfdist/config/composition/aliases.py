@@ -79,6 +79,7 @@ _OVERRIDES = {
     "checkpoint.resume={value}": "resume_from_checkpoint",
     "report.log_every={value}": "logging_steps",
     "report.to=[{value}]": "report_to",
+    "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta",
     "task.loss={value}": "loss_type pref_loss",
     "task.max_new_tokens={value}": "max_completion_length",
@@ -106,7 +107,7 @@ REASONS = {
     "metric_for_best_model": "the held-out loss decides: evaluate.export=best checkpoint.keep_best=true",
     "overwrite_output_dir": "nothing is overwritten: another run.name begins anew",
     "use_vllm": "hfdist draws answers itself; task.generators=1 does it beside the ranks",
-    **dict.fromkeys(("wandb_project", "wandb_entity"), "report.to=[wandb], and WANDB_PROJECT=... in the environment"),
+    "wandb_entity": "report.to=[wandb], and WANDB_ENTITY=... in the environment",
     **dict.fromkeys(
         ("nnodes", "num_machines", "node_rank", "machine_rank", "master_addr", "main_process_ip"),
         "a launcher on each machine, torchrun or accelerate launch, with the recipe: see docs/machines.md",
