@@ -21,7 +21,8 @@ QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 def read_tracker(name, run_dir, project="hfdist"):
     """Give by run of the tracker `{"config": names of sections, figure: [(step, value), ...]}`, in the tracker's order.
 
-    `project` is what the tracker files the runs under. In a process of its own: these packages keep settings, threads and servers for as long as the process lives.
+    `project` is what the tracker files the runs under. In a process of its own: these packages keep settings, threads
+    and servers for as long as the process lives.
     """
     return run_ranks(_READERS[name], 1, Path(run_dir).absolute(), project, group=False)[0]
 

@@ -163,7 +163,10 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         compose_config(["model=tiny", "strategy=zero1", f"strategy.deepspeed={file}"])
-    assert caught.value.where == "strategy.deepspeed (command line)"
+    assert caught.value.where.startswith("strategy.deepspeed (command line)")
+    with pytest.raises(ConfigError) as caught:
+        make_strategy(global_batch_size=8, sharding="zero2", deepspeed=str(file))
+    assert caught.value.where.startswith("make_strategy(deepspeed)")
 
 
 def test_python_takes_a_file_too(tmp_path):
@@ -174,7 +177,8 @@ def test_python_takes_a_file_too(tmp_path):
     file.write_text(json.dumps(AS_OTHERS_WRITE_IT))
     with pytest.raises(ConfigError) as caught:
         make_strategy(global_batch_size=8, sharding="zero2", deepspeed=str(file))
-    assert caught.value.where == "strategy.deepspeed.optimizer.type"
+    assert caught.value.where == "make_strategy(deepspeed.optimizer.type)"
+    assert "args.optim" in caught.value.hint
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hfdist.config.optimizer import OptimizerName, Schedule
 from hfdist.config.run import RunConfig
+from hfdist.config.schema import flatten
 from hfdist.errors import ConfigError
 from hfdist.messages.message import NotAMessageError, read_json
 
@@ -59,6 +61,13 @@ def read_deepspeed_file(given: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"the file cannot be read: {reason}", where=where, found=given, allowed=allowed) from error
     if not isinstance(values, dict):
         raise ConfigError("the file has no keys", where=where, found=given, allowed=allowed)
+    for key, value in flatten(values, ""):
+        # What a config could not hold as it is: references to other keys, and what its grammar has quotes for.
+        if not re.fullmatch(r"[\w.]*", key):
+            raise ConfigError("there is no such key", where=where, found=key, allowed="keys of DeepSpeed's config")
+        if isinstance(value, str) and (re.search(r"['\\]|\$\{", value) or not value.isprintable()):
+            allowed = "text without quotes, backslashes and ${"
+            raise ConfigError("this text cannot be taken", where=f"{where}: {key}", found=value, allowed=allowed)
     return values
 
 
