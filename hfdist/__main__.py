@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from hfdist.config.cli.recipe_names import NAMES, RECIPES, names_config, with_task
+from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
+from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task
 from hfdist.errors import ConfigError, nearest
 
 _COMPLETION = """\
@@ -33,11 +34,13 @@ _WORDS = {
 }
 """What may follow a command that has no config."""
 _MULTIRUN = ("-m", "--multirun")
+_HELP = ("-h", "--help")
 _USAGE = """\
 hfdist COMMAND [flags] [key=value ...]
 
 {commands}
 
+hfdist run FILE.yaml is the recipe that the file names, with it as its config; a run's folder has such a file.
 hfdist sft is finetune; hfdist dpo, kto, reward, grpo and rloo are tune with that task.
 hfdist COMMAND --help lists its groups, options and keys; launch.processes=2 (or auto: the GPUs) starts that many
 processes; eval "$(hfdist completion bash)" completes all of them (in zsh, after bashcompinit).
@@ -46,9 +49,10 @@ processes; eval "$(hfdist completion bash)" completes all of them (in zsh, after
 
 def main() -> None:
     """Run the recipe that the first argument names; end with its exit code."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    with told_in_one_message(stop_everywhere):
+        name, arguments = _read_name(sys.argv[1:])
     recipes = find_recipes()
-    if name in ("-h", "--help"):
+    if name in _HELP:
         width = max(map(len, recipes))
         lines = (f"  {name:<{width}}  {first_line(path)}" for name, path in recipes.items())
         sys.stdout.write(_USAGE.format(commands="\n".join(lines)))
@@ -57,12 +61,9 @@ def main() -> None:
     elif sys.argv[1:] == ["completion", "query"]:
         _complete(os.environ["COMP_LINE"], recipes)
     elif name in recipes:
-        _call(name, sys.argv[2:], recipes)
-    elif name in NAMES:
-        arguments = sys.argv[2:]
-        _call(NAMES[name][0], arguments if names_config(arguments) else with_task(name, arguments), recipes)
+        _call(name, arguments, recipes)
     else:
-        known = [*recipes, *(name for name in NAMES if name not in recipes), "completion bash"]
+        known = [*{**recipes, **NAMES}, RUN, "completion bash"]
         error = ConfigError(
             "there is no such command",
             where="command line",
@@ -72,6 +73,21 @@ def main() -> None:
         )
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
+
+
+def _read_name(given: list[str]) -> tuple[str, list[str]]:
+    """Give the command and its arguments, where a task or a config file may stand for them."""
+    name, *arguments = given or [_HELP[0]]
+    if name == RUN:
+        if arguments[:1] in ([flag] for flag in _HELP):
+            return _HELP[0], []
+        # Imported here, as the other commands need no reader of config files so early.
+        from hfdist.config.cli.own_config import as_recipe
+
+        name, *arguments = as_recipe(arguments[0] if arguments else "", arguments[1:])
+    elif name in NAMES:
+        name, arguments = NAMES[name][0], arguments if names_config(arguments) else with_task(name, arguments)
+    return name, arguments
 
 
 def _call(name: str, arguments: list[str], recipes: dict[str, Path]) -> None:
@@ -94,7 +110,7 @@ def _complete(line: str, recipes: dict[str, Path]) -> None:
     """Print what may stand at the end of a command line that begins with `hfdist`."""
     _, *words = line.split(" ")
     if len(words) < 2:
-        sys.stdout.write(" ".join({**recipes, **NAMES}))
+        sys.stdout.write(" ".join([*{**recipes, **NAMES}, RUN]))
     elif words[0] in _WORDS:
         sys.stdout.write(_WORDS[words[0]])
     elif words[0] in recipes or words[0] in NAMES:

@@ -139,6 +139,8 @@ class ReportConfig:
 
     log_every: int = limited(1, at_least=1)
     to: list[str] = field(default_factory=list)
+    project: str | None = None
+    """What trackers file the run under; the run's name there is `run.name`."""
     progress: bool = True
     preview: int = limited(0, at_least=0)
     plot: bool = True

@@ -112,7 +112,9 @@ class StrategyConfig:
     prefetch: int = limited(0, at_least=0)
     """Blocks whose parameters FSDP2 gathers ahead of the one that computes; 0: one, and only in the backward."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
+    """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema.
+
+    Those that follow from other keys are `auto`, or equal to what follows."""
 
     @property
     def defers_gradients(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from hfdist.models.names.weight_names import read_names
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.open_files import raise_limit
 from hfdist.strategies.base import Engine, Strategy
+from hfdist.strategies.select import strategy_by_name
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.model_files import check_adapter_names, has_adapter
 from hfdist.trainer.hooks import OURS, check_hooks, owner_of
@@ -42,6 +44,22 @@ _REFUSED = {
     ),
 }
 """Arguments that a strategy refuses: why, and what to do instead."""
+
+
+def find_strategy(strategy: Any, arguments: dict[str, Any]) -> tuple[Strategy, dict[str, Any]]:
+    """Give the strategy, or make it by its name, with the arguments that fit it; ConfigError: there is none."""
+    if isinstance(strategy, Strategy):
+        return strategy, arguments
+    where = "Trainer(strategy)"
+    if not isinstance(strategy, str):
+        allowed, hint = 'hfdist.make_strategy(...), the name of a preset such as "fsdp2", None', 'strategy="fsdp2"'
+        raise ConfigError("this is no strategy", where=where, found=repr(strategy), allowed=allowed, hint=hint)
+    args = arguments.get("args")
+    if args is None:
+        what, hint = "a strategy by its name takes the sizes of the training arguments", "args=TrainingArguments(...)"
+        raise ConfigError(what, where="args", found="None", hint=hint)
+    made = strategy_by_name(strategy, args)
+    return made, arguments | {"args": dataclasses.replace(args, **made.training_arguments())}
 
 
 def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
@@ -103,6 +121,8 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
         if getattr(args, name, None) != value:
             what = "the training arguments were not made for this strategy"
             hint = "TrainingArguments(..., **strategy.training_arguments())"
+            if name == "deepspeed" and getattr(args, name, None):
+                hint += "; a DeepSpeed config of your own goes to hfdist.make_strategy(..., deepspeed=FILE)"
             raise ConfigError(what, where=f"args.{name}", found=getattr(args, name, None), hint=hint)
     for name, value in strategy.agreed_arguments().items():
         if getattr(args, name) != value:

@@ -24,6 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from hfdist.checkpoint import Keep, Replicas
 from hfdist.collectives import gather_json
 from hfdist.config.islands import IslandsConfig
+from hfdist.config.python_words import speaking_python
 from hfdist.data import HeldOutSources, TokenStream
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
@@ -38,6 +39,7 @@ from hfdist.trainer.engine_setup import (
     build_engine,
     check_has_logits,
     distribute,
+    find_strategy,
 )
 from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.evaluation.loop import Measure
@@ -110,9 +112,12 @@ class DistributedTrainerMixin(_Trainer):
             cls.__bases__ = (*(base for base in cls.__bases__ if base is not transformers.Trainer), EngineTrainer)
 
     def __init__(
-        self, *args: Any, strategy: Strategy | None = None, options: RunOptions | None = None, **kwargs: Any
+        self, *args: Any, strategy: Strategy | str | None = None, options: RunOptions | None = None, **kwargs: Any
     ) -> None:
-        self.strategy = strategy
+        if strategy is not None:
+            kwargs, args = arguments_by_name(type(self), args, kwargs), ()
+            strategy, kwargs = find_strategy(strategy, kwargs)
+        self.strategy: Strategy | None = strategy
         self.options = options or RunOptions()
         self.engine: Engine | None = None
         self.checkpointer = Checkpointer(self)
@@ -133,10 +138,11 @@ class DistributedTrainerMixin(_Trainer):
         model_init: Any = None
         has_new_adapter = False
         if strategy is not None:
-            kwargs = arguments_by_name(type(self), args, kwargs)
-            args, model_init = (), kwargs.get("model_init")
+            model_init = kwargs.get("model_init")
             has_new_adapter = kwargs.get("peft_config") is not None
-            self.engine, kwargs = build_engine(type(self), strategy, kwargs)
+            # A run has a config, and is told of its keys.
+            with nullcontext() if self.options.run_values is not None else speaking_python():
+                self.engine, kwargs = build_engine(type(self), strategy, kwargs)
         super().__init__(*args, **kwargs)
         if self.engine is None:
             return

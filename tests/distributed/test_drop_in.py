@@ -223,13 +223,19 @@ NOISE = ("(from args) !=", "accumulation steps mismatch", "find_unused_parameter
 def in_another_layout(folder):
     saving = {"save_strategy": "steps", "save_steps": 2}
     train(folder, make_strategy(micro_batch_size=2), per_device_train_batch_size=2, max_steps=2, **saving)
-    trainer = make_trainer(folder, make_strategy(Sharding.zero1), arguments=saving)
+    strategy = make_strategy(Sharding.zero1, deepspeed=str(folder / "ds.json"))
+    trainer = make_trainer(folder, strategy, arguments=saving)
     trainer.train(resume_from_checkpoint=True)
+    # Of DeepSpeed's engine: the file has reached it.
+    assert trainer.model_wrapped.zero_round_robin_gradients()
     state = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["train_batch_size"] == trainer.args.per_device_train_batch_size == 1
 
 
 def test_a_change_of_layout_says_nothing_that_is_no_mistake(tmp_path, capfd):
+    zero = {"stage": 1, "round_robin_gradients": True, "reduce_bucket_size": "auto"}
+    file = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero}
+    (tmp_path / "ds.json").write_text(json.dumps(file))
     in_another_layout(folder=tmp_path)
     said = "".join(capfd.readouterr())
     assert not [noise for noise in NOISE if noise in said], said

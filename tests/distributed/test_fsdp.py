@@ -118,7 +118,7 @@ def test_offloaded_shards_stay_where_they_are():
 def test_one_rank_has_nothing_to_offload():
     with pytest.raises(ConfigError, match="one data rank has none") as caught:
         make_strategy(offload="cpu")
-    assert caught.value.where == "strategy.offload"
+    assert caught.value.where == "make_strategy(offload)"
 
 
 @on_ranks(2)

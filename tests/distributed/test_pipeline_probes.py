@@ -244,9 +244,9 @@ def test_models_that_cannot_be_split_are_refused_on_all_ranks_alike(two_ranks):
 @pytest.mark.parametrize(
     ("schedule", "sizes", "nearest"),
     [
-        ("1f1b", {"global_batch_size": 6, "micro_batch_size": 2}, "train.global_batch_size=8 train.micro_batch_size=2"),
-        ("dualpipev", {"global_batch_size": 4, "micro_batch_size": 1}, "train.global_batch_size=8"),
-        ("interleaved_1f1b", {"global_batch_size": 9, "micro_batch_size": 1}, "train.global_batch_size=10"),
+        ("1f1b", {"global_batch_size": 6, "micro_batch_size": 2}, "global_batch_size=8, micro_batch_size=2"),
+        ("dualpipev", {"global_batch_size": 4, "micro_batch_size": 1}, "global_batch_size=8"),
+        ("interleaved_1f1b", {"global_batch_size": 9, "micro_batch_size": 1}, "global_batch_size=10"),
     ],
 )
 def test_too_few_micro_batches_are_refused_with_the_nearest_number_that_fits(monkeypatch, schedule, sizes, nearest):
@@ -254,7 +254,7 @@ def test_too_few_micro_batches_are_refused_with_the_nearest_number_that_fits(mon
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError) as caught:
         hfdist.make_strategy(pipeline=4, schedule=schedule, **sizes)
-    assert caught.value.where == "train.global_batch_size"
+    assert caught.value.where == "make_strategy(global_batch_size)"
     assert nearest in caught.value.hint
 
 

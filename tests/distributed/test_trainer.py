@@ -84,6 +84,19 @@ def test_the_held_out_loss_does_not_depend_on_batch_size_or_ranks(tmp_path):
     assert values == pytest.approx([values[0]] * 4, rel=1e-6)
 
 
+@on_ranks(2)
+def test_a_preset_by_its_name_trains_as_its_strategy_does(tmp_path):
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    # Made before the strategy, as is the model.
+    model, args = make_model(), make_arguments(tmp_path, **sizes)
+    named = hfdist.Trainer(model, args, strategy="zero3", train_dataset=uneven_items())
+    named.train()
+    assert (named.strategy.batch.global_batch_size, named.is_deepspeed_enabled) == (GLOBAL_BATCH, True)
+    alone = make_trainer(tmp_path, make_strategy(micro_batch_size=2))
+    alone.train()
+    assert torch.tensor(history(named)) == pytest.approx(torch.tensor(history(alone)), rel=1e-4)
+
+
 def forgotten(folder):
     strategy = make_strategy(Sharding.zero1)
     hfdist.Trainer(make_model(), make_arguments(folder), strategy=strategy, train_dataset=uneven_items())

@@ -108,9 +108,10 @@ def test_a_run_that_is_killed_and_goes_on_is_one_run_with_each_step_once(name, r
 
 
 def drive(run_dir, events, *overrides):
-    """Call all trackers as a Trainer does. `events`: names, each with its step and what is logged."""
+    """Call all trackers of a project as a Trainer does. `events`: names, each with its step and what is logged."""
     os.environ.update(QUIET | {"HOME": str(run_dir)})
-    settings = (f"run.name={run_dir.name}", f"run.dir={run_dir}", f"report.to=[{','.join(INSTALLED)}]", *overrides)
+    settings = (f"run.name={run_dir.name}", f"run.dir={run_dir}", f"report.to=[{','.join(INSTALLED)}]",
+                "report.project=mine", *overrides)  # fmt: skip
     args = TrainingArguments(str(run_dir), report_to="none", run_name=run_dir.name, use_cpu=True)
     trackers, state, control = Trackers(compose_config(["model=tiny", *settings])), TrainerState(), TrainerControl()
     for event, step, *logs in events:
@@ -137,11 +138,11 @@ def reports_of_three_starts(tmp_path_factory):
     run_ranks(drive, 1, run_dir, events, group=False)
     # MLflow takes no parameter a second time with another value.
     run_ranks(drive, 1, run_dir, [("begin", 5), ("log", 6, {"loss": 60.0}), ("end", 6)], "train.seed=5", group=False)
-    before = {name: read_tracker(name, run_dir) for name in INSTALLED}
+    before = {name: read_tracker(name, run_dir, "mine") for name in INSTALLED}
     # As a run does that has no checkpoint to go on from.
     (run_dir / TRACKERS_FILE).unlink(missing_ok=True)
     run_ranks(drive, 1, run_dir, [("begin", 0), ("log", 1, {"loss": 2.0}), ("end", 1)], group=False)
-    return before, {name: read_tracker(name, run_dir) for name in INSTALLED}
+    return before, {name: read_tracker(name, run_dir, "mine") for name in INSTALLED}
 
 
 @each_tracker

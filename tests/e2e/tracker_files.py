@@ -18,15 +18,16 @@ for package in (PACKAGES[name] for name in INSTALLED if name != "trackio"):
 QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 
-def read_tracker(name, run_dir):
+def read_tracker(name, run_dir, project="hfdist"):
     """Give by run of the tracker `{"config": names of sections, figure: [(step, value), ...]}`, in the tracker's order.
 
-    In a process of its own: these packages keep settings, threads and servers for as long as the process lives.
+    `project` is what the tracker files the runs under. In a process of its own: these packages keep settings, threads
+    and servers for as long as the process lives.
     """
-    return run_ranks(_READERS[name], 1, Path(run_dir).absolute(), group=False)[0]
+    return run_ranks(_READERS[name], 1, Path(run_dir).absolute(), project, group=False)[0]
 
 
-def _tensorboard(run_dir):
+def _tensorboard(run_dir, project):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
@@ -36,7 +37,7 @@ def _tensorboard(run_dir):
     return {"": figures | {"config": [line[:-1] for line in text.splitlines() if line and line[0].isalpha()]}}
 
 
-def _wandb(run_dir):
+def _wandb(run_dir, project):
     from wandb.proto.wandb_internal_pb2 import Record
 
     runs = {}
@@ -46,7 +47,8 @@ def _wandb(run_dir):
         for content in _records(path.read_bytes()):
             record = Record.FromString(content)
             if record.WhichOneof("record_type") == "run":
-                run = runs.setdefault((record.run.project, record.run.run_id), {"config": []})
+                assert record.run.project == project
+                run = runs.setdefault(record.run.run_id, {"config": []})
                 names.add(record.run.display_name)
                 run["config"] += [item.key for item in record.run.config.update]
             elif record.WhichOneof("record_type") == "config":
@@ -75,24 +77,24 @@ def _records(content):
             parts = []
 
 
-def _trackio(run_dir):
+def _trackio(run_dir, project):
     os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
     runs = {}
-    for one in trackio.Api().runs("hfdist"):
+    for one in trackio.Api().runs(project):
         runs[one.name] = run = {"config": list(one.config)}
-        _add_rows(run, SQLiteStorage.get_logs("hfdist", one.name, run_id=one.id))
+        _add_rows(run, SQLiteStorage.get_logs(project, one.name, run_id=one.id))
     return runs
 
 
-def _mlflow(run_dir):
+def _mlflow(run_dir, project):
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     import mlflow
 
     client, runs = mlflow.MlflowClient((run_dir / "mlruns").as_uri()), {}
-    for experiment in client.search_experiments(filter_string="name = 'hfdist'"):
+    for experiment in client.search_experiments(filter_string=f"name = '{project}'"):
         for one in client.search_runs([experiment.experiment_id]):
             assert one.info.run_name == run_dir.name
             # Written by several threads, in any order; it is shown by step.

@@ -1,12 +1,16 @@
 """The generated DeepSpeed config, and mistakes in the further keys."""
 
+import json
+
 import pytest
 
 from hfdist.config.batch import plan_batch
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
-from hfdist.strategies.deepspeed.deepspeed_config import check_extra_keys, generate
+from hfdist.strategies.deepspeed.deepspeed_config import generate
+from hfdist.strategies.select import make_strategy
 
 
 def config(strategy: StrategyConfig, train: TrainConfig | None = None, device_type: str = "cpu"):
@@ -65,7 +69,15 @@ def test_further_keys_are_merged_over_the_generated_ones():
         ),
         ({"zero_optimization": {"stage": 3}}, "strategy.deepspeed.zero_optimization.stage", "strategy.sharding"),
         ({"train_batch_size": 3}, "strategy.deepspeed.train_batch_size", "train.global_batch_size"),
+        ({"gradient_accumulation_steps": 3}, "strategy.deepspeed.gradient_accumulation_steps", "micro_batch_size"),
         ({"gradient_clipping": 3.0}, "strategy.deepspeed.gradient_clipping", "train.max_grad_norm"),
+        ({"bf16": {"enabled": True}}, "strategy.deepspeed.bf16.enabled", "train.precision"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "strategy.deepspeed.zero_optimization.offload_optimizer.device",
+            "strategy.offload",
+        ),
+        ({"aio": {"block_size": 1}}, "strategy.deepspeed.aio", "does not go to DeepSpeed"),
         (
             {"zero_optimization": {"reduce_bucket_size": "big"}},
             "strategy.deepspeed.zero_optimization.reduce_bucket_size",
@@ -82,9 +94,91 @@ def test_further_keys_are_merged_over_the_generated_ones():
 )
 def test_mistakes_name_the_full_key_and_the_way_out(extra, where, hint):
     with pytest.raises(ConfigError) as caught:
-        check_extra_keys(extra)
+        config(StrategyConfig(sharding=Sharding.zero2, deepspeed=extra))
     assert caught.value.where == where
     assert hint in str(caught.value)
+
+
+AS_OTHERS_WRITE_IT = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 1.0,
+    "zero_allow_untested_optimizer": True,
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": False},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": 100}},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "none"},
+        "reduce_bucket_size": 5e8,
+        "allgather_bucket_size": "auto",
+        "round_robin_gradients": True,
+    },
+}
+
+
+def test_a_file_is_taken_as_it_is(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(AS_OTHERS_WRITE_IT))
+    composed = compose_config(["model=tiny", "strategy=zero2", f"strategy.deepspeed={file}", "train.max_steps=100"])
+    assert composed.strategy.deepspeed == AS_OTHERS_WRITE_IT
+    made = config(composed.strategy)
+    section = made["zero_optimization"]
+    assert (section["reduce_bucket_size"], section["round_robin_gradients"], section["stage"]) == (5e8, True, 2)
+    assert "auto" not in list(leaves(made))
+    assert made["fp16"] == {"enabled": False, "loss_scale": 0, "initial_scale_power": 16}
+    assert (made["train_batch_size"], "optimizer" in made, "scheduler" in made) == (32, False, False)
+
+
+@pytest.mark.parametrize(
+    ("section", "where", "key"),
+    [
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type", "optimizer.name"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}, "optimizer.params.lr", "optimizer.lr"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type", "optimizer.schedule"),
+        (
+            {"scheduler": {"params": {"warmup_num_steps": 7}}},
+            "scheduler.params.warmup_num_steps",
+            "optimizer.warmup_steps",
+        ),
+    ],
+)
+def test_a_file_says_no_other_optimizer(tmp_path, section, where, key):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(section))
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["model=tiny", "strategy=zero1", f"strategy.deepspeed={file}"])
+    assert caught.value.where == f"strategy.deepspeed.{where}"
+    assert key in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "[" * 2000, '{"a": ' * 100 + "1" + "}" * 100, " " * (1 << 21), '{"a b": 1}', '{"a": "${b}"}'],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path, text):
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["model=tiny", "strategy=zero1", f"strategy.deepspeed={file}"])
+    assert caught.value.where.startswith("strategy.deepspeed (command line)")
+    with pytest.raises(ConfigError) as caught:
+        make_strategy(global_batch_size=8, sharding="zero2", deepspeed=str(file))
+    assert caught.value.where.startswith("make_strategy(deepspeed)")
+
+
+def test_python_takes_a_file_too(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": AS_OTHERS_WRITE_IT["zero_optimization"]}))
+    made = make_strategy(global_batch_size=8, sharding="zero2", data=1, min_data=1, deepspeed=str(file))
+    assert made.training_arguments()["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == 5e8
+    file.write_text(json.dumps(AS_OTHERS_WRITE_IT))
+    with pytest.raises(ConfigError) as caught:
+        make_strategy(global_batch_size=8, sharding="zero2", deepspeed=str(file))
+    assert caught.value.where == "make_strategy(deepspeed.optimizer.type)"
+    assert "args.optim" in caught.value.hint
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

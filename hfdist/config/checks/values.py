@@ -13,6 +13,7 @@ from pathlib import Path
 from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.budgets import find_limits
 from hfdist.config.checks.data import check_data, check_source
+from hfdist.config.checks.deepspeed import check_optimizer_sections
 from hfdist.config.checks.task import check_task
 from hfdist.config.data import SourceKind
 from hfdist.config.islands import IslandMethod, IslandsConfig
@@ -34,6 +35,7 @@ def check_config(config: RunConfig) -> None:
     check_data(config.data)
     check_task(config)
     check_layout(config.strategy, config.train)
+    check_optimizer_sections(config.strategy.deepspeed, config)
     _check_optimizer(config)
     _check_tokens(config)
     _check_precision(config)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG
 from hfdist.config.cli.arguments import as_config_flags, find_run
-from hfdist.config.cli.recipe_names import NAMES, RECIPES, names_config, with_task
+from hfdist.config.cli.own_config import as_recipe
+from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
@@ -19,7 +20,8 @@ _VALUE_FLAGS = ("--config-dir", "--config-name")
 _OF_RUN = ("recipe", "run")
 MEANINGS = f"""\
 recipe=NAME         {" | ".join(NAMES)}; default: {RECIPES[0]}; the name alone means the same
-run=FOLDER          the run's config is that of this run's folder; default: the recipe's"""
+run=FOLDER          the run's config is that of this run's folder; default: the recipe's
+run FILE.yaml       a config of your own, by the recipe that it names; also a run's folder"""
 """Lines for the help of such a command."""
 
 
@@ -80,7 +82,7 @@ def read_line(
         ConfigError: a word that is given twice or without a value, a flag or a recipe that is not there, no such run,
             or two configs.
     """
-    given, rest = _split_flags(as_config_flags(arguments), (OFFLINE_FLAG, *flags))
+    given, rest = _split_flags(as_config_flags(_write_run_out(arguments)), (OFFLINE_FLAG, *flags))
     own, of_group, overrides = _divide(rest, group, keys, (*_OF_RUN, *words))
     name = choose("recipe", own.pop("recipe", RECIPES[0]), tuple(NAMES))
     if "run" in own:
@@ -101,6 +103,13 @@ def choose(key: str, value: str | None, known: Sequence[str]) -> str:
     what = "which one?" if value is None else "no such value"
     hint = f"{key}={known[0]}" if value is None else nearest(value, known, f"{key}={{}}", cutoff=0.0)
     raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=value, allowed=", ".join(known), hint=hint)
+
+
+def _write_run_out(arguments: Sequence[str]) -> list[str]:
+    for number, argument in enumerate(arguments):
+        if argument == RUN and (number == 0 or arguments[number - 1] not in ("--config", *_VALUE_FLAGS)):
+            return [*arguments[:number], *as_recipe([*arguments, ""][number + 1], arguments[number + 2 :])]
+    return [*arguments]
 
 
 def _divide(

@@ -218,7 +218,7 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
             "hfdist sweep sweep=grid optimizer.lr=1e-3,3e-4",
         ),
         ("config_path", _NO_FLAG, "--config-dir DIR adds a folder whose files win over the shipped ones"),
-        ("experimental_rerun", _NO_FLAG, "--config-dir <run.dir> --config-name config starts from a run's config"),
+        ("experimental_rerun", _NO_FLAG, "hfdist run <run.dir> starts from a run's config"),
     ):
         if getattr(flags, name):
             raise ConfigError(what, where=f"--{name.replace('_', '-')} (command line)", hint=hint)

@@ -15,6 +15,8 @@ NAMES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **{task.value: ("tune", (f"task={task.value}",)) for task in TaskName if task is not TaskName.causal_lm},
 }
 """What people call a run -> the recipe, and the overrides that come first."""
+RUN = "run"
+"""Before a config file or the folder of a run: the file says the recipe (`own_config.py`)."""
 
 
 def names_config(arguments: Iterable[str]) -> bool:

@@ -161,10 +161,7 @@ def to_yaml(config: RunConfig) -> str:
     The exceptions are `model.trust_remote_code`, `evaluate.lm_eval_include` and `report.alert_command`: no file may set
     them, so they are left out when they are set.
     """
-    head = [
-        "# The resolved config of a run. To start one from it:",
-        "#   recipes/pretrain.py --config-dir <this folder> --config-name config",
-    ]
+    head = ["# The resolved config of a run. To start one from it: hfdist run <this file>"]
     for section, name in _RUNS_CODE:
         value = getattr(getattr(config, section), name)
         if value:

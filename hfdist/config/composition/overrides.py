@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
+from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.files import refuse_target
 from hfdist.config.schema import all_keys, find_key, flatten
@@ -55,10 +57,11 @@ _OF_PATHS = {
 def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     """Parse and check the overrides.
 
-    Four things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
+    Five things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
     `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, text stays text
-    (`model.revision=1e5`), a list of texts may be given as its one item (`report.to=wandb`), and `data=` and `model=`
-    take files, folders and Hub ids as well as an option (`data=chats/*.jsonl`, `model=Qwen/Qwen3-4B`).
+    (`model.revision=1e5`), a list of texts may be given as its one item (`report.to=wandb`), `data=` and `model=`
+    take files, folders and Hub ids as well as an option (`data=chats/*.jsonl`, `model=Qwen/Qwen3-4B`), and
+    `strategy.deepspeed=` takes a DeepSpeed config file.
 
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
@@ -67,13 +70,25 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
 
 
 def _name_files(text: str) -> list[str]:
-    """Write `data=FILES` and `model=FOLDER` out as the option for them, and their path."""
+    """Write out what a path stands for: `data=FILES`, `model=FOLDER`, and the keys of a DeepSpeed config file."""
     key, _, value = text.partition("=")
+    if key.lstrip("+") == PLACE and value.endswith(".json"):
+        where = f"{PLACE} ({COMMAND_LINE})"
+        return [f"{PLACE}={_in_words(read_deepspeed_file(value, where))}"]
     if key not in _OF_PATHS or not re.search(_OF_PATHS[key].looks, value):
         return [text]
     option, path_key, _ = _OF_PATHS[key]
     path = value.strip("\"'").replace("'", "\\'")
     return [f"{key}={option}", f"{path_key}='{path}'"]
+
+
+def _in_words(value: Any) -> str:
+    """Write JSON as the grammar of overrides has it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_in_words(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_in_words, value)) + "]"
+    return f"'{value}'" if isinstance(value, str) else json.dumps(value)
 
 
 def _prepare(text: str) -> GivenOverride:

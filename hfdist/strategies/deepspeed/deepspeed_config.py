@@ -12,26 +12,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from hfdist.config.batch import BatchPlan
+from hfdist.config.checks.deepspeed import PLACE, own_keys
 from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.strategies.deepspeed.buckets import BUCKET_ELEMENTS
-
-_PLACE = "strategy.deepspeed"
-
-# Numbers that follow from other keys of the config: two sources of truth would differ one day.
-_OWNED = {
-    "train_batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
-    "gradient_clipping": "train.max_grad_norm",
-    "optimizer": "optimizer.*",
-    "scheduler": "optimizer.schedule",
-    "zero_optimization.stage": "strategy.sharding",
-    "zero_optimization.offload_optimizer.device": "strategy.offload",
-    "bf16.enabled": "train.precision",
-    "fp16.enabled": "train.precision",
-}
 
 # DeepSpeed has no schema for its top level: it picks keys by name and ignores the rest.
 _TOP_LEVEL: dict[str, type] = {
@@ -63,11 +48,14 @@ def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, dev
         device_type: `cpu` or `cuda`: where the run is to be.
 
     Raises:
-        ConfigError: a key of `strategy.deepspeed` that DeepSpeed does not know, hfdist sets itself, or needs a GPU.
+        ConfigError: a key of `strategy.deepspeed` that DeepSpeed does not know, of which hfdist derives another
+            value, or that needs a GPU.
     """
-    check_extra_keys(strategy.deepspeed)
-    _check_device(strategy.deepspeed, device_type)
-    return _merge(_generated(strategy, train, batch, device_type), strategy.deepspeed)
+    generated = _generated(strategy, train, batch, device_type)
+    extra = own_keys(strategy.deepspeed, generated)
+    _check_extra_keys(extra)
+    _check_device(extra, device_type)
+    return _merge(generated, extra)
 
 
 def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, device_type: str) -> dict[str, Any]:
@@ -124,15 +112,14 @@ def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def check_extra_keys(extra: dict[str, Any]) -> None:
-    """Check keys, types and ranges of `strategy.deepspeed`.
+def _check_extra_keys(extra: dict[str, Any]) -> None:
+    """Check keys, types and ranges of what is merged over the generated config.
 
     Raises:
         ConfigError: names the full key, what is allowed and the nearest known key.
     """
     if not extra:
         return
-    _refuse_owned(extra, "")
     sections = _sections()
     for key, value in extra.items():
         if key in sections:
@@ -146,7 +133,7 @@ def check_extra_keys(extra: dict[str, Any]) -> None:
 def _check_device(extra: dict[str, Any], device_type: str) -> None:
     asked = [name for name in QUANTIZED if extra.get("zero_optimization", {}).get(name)]
     if asked and device_type != "cuda":
-        what, where = "ZeRO++ quantizes on GPUs only", f"{_PLACE}.zero_optimization.{asked[0]}"
+        what, where = "ZeRO++ quantizes on GPUs only", f"{PLACE}.zero_optimization.{asked[0]}"
         hint = "a GPU, or strategy=ddp with strategy.compression=bf16"
         raise ConfigError(what, where=where, found="True, on a CPU", allowed="False", hint=hint)
 
@@ -164,32 +151,16 @@ def _sections() -> dict[str, type[BaseModel]]:
     }
 
 
-def _refuse_owned(values: dict[str, Any], prefix: str) -> None:
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        if path in _OWNED:
-            raise ConfigError(
-                "hfdist writes this DeepSpeed key itself",
-                where=f"{_PLACE}.{path}",
-                found=value,
-                hint=f"set {_OWNED[path]} instead",
-            )
-        if isinstance(value, dict):
-            _refuse_owned(value, f"{path}.")
-
-
 def _check_section(key: str, value: Any, schema: type[BaseModel]) -> None:
     if not isinstance(value, dict):
-        raise ConfigError("a section of keys is needed here", where=f"{_PLACE}.{key}", found=value, allowed="a mapping")
+        raise ConfigError("a section of keys is needed here", where=f"{PLACE}.{key}", found=value, allowed="a mapping")
     _check_names(value, schema, f"{key}.")
     try:
         schema.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            first["msg"], where=f"{_PLACE}.{key}.{place}".rstrip("."), found=first.get("input")
-        ) from error
+        raise ConfigError(first["msg"], where=f"{PLACE}.{key}.{place}".rstrip("."), found=first.get("input")) from error
 
 
 def _check_names(values: dict[str, Any], schema: type[BaseModel], prefix: str) -> None:
@@ -213,15 +184,15 @@ def _inner_schema(annotation: Any) -> type[BaseModel] | None:
 def _check_scalar(key: str, value: Any, kind: type) -> None:
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError("a value of another type", where=f"{_PLACE}.{key}", found=value, allowed=kind.__name__)
+        raise ConfigError("a value of another type", where=f"{PLACE}.{key}", found=value, allowed=kind.__name__)
 
 
 def _unknown(key: str, value: Any, known: list[str], prefix: str) -> ConfigError:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return ConfigError(
-        "DeepSpeed has no such key",
-        where=f"{_PLACE}.{prefix}{key}",
+        "DeepSpeed has no such key" if prefix else "this key does not go to DeepSpeed",
+        where=f"{PLACE}.{prefix}{key}",
         found=value,
         allowed=", ".join(sorted(known)),
-        hint=f"{_PLACE}.{prefix}{near[0]}" if near else None,
+        hint=f"{PLACE}.{prefix}{near[0]}" if near else None,
     )

@@ -5,7 +5,6 @@ Weights stay in float32, as without ZeRO, and half precision is autocast's: the 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from torch import nn
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import gather_json
-from hfdist.config.train import Precision
 from hfdist.errors import PartitionError
 from hfdist.optim.probe import Reach
 from hfdist.strategies.base import ShardFractions
@@ -114,8 +112,9 @@ class PipelineZeroStrategy(PipelineStrategy):
     def __init__(self, *arguments: Any, device_type: str) -> None:
         super().__init__(*arguments)
         self.fractions = ShardFractions(optimizer=1.0 / (self.topology.data * self.topology.context))
-        without_types = dataclasses.replace(self.train, precision=Precision.fp32)
-        self.deepspeed_config = generate(self.config, without_types, self.batch, device_type)
+        self.deepspeed_config = generate(self.config, self.train, self.batch, device_type)
+        for precision in ("bf16", "fp16"):
+            self.deepspeed_config[precision]["enabled"] = False
         # It counts each rank that shares sequences as one with sequences of its own.
         self.deepspeed_config["train_batch_size"] *= self.topology.context
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.

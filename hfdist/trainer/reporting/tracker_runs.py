@@ -29,7 +29,7 @@ from hfdist.records import METRICS, read_lines
 
 TRACKERS_FILE = "trackers.json"
 PROJECT = "hfdist"
-"""What these trackers call a project or an experiment, where their variables name none."""
+"""What these trackers call a project or an experiment, where neither `report.project` nor their variables name one."""
 
 if TYPE_CHECKING:
     # For mypy: the class after the mixin is a callback.
@@ -126,7 +126,8 @@ class WandbRun(_GoesOn, WandbCallback):
                 "resume": ("WANDB_RESUME", "allow"),
                 "dir": ("WANDB_DIR", str(self._folder)),
             }
-            self._wandb.init(**{key: value for key, (name, value) in ours.items() if name not in os.environ})
+            asked = {} if self._config.report.project is None else {"project": self._config.report.project}
+            self._wandb.init(**{key: value for key, (name, value) in ours.items() if name not in os.environ} | asked)
             self._wandb.config.update(to_values(self._config), allow_val_change=True)
         super().setup(args, state, model, **kwargs)
 
@@ -149,7 +150,7 @@ class TrackioRun(_GoesOn, TrackioCallback):
         """Begin the run or go on in it."""
         self._run = self._run or f"{self._config.run.name}-{secrets.token_hex(2)}"
         args = copy.copy(args)
-        args.run_name, args.project = self._run, self._config.train.arguments.get("project", PROJECT)
+        args.run_name, args.project = self._run, self._config.report.project or PROJECT
         super().setup(args, state, model, **kwargs)
         if state.is_world_process_zero:
             self._trackio.config.update(to_values(self._config))
@@ -170,6 +171,8 @@ class MLflowRun(_GoesOn, MLflowCallback):
             # A folder needs neither a server nor the packages of a database.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             self._ml_flow.set_tracking_uri(self._folder / "mlruns")
+        if self._config.report.project is not None:
+            os.environ["MLFLOW_EXPERIMENT_NAME"] = self._config.report.project
         os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", PROJECT)
         # The arguments of transformers say the same as the config, and some change at each start.
         os.environ.setdefault("MLFLOW_MAX_LOG_PARAMS", "0")

@@ -115,6 +115,7 @@ _ELSEWHERE = {
     "bf16_full_eval": "train.precision",
     "fp16_full_eval": "train.precision",
     "resume_from_checkpoint": "checkpoint.resume",
+    "project": "report.project",
     "push_to_hub": "export.push_to",
     "hub_model_id": "export.push_to",
     "hub_private_repo": "export.private",

@@ -41,7 +41,7 @@ def test_flags_and_overrides_in_any_order():
         (["--multirun", "a=1,2"], "one command is one run", "hfdist sweep sweep=grid"),
         (["-m"], "one command is one run", "hfdist sweep sweep=grid"),
         (["--config-path", "x"], "not available", "--config-dir"),
-        (["--experimental-rerun", "x.pickle"], "not available", "--config-name config"),
+        (["--experimental-rerun", "x.pickle"], "not available", "hfdist run <run.dir>"),
         (["--learning_rate=1e-4"], "no such flag", "optimizer.lr=1e-4"),
         (["--learning-rate", "1e-4"], "no such flag", "optimizer.lr=1e-4"),
         (["--num_train_epochs", "3"], "no such flag", "train.epochs="),

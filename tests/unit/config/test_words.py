@@ -5,6 +5,7 @@ import pytest
 from hfdist import __main__ as command_line
 from hfdist.config.cli.about_run import read_line
 from hfdist.config.cli.arguments import as_config_flags
+from hfdist.config.cli.own_config import as_recipe
 from hfdist.config.cli.recipe_names import with_task
 from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.errors import ConfigError
@@ -105,3 +106,61 @@ def test_a_config_that_cannot_be_taken_is_refused(words, what, tmp_path, monkeyp
         (tmp_path / name).write_text("{}")
     with pytest.raises(ConfigError, match=what):
         as_config_flags(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [
+        ("defaults: [finetune, _self_]", "finetune"),
+        ("defaults: [tune, {override task: grpo}, _self_]", "tune"),
+        ("defaults: [base, _self_]", "tune"),
+        ("defaults: [run_schema, _self_]\ntask: {name: kto}", "tune"),
+        ("defaults: [run_schema, {task: causal_lm}, _self_]\nmodel: {type: llama}", "pretrain"),
+        ("defaults: [run_schema, _self_]\ntask: {name: causal_lm}\nmodel: {name: Qwen/Qwen3-4B}", "finetune"),
+    ],
+)
+def test_a_config_says_its_recipe(tmp_path, text, recipe):
+    (tmp_path / "base.yaml").write_text("defaults: [mine, tune]")
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    assert as_recipe(str(file), ["a=1"]) == [recipe, "--config", str(file), "a=1"]
+    line = read_line(["a=1", "run", str(file), "b=2"], "cluster", {})
+    assert (line.recipe, line.overrides, line.flags["--config-name"]) == (recipe, ["a=1", "b=2"], "mine")
+
+
+def test_a_run_goes_on_by_its_folder(tmp_path, monkeypatch):
+    config = compose_config(["task=dpo", "model=tiny", "data=x.jsonl", "train.max_steps=7"], name="tune")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    line = read_line(["run", str(tmp_path), "optimizer.lr=1e-3"], "plan", {})
+    assert line.recipe == "tune"
+    assert (line.compose().train.max_steps, line.compose().optimizer.lr) == (7, 1e-3)
+    called = []
+    monkeypatch.setattr(command_line, "_call", lambda name, arguments, recipes: called.append((name, arguments)))
+    monkeypatch.setattr("sys.argv", ["hfdist", "run", str(tmp_path), "optimizer.lr=1e-3"])
+    command_line.main()
+    assert called == [("tune", ["--config", str(tmp_path / "config.yaml"), "optimizer.lr=1e-3"])]
+    (tmp_path / "config.yaml").write_text("defaults: [tune]")
+    with pytest.raises(ConfigError, match="whole by itself"):
+        as_recipe(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["train: {max_steps: 3}", "defaults: tune", "defaults: [mine]", "task: dpo"])
+def test_a_config_that_says_no_task_is_told_how(tmp_path, text):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="does not say what it trains") as error:
+        as_recipe(str(file))
+    # What the hint says to begin it with.
+    for first in error.value.hint.split("`")[1::2]:
+        file.write_text(f"{first}\n")
+        assert as_recipe(str(file))[0] in ("finetune", "tune")
+
+
+@pytest.mark.parametrize("arguments", [[], ["none.yaml"], ["strategy=zero2"], ["."]])
+def test_a_run_without_a_config_is_one_message(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["hfdist", "run", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == 2
+    assert "no such config" in capsys.readouterr().err

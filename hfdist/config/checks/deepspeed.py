@@ -1,0 +1,149 @@
+"""A DeepSpeed config of somebody's own: its file, and its keys that follow from other keys of hfdist's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hfdist.config.optimizer import OptimizerName, Schedule
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import flatten
+from hfdist.errors import ConfigError
+from hfdist.messages.message import NotAMessageError, read_json
+
+PLACE = "strategy.deepspeed"
+AUTO = "auto"
+"""Stands in such files for what a trainer derives."""
+_MOST_BYTES = 1 << 20
+
+# Two sources of truth would differ one day.
+_OWNED = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
+    "gradient_clipping": "train.max_grad_norm",
+    "zero_optimization.stage": "strategy.sharding",
+    "zero_optimization.offload_optimizer.device": "strategy.offload",
+    "bf16.enabled": "train.precision",
+    "fp16.enabled": "train.precision",
+    "optimizer": "optimizer.name",
+    "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.betas": "optimizer.beta1 and optimizer.beta2",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "scheduler": "optimizer.schedule",
+    "scheduler.params.warmup_max_lr": "optimizer.lr",
+    "scheduler.params.warmup_num_steps": "optimizer.warmup_steps",
+    "scheduler.params.total_num_steps": "train.max_steps",
+}
+"""Keys of DeepSpeed's, and the keys of hfdist's that they follow from."""
+_ABSENT = "none"
+"""What DeepSpeed calls a device that there is none of."""
+_OPTIMIZER = ("optimizer", "scheduler")
+_SCHEDULERS = {Schedule.constant: "WarmupLR", Schedule.linear: "WarmupDecayLR", Schedule.cosine: "WarmupCosineLR"}
+
+
+def read_deepspeed_file(given: str, where: str) -> dict[str, Any]:
+    """Read such a file; ConfigError: there is none, or it is no JSON object of a usual size.
+
+    Args:
+        given: its path.
+        where: it was given.
+    """
+    path, allowed = Path(given).expanduser(), f"a JSON object of at most {_MOST_BYTES} bytes"
+    try:
+        with path.open("rb") as file:
+            values = read_json(file.read(_MOST_BYTES + 1), _MOST_BYTES)
+    except (OSError, NotAMessageError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"the file cannot be read: {reason}", where=where, found=given, allowed=allowed) from error
+    if not isinstance(values, dict):
+        raise ConfigError("the file has no keys", where=where, found=given, allowed=allowed)
+    for key, value in flatten(values, ""):
+        # What a config could not hold as it is: references to other keys, and what its grammar has quotes for.
+        if not re.fullmatch(r"[\w.]*", key):
+            raise ConfigError("there is no such key", where=where, found=key, allowed="keys of DeepSpeed's config")
+        if isinstance(value, str) and (re.search(r"['\\]|\$\{", value) or not value.isprintable()):
+            allowed = "text without quotes, backslashes and ${"
+            raise ConfigError("this text cannot be taken", where=f"{where}: {key}", found=value, allowed=allowed)
+    return values
+
+
+def own_keys(values: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the keys that hfdist does not derive; `auto` is left to hfdist.
+
+    Raises:
+        ConfigError: a derived key has another value. `check_optimizer_sections` is for those of optimizers.
+    """
+    values = {key: value for key, value in values.items() if key not in _OPTIMIZER}
+    return _without_owned(values, derived, "")
+
+
+def check_optimizer_sections(values: Mapping[str, Any], config: RunConfig | None) -> None:
+    """Compare DeepSpeed's optimizer and scheduler with those of a run; None: their values are not known here.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    sections = {key: values[key] for key in _OPTIMIZER if key in values}
+    _without_owned(sections, {} if config is None else _of_optimizer(config), "")
+
+
+def _of_optimizer(config: RunConfig) -> dict[str, Any]:
+    optimizer = config.optimizer
+    is_adamw = optimizer.name is OptimizerName.adamw and optimizer.plugin is None
+    return {
+        "optimizer": {
+            "type": "AdamW" if is_adamw else optimizer.plugin or optimizer.name.value,
+            "params": {
+                "lr": optimizer.lr,
+                "betas": [optimizer.beta1, optimizer.beta2],
+                "eps": optimizer.eps,
+                "weight_decay": optimizer.weight_decay,
+                "torch_adam": True,
+                "adam_w_mode": True,
+            },
+        },
+        "scheduler": {
+            "type": _SCHEDULERS.get(optimizer.schedule, optimizer.schedule.value),
+            "params": {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": optimizer.lr,
+                "warmup_num_steps": optimizer.warmup_steps,
+                "warmup_type": "linear",
+                "total_num_steps": config.train.max_steps,
+            },
+        },
+    }
+
+
+def _without_owned(values: Mapping[str, Any], derived: Any, prefix: str) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        ours = derived.get(key) if isinstance(derived, Mapping) else None
+        if isinstance(value, Mapping):
+            kept[key] = _without_owned(value, ours, f"{path}.")
+        elif value != AUTO:
+            owner = _owner(path)
+            if owner is None:
+                kept[key] = value
+            elif value != (_ABSENT if ours is None else ours):
+                what = "hfdist derives this DeepSpeed key, and the value is another one"
+                allowed = AUTO if ours is None else f"{AUTO}, {ours}"
+                hint = f"{path.rpartition('.')[2]}: {AUTO}, and set {owner} instead"
+                raise ConfigError(what, where=f"{PLACE}.{path}", found=value, allowed=allowed, hint=hint)
+    return kept
+
+
+def _owner(path: str) -> str | None:
+    """Give the key of hfdist's for a key of DeepSpeed's, or for the section that it is in."""
+    return next((_OWNED[part] for part in _ends(path) if part in _OWNED), None)
+
+
+def _ends(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

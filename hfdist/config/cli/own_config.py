@@ -1,0 +1,80 @@
+"""`run FILE.yaml`, or the folder of a run: the recipe that the file names, and the flag that gives the file to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hfdist.config.cli.recipe_names import NAMES, RECIPES
+from hfdist.config.composition.files import display, read_config_text, refuse_references
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.task import TaskName
+from hfdist.errors import ConfigError
+
+_OF_RUN = "config.yaml"
+
+
+def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
+    """Write `run GIVEN` out.
+
+    Args:
+        given: a config file, or a folder with the `config.yaml` of a run.
+        others: the arguments after it.
+
+    Returns:
+        The name of a recipe, `--config` with the file, and the others.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
+    """
+    path = Path(given).expanduser()
+    if path.is_dir():
+        path = path / _OF_RUN
+        if path.is_file():
+            refuse_references(path)
+    if not path.is_file():
+        what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {_OF_RUN}"
+        hint = "hfdist run FILE.yaml key=value ..."
+        raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
+    recipe = _find_recipe(path, set())
+    if recipe is None:
+        what = "the config does not say what it trains"
+        allowed = f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name"
+        hint = "begin it with `defaults: [finetune, _self_]`; for DPO `defaults: [tune, {override task: dpo}, _self_]`"
+        raise ConfigError(what, where=display(path), allowed=allowed, hint=hint)
+    return [recipe, "--config", str(path), *others]
+
+
+def _find_recipe(path: Path, seen: set[Path]) -> str | None:
+    """Give the recipe that a file begins with, itself or by a file beside it, or the one of its task."""
+    seen.add(path)
+    values: dict[str, Any] = yaml.safe_load(read_config_text(path))
+    listed = values.get("defaults")
+    items = listed if isinstance(listed, list) else []
+    for name in (str(item).removesuffix(".yaml") for item in items if isinstance(item, str)):
+        if name in RECIPES:
+            return name
+        beside = path.with_name(f"{name}.yaml")
+        if beside not in seen and beside.is_file():
+            found = _find_recipe(beside, seen)
+            if found is not None:
+                return found
+    pairs = [pair for item in items if isinstance(item, Mapping) for pair in item.items()]
+    chosen = {str(key).split()[-1].lstrip("/"): option for key, option in pairs}
+    task = chosen.get("task", _member(values, "task", "name"))
+    if task == TaskName.causal_lm.value:
+        # All recipes do the same with a whole config: this is its usual name.
+        return "finetune" if _member(values, "model", "name") else "pretrain"
+    return NAMES[task][0] if task in _tasks() else None
+
+
+def _member(values: Mapping[str, Any], section: str, name: str) -> Any:
+    own = values.get(section)
+    return own.get(name) if isinstance(own, Mapping) else None
+
+
+def _tasks() -> list[str]:
+    return [task.value for task in TaskName]

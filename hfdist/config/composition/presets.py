@@ -1,0 +1,24 @@
+"""An option of a config group by its name, for Python: the values of its file in conf/, and of those it begins with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from hfdist.config.composition.files import list_options, read_config_text, shipped_folder
+from hfdist.errors import ConfigError, nearest
+
+
+def read_preset(group: str, name: str, *, where: str) -> dict[str, Any]:
+    """Give the values of a shipped option; ConfigError: there is none of this name."""
+    known = list_options(shipped_folder(), group)
+    if name not in known:
+        hint = nearest(name, known, '"{}"') or f'"{known[0]}"'
+        raise ConfigError(f"there is no such {group}", where=where, found=name, allowed=", ".join(known), hint=hint)
+    values: dict[str, Any] = yaml.safe_load(read_config_text(shipped_folder() / group / f"{name}.yaml"))
+    begins_with = values.pop("defaults", [])
+    merged: dict[str, Any] = {}
+    for other in begins_with:
+        merged |= read_preset(group, other, where=where)
+    return merged | values
