@@ -7,6 +7,7 @@ ends with a documented exit code.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from hfdist.secrets import mask_secrets
@@ -140,9 +141,19 @@ def printable(text: str, longest: int | None = None) -> str:
 
 
 def nearest(word: str, known: Iterable[str], template: str = "{}", *, cutoff: float = 0.5) -> str | None:
-    """Give `template` with the known word that is most like `word` in it; None: no word is like it."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return template.replace("{}", close[0], 1) if close else None
+    """Give `template` with the known word that is most like `word` in it; None: no word is like it.
+
+    The same letters in another case are most like it, then the first word of which it is the beginning: `a100` is
+    `a100_40gb`, and not `a10`.
+    """
+    words = list(known)
+    lower = word.lower()
+    same = [one for one in words if one.lower() == lower]
+    longer = [one for one in words if re.match(rf"{re.escape(lower)}[_./-]", one.lower())] if lower else []
+    by_lower = {one.lower(): one for one in reversed(words)}
+    close = [by_lower[one] for one in difflib.get_close_matches(lower, by_lower, n=1, cutoff=cutoff)]
+    found = next(iter([*same, *longer, *close]), None)
+    return None if found is None else template.replace("{}", found, 1)
 
 
 def first_line(error: BaseException) -> str:

@@ -212,8 +212,10 @@ def _number(values: Mapping[str, str], name: str, default: int) -> int:
 
 def _check_divides(axis: str, degree: int, number: int, of: str, what: str) -> None:
     if number % degree != 0:
-        allowed = ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
-        raise ConfigError(what, where=f"strategy.{axis}", found=f"{degree} with {number} {of}", allowed=allowed)
+        fitting = [d for d in range(1, number + 1) if number % d == 0]
+        allowed, hint = ", ".join(map(str, fitting)), f"strategy.{axis}={max(d for d in fitting if d <= degree)}"
+        found = f"{degree} with {number} {of}"
+        raise ConfigError(what, where=f"strategy.{axis}", found=found, allowed=allowed, hint=hint)
 
 
 def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
@@ -235,9 +237,19 @@ def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
         start = f"launch.processes={example}, or that number for the launcher"
     where = "strategy.data" if degrees.data is not None or degrees.min_data > 1 else "strategy"
     found = f"{world_size} process{'es' if world_size > 1 else ''}"
-    hint = f"{start}; or another layout, such as strategy={'single' if world_size == 1 else 'ddp'}"
+    hint = f"{start}; or another layout, such as {simple_layout(degrees, world_size)}"
     what = "the layout does not fit the number of processes"
     return ConfigError(what, where=where, found=found, allowed=needed, hint=hint)
+
+
+def simple_layout(degrees: Degrees, world_size: int) -> str:
+    """Give the overrides of a layout for any model on so many processes, whatever else sets these degrees."""
+    keys = [f"strategy.{axis}=1" for axis in ("pipeline", "context", "tensor") if getattr(degrees, axis) > 1]
+    if world_size == 1:
+        data = [] if degrees.data in (None, 1) else ["strategy.data=1"]
+        return " ".join(["strategy=single", *data, *keys])
+    data = [] if degrees.data is None else ["strategy.data=null"]
+    return " ".join(["strategy=ddp", *data, *keys])
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -46,6 +46,12 @@ class Key:
         return _without_none(self.type)[0] is str
 
     @property
+    def takes_list(self) -> bool:
+        """Whether its value may be a list."""
+        kind = _without_none(self.type)[0]
+        return kind is Any or typing.get_origin(kind) is list
+
+    @property
     def allowed(self) -> str:
         """The values that it takes, in words."""
         kind, optional = _without_none(self.type)
@@ -102,7 +108,8 @@ def nearest_key(name: str) -> str | None:
     same_leaf = [known for known in names if known.rpartition(".")[2] == leaf]
     if same_leaf:
         return nearest(name, same_leaf, cutoff=0.0)
-    by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)}
+    # A value is meant, and no section of that name.
+    by_leaf = {known.rpartition(".")[2]: known for known in reversed(names) if not section or not members(known)}
     by_leaf |= {member: f"{section}.{member}" for member in members(_starred(section))} if section else {}
     close = nearest(leaf, by_leaf, cutoff=0.7)
     return nearest(name, names, cutoff=0.7) if close is None else by_leaf[close]

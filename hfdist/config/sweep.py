@@ -84,7 +84,9 @@ def compose_sweep(name: str, overrides: Sequence[str], own: Path | None) -> Swee
     config: SweepConfig = SECTION.compose(path, overrides)
     if config.devices and config.launcher is not LauncherName.local:
         what, found = "the cluster gives a trial its devices", f"{config.devices}, with {config.launcher.value}"
-        raise ConfigError(what, where="sweep.devices", found=found, allowed="[]", hint="cluster.gpus=true")
+        raise ConfigError(
+            what, where="sweep.devices", found=found, allowed="[]", hint="sweep.devices=[] cluster.gpus=true"
+        )
     if config.devices and len(config.devices) != config.slots:
         what, found = "each slot needs its devices", f"{len(config.devices)} for {config.slots} slots"
         raise ConfigError(what, where="sweep.devices", found=found, hint='sweep.devices=\'["0,1","2,3"]\'')

@@ -23,6 +23,7 @@ from hfdist.jobs.ray import write_ray
 from hfdist.jobs.skypilot import write_skypilot
 from hfdist.jobs.slurm import write_slurm
 from hfdist.records import EVENTS, METRICS, read_lines
+from hfdist.topology import simple_layout
 
 TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
     "slurm": ("sbatch", write_slurm),
@@ -107,16 +108,19 @@ def check_job(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) ->
     if asked not in (AUTO, "1", str(cluster.world_size)):
         what = "the job's launcher starts another number of processes"
         found = f"{asked}, and {cluster.nodes} x {cluster.processes} of the cluster"
-        hint = f"launch.processes=1 leaves it to the launcher; cluster.processes={asked} starts so many on each machine"
+        hint = f"launch.processes=1 leaves it to the launcher; or cluster.nodes=1 cluster.processes={asked}"
         raise ConfigError(what, where="launch.processes", found=found, hint=hint)
     if is_offline:
         check_offline(config)
     try:
         (check_run if cluster.same_files else plan_run)(config, world_size=cluster.world_size)
     except ConfigError as error:
-        if error.where == "strategy.data":
+        if error.where in ("strategy", "strategy.data"):
             # Its own hint says how processes are started by hand.
-            error.hint = "cluster.nodes=2 or cluster.processes=2, or another layout, such as strategy=single"
+            degrees = config.strategy.degrees
+            fewest = (degrees.data or degrees.min_data) * degrees.model
+            layout = simple_layout(degrees, cluster.world_size)
+            error.hint = f"cluster.nodes=1 cluster.processes={fewest}, or another layout, such as {layout}"
         raise
     _check_grace(Path(config.run.dir), cluster)
 

@@ -55,7 +55,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         allowed, hint = "another task", "task=dpo for a step of about the same model"
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)
     if (launched := read_launcher().world_size) > 1:
-        hint = f"hfdist plan {' '.join(arguments)}"
+        hint = f"hfdist plan {' '.join(arguments)}, without a launcher"
         raise ConfigError("a plan takes one process", where="the launcher", found=f"{launched} processes", hint=hint)
     processes = None if plan.find is not None else plan.processes or _asked_processes(config, hardware)
     if processes is not None and not plan.search:

@@ -165,7 +165,7 @@ def _check_population(space: Space, run: RunConfig) -> None:
     for one in space.dimensions:
         if one.choices or one.is_whole or one.condition is not None or one.key not in keys:
             what, allowed = "a member's value changes while it is trained", f"intervals of {', '.join(keys)}"
-            hint = "optimizer.lr='tag(log, interval(1e-4, 1e-2))'"
+            hint = "'optimizer.lr=tag(log, interval(1e-4, 1e-2))'"
             raise ConfigError(what, where=one.key, found="another key or values", allowed=allowed, hint=hint)
     if run.optimizer.changes:
         what, found = "a population changes the optimizer's values itself", f"{len(run.optimizer.changes)} changes"
@@ -175,13 +175,14 @@ def _check_population(space: Space, run: RunConfig) -> None:
 def _check_lengths(run: RunConfig, config: SweepConfig) -> None:
     """Refuse runs whose steps depend on how long they will be, or that cannot go on."""
     optimizer = run.optimizer
+    instead = "" if config.sampler is Sampler.pbt else ", or sweep.rungs=1"
     if optimizer.schedule not in (Schedule.constant, Schedule.wsd) or optimizer.warmup_fraction is not None:
         raise ConfigError(
             "a trial that goes on to a later rung would have had another learning rate before",
             where="optimizer.schedule, optimizer.warmup_fraction",
             found=optimizer.schedule.value,
             allowed="constant or wsd, with optimizer.warmup_steps or warmup_tokens",
-            hint="optimizer.schedule=constant optimizer.warmup_fraction=null, or sweep.rungs=1",
+            hint="optimizer.schedule=constant optimizer.warmup_fraction=null" + instead,
         )
     last_share = 1 / config.generations if config.sampler is Sampler.pbt else 1 - 1 / config.factor
     if optimizer.schedule is Schedule.wsd and optimizer.decay_fraction > last_share:
@@ -196,7 +197,7 @@ def _check_lengths(run: RunConfig, config: SweepConfig) -> None:
         raise ConfigError(what, where=where, found=run.train.max_steps, allowed=allowed)
     if run.checkpoint.every is None:
         what = "a trial goes on to a later rung from its checkpoint, and there is none"
-        raise ConfigError(what, where="checkpoint.every", found=None, hint="checkpoint=default, or sweep.rungs=1")
+        raise ConfigError(what, where="checkpoint.every", found=None, hint=f"checkpoint=default{instead}")
 
 
 def _sweep(arguments: list[str]) -> None:

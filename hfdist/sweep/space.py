@@ -124,7 +124,7 @@ class Space:
 
     def __init__(self, dimensions: Sequence[Dimension]) -> None:
         if not dimensions:
-            what, hint = "nothing varies", "'optimizer.lr=tag(log, interval(1e-4, 1e-2))'"
+            what, hint = "nothing varies", "'optimizer.lr=choice(1e-4, 1e-3)'"
             raise ConfigError(what, where="sweep.space", allowed=_ALLOWED, hint=hint)
         self.dimensions = sorted(dimensions, key=lambda one: one.condition is not None)
         choices = {one.key: [*map(as_text, one.choices)] for one in dimensions if one.choices and one.condition is None}
@@ -145,7 +145,7 @@ class Space:
         """
         for one in self.dimensions:
             if not one.choices:
-                what, hint = "a grid takes choices", f"{one.key}=choice({one.low:g}, {one.high:g}), or sweep=random"
+                what, hint = "a grid takes choices", f"'{one.key}=choice({one.low:g}, {one.high:g})', or sweep=random"
                 raise ConfigError(what, where=one.key, found="an interval", hint=hint)
         combinations: list[dict[str, Any]] = [{}]
         for one in self.dimensions:

@@ -112,7 +112,8 @@ def _check_columns(key: str, columns: dict[str, Any], formats: set[RowFormat]) -
         if name not in names:
             known = any(name in of_format for of_format in COLUMNS.values())
             what = f"no row of format {', '.join(sorted(one.value for one in formats))} has this column"
-            hint = nearest(name, names, f"{key}.{{}}=...", cutoff=0.0)
+            value = f"[{','.join(map(str, paths))}]" if isinstance(paths, list) else paths
+            hint = nearest(name, names, f"{key}.{{}}={value}", cutoff=0.0)
             if known and formats == {RowFormat.text}:
                 hint = "data.format=auto, as hfdist finetune has it"
             raise ConfigError(

@@ -133,11 +133,14 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
     """Refuse variables of accelerate against the config: accelerate would follow them without a word, or half."""
     sharding, train = config.strategy.sharding, config.train
 
-    def refuse(name: str, key: str, value: object, hint: str | None) -> None:
+    def refuse(name: str, key: str, value: object, hint: str | None, *, helps: bool = True) -> None:
+        """Args: hint: an override. helps: whether the variable goes with it."""
         unset = f"unset {name}, or leave it out of the launcher's config file"
         what = "a variable of accelerate contradicts the config"
         found = f"{name}={environment[name]}, with {key}={value}"
-        hint = unset if hint is None else f"{hint}, or {unset}"
+        if hint is not None:
+            unset = f"{hint}, or {unset}" if helps else f"unset {name}, and give {hint} for that layout"
+        hint = unset
         raise ConfigError(what, where=f"{name} (environment)", found=found, hint=hint)
 
     def is_true(name: str) -> bool:
@@ -145,7 +148,7 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
 
     for name, hint in _OTHER_LAYOUTS.items():
         if is_true(name):
-            refuse(name, "strategy.sharding", sharding.value, hint)
+            refuse(name, "strategy.sharding", sharding.value, hint, helps=False)
     if is_true("ACCELERATE_USE_CPU") and sharding.is_deepspeed:
         # With it, accelerate prepares no DeepSpeed engine.
         refuse("ACCELERATE_USE_CPU", "strategy.sharding", sharding.value, None)

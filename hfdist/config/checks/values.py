@@ -81,7 +81,9 @@ def _check_ranges(config: RunConfig) -> None:
 def _check_run(config: RunConfig) -> None:
     if not re.fullmatch(r"\w[\w.=,+-]{0,127}", config.run.name):
         allowed = "up to 128 letters, digits and _ . = , + -; the first a letter, digit or _"
-        what, hint = "the run's name must be a plain folder name", "run.dir=... places a run anywhere"
+        plain_name = re.sub(r"[^\w.=,+-]+", "-", config.run.name).strip(".=,+-")[:128] or "first"
+        what = "the run's name must be a plain folder name"
+        hint = f"run.name={plain_name}; the folder, which may be anywhere, is run.dir"
         raise _conflict(config, "run.name", what, allowed=allowed, hint=hint)
     if not config.run.dir.strip() or "\0" in config.run.dir:
         raise _conflict(config, "run.dir", "not a folder", allowed="a path", hint="run.dir=runs/first")
@@ -103,7 +105,8 @@ def _check_model(config: RunConfig) -> None:
         raise ConfigError(what, where=both, found=f"{model.name} and {model.type}", hint=hint)
     if model.gguf_file is not None and (model.name is None or not model.gguf_file.endswith(".gguf")):
         what = "a GGUF file lies in a repository or folder, which model.name gives"
-        hint = "model.name=FOLDER/NAME.gguf, or model.name=OWNER/NAME model.gguf_file=NAME.gguf"
+        file = model.gguf_file if model.gguf_file.endswith(".gguf") else "NAME.gguf"
+        hint = f"model=OWNER/NAME model.gguf_file={file}, or model=FOLDER/{file} model.gguf_file=null"
         allowed = "NAME.gguf, with a model.name"
         raise _conflict(config, "model.gguf_file model.name", what, allowed=allowed, hint=hint)
     if config.strategy.tensor > 1 and model.loss in (Loss.liger, Loss.cut_cross_entropy):
@@ -153,7 +156,8 @@ def _check_quantization(config: RunConfig) -> None:
     adapter, strategy = config.adapter, config.strategy
     if (adapter.type or "lora").lower() != "lora" or adapter.dora:
         what = "this adapter looks at the weights that it stands beside, and they are in 4 bits"
-        keys, hint = "adapter.quantization adapter.type adapter.dora", "adapter=qlora"
+        keys = "adapter.quantization adapter.type adapter.dora"
+        hint = "adapter.type=lora adapter.dora=false, or adapter.quantization=null"
         raise _conflict(config, keys, what, allowed="null, or LoRA without DoRA", hint=hint)
     for axis in ("tensor", "expert"):
         if getattr(strategy, axis) > 1:
@@ -203,7 +207,8 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         raise _conflict(config, "strategy.context strategy.sharding", what, allowed="1", hint=hint)
     if strategy.context_method is not ContextMethod.auto and strategy.context == 1:
         what, keys = "no ranks share a sequence", "strategy.context_method strategy.context"
-        raise _conflict(config, keys, what, allowed="auto", hint="strategy.context=2")
+        hint = "strategy.context=2, or strategy.context_method=auto"
+        raise _conflict(config, keys, what, allowed="auto", hint=hint)
     for axis, what in (("tensor", "parameters"), ("expert", "experts")):
         if getattr(strategy, axis) > 1:
             _check_shared(config, axis, what)
@@ -218,8 +223,8 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
             raise _conflict(config, keys, what, allowed=allowed, hint=hint)
     if strategy.pipeline > 1 and strategy.offload is not Offload.none:
         what = "a pipeline cannot offload its optimizer state"
-        hint = "strategy.offload=none; strategy.sharding=zero1 shards the state over the data ranks"
-        raise _conflict(config, "strategy.offload strategy.pipeline", what, allowed="none", hint=hint)
+        keys, hint = "strategy.offload strategy.pipeline", "strategy.offload=none"
+        raise _conflict(config, keys, what, allowed="none", hint=hint)
     if strategy.pipeline > 1 and train.compile is Compile.model:
         what = "a pipeline runs the model from block to block, so it cannot be compiled as a whole"
         keys, hint = "train.compile strategy.pipeline", "train.compile=blocks"
@@ -450,7 +455,8 @@ def _check_evaluation(config: RunConfig) -> None:
         raise _conflict(config, "evaluate.patience train.eval_every", what, hint=hint)
     if evaluate.min_delta > 0 and evaluate.patience is None:
         what = "nothing is stopped early, so a smallest improvement has no meaning"
-        hint = "evaluate.patience=3, or evaluate.min_delta=0"
+        every = "" if eval_every is not None else f" train.eval_every={checkpoint.every or 100}"
+        hint = f"evaluate.patience=3{every}, or evaluate.min_delta=0"
         raise _conflict(config, "evaluate.min_delta evaluate.patience", what, hint=hint)
     if evaluate.export is Export.best and (checkpoint.every is None or not checkpoint.keep_best):
         missing = [] if checkpoint.every is not None else [f"checkpoint.every={eval_every or 100}"]
@@ -551,7 +557,9 @@ def _check_islands(config: RunConfig) -> None:
         for name in ("count", "index", "address"):
             if getattr(islands, name) != getattr(default, name):
                 what = "this key belongs to islands, and there are none"
-                raise _conflict(config, f"islands.{name} islands.method", what, hint="islands=diloco")
+                value = "null" if name == "address" else getattr(default, name)
+                hint = f"islands.method=diloco, or islands.{name}={value}"
+                raise _conflict(config, f"islands.{name} islands.method", what, hint=hint)
         return
     if islands.address is None or not re.fullmatch(r".+:\d{1,5}", islands.address):
         what = "the server of the islands has no address"

@@ -125,7 +125,7 @@ def _divide(
         if name in words:
             if name in own or not value:
                 what = "this is given twice" if name in own else "a value is missing"
-                raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=f"{name}=...")
+                raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=f"{name}={value or '...'}")
             own[name] = value
         elif f"{group}.{name}" in keys:
             what, hint = f"keys of the {group} begin with its name", f"{group}.{argument}"

@@ -113,25 +113,46 @@ def _run_command(
         if any(getattr(flags, name) for name in _PRINTING_FLAGS):
             _print_only(command, flags, request)
             return
-        config = compose_request(request)
-        # A launcher's ranks might not see the same.
-        if trains and not (read_launcher().is_given or flags.config_name or flags.config_dir):
-            name = choose_run_name(config, [override.key for override in request.overrides])
-            if name is not None:
-                # What refers to it follows.
-                config = compose_request(make_request(primary, [*flags.overrides, f"run.name={name}"], None))
+        config, processes = check_request(request, flags, takes_ranks=takes_ranks, trains=trains)
         if trains and _says_finished(config):
             return
-        if flags.offline:
-            check_offline(config)
-        if takes_ranks:
-            processes = _processes_to_start(config)
-            check_run(config, world_size=processes if processes > 1 else None)
-            if processes > 1:
-                sys.exit(_start_ranks(command, config, processes))
-        else:
-            _check_one_process(config)
+        if processes > 1:
+            sys.exit(_start_ranks(command, config, processes))
     run_composed(command, config)
+
+
+def check_request(
+    request: Request, flags: argparse.Namespace, *, takes_ranks: bool = True, trains: bool = True
+) -> tuple[RunConfig, int]:
+    """Compose, and check all that is checked before a process is started.
+
+    Args:
+        request: what the command line asks for.
+        flags: of the command line.
+        takes_ranks: see `recipe`.
+        trains: see `recipe`.
+
+    Returns:
+        The config, and how many processes are to be started; 1: this one does it.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    config = compose_request(request)
+    # A launcher's ranks might not see the same.
+    if trains and not (read_launcher().is_given or flags.config_name or flags.config_dir):
+        name = choose_run_name(config, [override.key for override in request.overrides])
+        if name is not None:
+            # What refers to it follows.
+            config = compose_request(make_request(request.config_name, [*flags.overrides, f"run.name={name}"], None))
+    if flags.offline:
+        check_offline(config)
+    if not takes_ranks:
+        _check_one_process(config)
+        return config, 1
+    processes = _processes_to_start(config)
+    check_run(config, world_size=processes if processes > 1 else None)
+    return config, processes
 
 
 def _says_finished(config: RunConfig) -> bool:

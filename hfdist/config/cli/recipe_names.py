@@ -27,7 +27,9 @@ def names_config(arguments: Iterable[str]) -> bool:
 def with_task(name: str, arguments: Sequence[str]) -> list[str]:
     """Put what a name stands for before the other arguments; ConfigError: they name a task, too."""
     _, overrides = NAMES[name]
-    if overrides and any(argument.startswith("task=") for argument in arguments):
-        what, found = "the task is given twice", f"{name}, and task="
-        raise ConfigError(what, where="command line", found=found, hint=f"hfdist tune task=..., or hfdist {name}")
+    other = next((argument for argument in arguments if argument.startswith("task=")), None)
+    if overrides and other is not None:
+        what, found, where = "the task is given twice", f"{name}, and {other}", "task (command line)"
+        hint = f"hfdist tune {other}, or hfdist {name} alone"
+        raise ConfigError(what, where=where, found=found, hint=hint)
     return [*overrides, *arguments]

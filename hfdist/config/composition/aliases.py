@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 _OVERRIDES = {
-    "train.global_batch_size={value}": "batch_size train_batch_size",
+    "train.global_batch_size={value}": "batch_size train_batch_size effective_batch_size",
     "train.micro_batch_size={value}": "per_device_train_batch_size per_device_batch_size "
-    "train_micro_batch_size_per_gpu",
+    "per_gpu_train_batch_size train_micro_batch_size_per_gpu device_train_microbatch_size",
     "train.eval_micro_batch_size={value}": "per_device_eval_batch_size",
-    "train.max_steps={value}": "steps num_steps max_train_steps",
-    "train.epochs={value}": "num_train_epochs num_epochs",
+    "train.max_steps={value}": "steps num_steps max_train_steps train_iters max_iters total_steps",
+    "train.epochs={value}": "num_train_epochs num_epochs max_epochs",
     "train.eval_every={value}": "eval_steps",
     "evaluate.patience={value}": "early_stopping_patience",
     "evaluate.min_delta={value}": "early_stopping_threshold",
@@ -18,18 +18,18 @@ _OVERRIDES = {
     "data.packing=best_fit": "sample_packing padding_free",
     "data.packing=none": "group_by_length",
     "train.max_grad_norm={value}": "clip_grad gradient_clipping",
-    "train.precision=fp16": "fp16",
-    "train.precision=bf16": "bf16",
+    "train.precision=fp16": "fp16 fp16_full_eval",
+    "train.precision=bf16": "bf16 bf16_full_eval",
     "train.precision={value}": "mixed_precision",
     "train.compile=blocks": "torch_compile",
     "train.gradient_checkpointing={value}": "activation_checkpointing",
     "optimizer.lr={value}": "learning_rate",
     "optimizer.beta1={value}": "adam_beta1",
     "optimizer.beta2={value}": "adam_beta2",
-    "optimizer.eps={value}": "adam_epsilon",
+    "optimizer.eps={value}": "adam_epsilon adam_eps",
     "optimizer.name={value}": "optim",
     "optimizer.schedule={value}": "lr_scheduler_type lr_scheduler scheduler",
-    "optimizer.warmup_steps={value}": "num_warmup_steps",
+    "optimizer.warmup_steps={value}": "num_warmup_steps lr_warmup_steps warmup_iters",
     "optimizer.warmup_fraction={value}": "warmup_ratio",
     "data.sequence_length={value}": "block_size seq_length sequence_len max_length max_seq_length "
     "model_max_length context_length cutoff_len",
@@ -42,20 +42,25 @@ _OVERRIDES = {
     # These are said with true or false: see `override_for`.
     "data.chat.train_on=assistant": "assistant_only_loss completion_only_loss",
     "data.chat.train_on=all": "train_on_inputs",
-    "data.workers={value}": "num_workers dataloader_num_workers preprocessing_num_workers",
+    "data.workers={value}": "num_workers dataloader_num_workers preprocessing_num_workers dataset_num_proc",
+    "data.prefetch={value}": "dataloader_prefetch_factor",
     "export.push_to=OWNER/NAME": "push_to_hub",
     "export.push_to={value}": "hub_model_id",
-    "model=hub model.name={value}": "model_name model_name_or_path pretrained_model_name_or_path base_model",
+    "export.private={value}": "hub_private_repo",
+    "export.revision={value}": "hub_revision",
+    "model=hub model.name={value}": "model_name model_name_or_path pretrained_model_name_or_path base_model model_id",
     "model.type={value}": "model_type",
     "model.config.hidden_size=512": "config_overrides",
     "model.tokenizer.name={value}": "tokenizer_name",
     "model.dtype={value}": "torch_dtype",
     "model.attention={value}": "attn_implementation",
+    "model.attention=flash_attention_2": "flash_attention flash_attn use_flash_attention_2",
+    "model.attention=sdpa": "sdp_attention sdpa_attention",
     "model.config.hidden_size={value}": "hidden_size",
     "model.config.intermediate_size={value}": "intermediate_size",
     "model.config.num_hidden_layers={value}": "num_hidden_layers num_layers",
     "model.config.num_attention_heads={value}": "num_attention_heads",
-    "adapter=lora adapter.rank={value}": "lora_r lora_rank",
+    "adapter=lora adapter.rank={value}": "lora_r lora_rank adapter.r",
     "adapter=lora adapter.alpha={value}": "lora_alpha",
     "adapter=lora adapter.dropout={value}": "lora_dropout",
     "adapter=lora adapter.targets=[{value}]": "lora_target_modules target_modules lora_target",
@@ -64,35 +69,42 @@ _OVERRIDES = {
     "adapter=qlora": "bnb_4bit_quant_type",
     "strategy=zero{value}": "zero_stage stage zero",
     "strategy=zero2 strategy.deepspeed={value}": "deepspeed deepspeed_config",
-    "strategy=fsdp2": "fsdp",
-    "strategy.tensor={value}": "tp_size tensor_parallel_size",
-    "strategy.pipeline={value}": "pp_size pipeline_parallel_size",
+    "strategy=fsdp2": "fsdp fsdp_config",
+    "strategy.tensor={value}": "tp_size tensor_parallel_size tensor_model_parallel_size",
+    "strategy.pipeline={value}": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
     "strategy.data={value}": "dp_size data_parallel_size",
-    "strategy.context={value}": "cp_size",
-    "strategy.expert={value}": "ep_size",
-    "launch.processes={value}": "num_processes nproc_per_node num_gpus world_size",
+    "strategy.context={value}": "cp_size context_parallel_size",
+    "strategy.expert={value}": "ep_size expert_parallel_size expert_model_parallel_size",
+    "launch.processes={value}": "num_processes nproc_per_node num_gpus gpus devices world_size",
     "launch.max_restarts={value}": "max_restarts",
     "run.dir={value}": "output_dir",
     "run.name={value}": "run_name",
     "checkpoint.every={value}": "save_steps",
     "checkpoint.keep={value}": "save_total_limit",
     "checkpoint.resume={value}": "resume_from_checkpoint",
-    "report.log_every={value}": "logging_steps",
+    "report.log_every={value}": "logging_steps log_interval",
+    "report.progress=false": "disable_tqdm",
     "report.to=[{value}]": "report_to",
+    "report.project={value}": "project",
     "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta",
     "task.loss={value}": "loss_type pref_loss",
     "task.max_new_tokens={value}": "max_completion_length",
     "train.arguments.use_liger_kernel={value}": "use_liger_kernel",
+    "train.arguments.ddp_timeout={value}": "ddp_timeout",
+    "train.arguments.neftune_noise_alpha={value}": "neftune_noise_alpha",
 }
 """An override, in which `{value}` is replaced by the value that was given, and the names that mean it."""
 OVERRIDES = {name: override for override, names in _OVERRIDES.items() for name in names.split()}
 
 _QUANTIZED = "adapter=qlora has the frozen weights in 4 bits"
 _NO_GPU = "a machine without a GPU trains on the CPU; launch.processes=2 starts two ranks on it"
+_UPLOAD = "export.push_to=OWNER/NAME uploads the model at the end"
 _BATCH = "it follows from train.global_batch_size / (train.micro_batch_size x data ranks): set train.global_batch_size"
 REASONS = {
-    "gradient_accumulation_steps": _BATCH,
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches", "grad_accum"), _BATCH
+    ),
     "do_train": "the command says what is done: `hfdist pretrain` trains",
     "do_eval": "the run evaluates at the end; train.eval_every=100 does it before, too; data.eval_fraction=0: never",
     "streaming": "data is always streamed",
@@ -109,9 +121,22 @@ REASONS = {
     "use_vllm": "hfdist draws answers itself; task.generators=1 does it beside the ranks",
     "wandb_entity": "report.to=[wandb], and WANDB_ENTITY=... in the environment",
     **dict.fromkeys(
-        ("nnodes", "num_machines", "node_rank", "machine_rank", "master_addr", "main_process_ip"),
+        ("nnodes", "num_nodes", "num_machines", "node_rank", "machine_rank", "master_addr", "main_process_ip"),
         "a launcher on each machine, torchrun or accelerate launch, with the recipe: see docs/machines.md",
     ),
+    "parallelism_config": "strategy=tensor, strategy=long_context and strategy=3d are such layouts",
+    "auto_find_batch_size": "train.micro_batch_size=4; `hfdist plan` says what fits",
+    "optim_args": "'optimizer.arguments={name: value}' passes them on",
+    "lr_scheduler_kwargs": "optimizer.min_lr_ratio=0.1 and optimizer.decay_fraction=0.2 shape a schedule",
+    "gradient_checkpointing_kwargs": "train.recompute=cheap keeps what is expensive; train.recompute=all: nothing",
+    "save_only_model": "the model is always written at the end; checkpoint=none saves nothing before",
+    "hub_strategy": _UPLOAD,
+    "hub_always_push": _UPLOAD,
+    "datasets": "data=FILES, data=hub data.sources.hub.path=OWNER/NAME, or data=mixture for several",
+    "pad_to_sequence_len": "data.packing=best_fit fills sequences with documents; data.packing=none: one in each",
+    "max_prompt_length": "data.sequence_length=1024 holds a prompt, or a prompt with its answers",
+    **dict.fromkeys(("ref_model", "reference_model"), "the reference is the model that the run begins with"),
+    **dict.fromkeys(("saves_per_epoch", "evals_per_epoch"), "checkpoint.every=100 train.eval_every=100 count steps"),
     "local_rank": "launch.processes=2 starts two processes; a launcher gives each its place",
     "no_cuda": _NO_GPU,
     "use_cpu": _NO_GPU,
@@ -122,15 +147,28 @@ _OPPOSITES = {
     "evaluate.export=best checkpoint.keep_best=true": "evaluate.export=last",
     "data.chat.train_on=assistant": "data.chat.train_on=all",
     "data.chat.train_on=all": "data.chat.train_on=assistant",
+    "train.precision=bf16": "train.precision=fp32",
+    "train.precision=fp16": "train.precision=fp32",
+    "train.compile=blocks": "train.compile=none",
+    "model.attention=flash_attention_2": "model.attention=auto",
+    "model.attention=sdpa": "model.attention=auto",
+    "adapter=lora": "adapter=none",
+    "adapter=lora adapter.targets=[all-linear]": "adapter.targets=[q_proj,v_proj]",
+    "export.push_to=OWNER/NAME": "export.push_to=null",
+    "report.progress=false": "report.progress=true",
 }
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW")
 
 
 def override_for(name: str, value: object = None) -> str | None:
     """Give a ready override for a name of another trainer, from its last part; None: not known."""
-    template = OVERRIDES.get(name.rpartition(".")[2])
+    name = name.replace(".arguments.", ".")
+    template = OVERRIDES.get(name, OVERRIDES.get(name.rpartition(".")[2]))
     if template is None:
         return None
+    if template == "strategy=zero{value}" and not str(value).isdecimal():
+        # As LLaMA-Factory has `stage: sft`.
+        value = None
     if str(value).lower() == "false":
         template = _OPPOSITES.get(template, template)
     if template == "optimizer.name={value}" and value in _ADAMW:

@@ -7,11 +7,13 @@ nothing for other Hydra applications in the same process: outside `searching` no
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 
 import yaml
@@ -29,6 +31,8 @@ MAX_BYTES = 1 << 20
 MAX_NODES = 50_000
 """Most YAML nodes of one file, with its aliases written out."""
 MAX_DEPTH = 32
+_NUM_KEPT = 128
+"""Files that are not parsed anew: a sweep composes hundreds of configs of the same ones."""
 HYDRA_KEYS = ("help", "job", "output_subdir", "run")
 """Hydra's own settings that may stand in a file; none of them makes Hydra load or call anything."""
 NOT_GROUPS = ("cluster", "hardware", "launch", "plan", "sweep")
@@ -95,8 +99,7 @@ class CheckedFolder(ConfigSource):
         if not path.is_file():
             raise ConfigLoadError(f"Config not found : {path}")
         text = read_config_text(path)
-        config = OmegaConf.load(io.StringIO(text))
-        assert isinstance(config, Container)
+        config = copy.deepcopy(_load(text))
         try:
             header = self._get_header_dict(text[:512])
         except ValueError as error:
@@ -144,6 +147,12 @@ def read_config_text(path: Path) -> str:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file cannot be read: {error}", where=place) from error
+    _check_text(text, place)
+    return text
+
+
+@lru_cache(_NUM_KEPT)
+def _check_text(text: str, place: str) -> None:
     root = _parse(text, place)
     if root is None:
         raise ConfigError("the config file is empty", where=place, allowed=_MAPPING, hint=f"delete {place}")
@@ -152,7 +161,13 @@ def read_config_text(path: Path) -> str:
     _check_size(root, place)
     for names, key, value in _pairs(root, (), place):
         _check_pair(".".join((*names, str(key.value))), key, value, place)
-    return text
+
+
+@lru_cache(_NUM_KEPT)
+def _load(text: str) -> Container:
+    config = OmegaConf.load(io.StringIO(text))
+    assert isinstance(config, Container)
+    return config
 
 
 def refuse_resolver(text: str, where: str) -> None:

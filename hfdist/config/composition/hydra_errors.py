@@ -96,6 +96,18 @@ def check_keys(config: DictConfig, request: Request) -> None:
     as_given = {override.key: override.value_text for override in request.overrides}
     for key, value in unknown_keys(values):
         raise unknown_key(key, as_given.get(key, value), COMMAND_LINE, request)
+    for section in ("train", "adapter"):
+        for name, value in values[section]["arguments"].items():
+            refuse_own(f"{section}.arguments.{name}", value)
+
+
+def refuse_own(key: str, value: object) -> None:
+    """Refuse a name in `train.arguments` or `adapter.arguments` for which hfdist has a key of its own."""
+    own = key.replace(".arguments.", ".")
+    hint = override_for(key, value) or reason_against(key) or (f"{own}={value}" if find_key(own) else None)
+    if hint is not None and key not in hint:
+        what = "hfdist sets this argument itself, from a key of its own"
+        raise ConfigError(what, where=key, found=value, hint=hint)
 
 
 def missing_value(key: str) -> ConfigError:
@@ -222,7 +234,9 @@ def _override_of(error: Exception, request: Request) -> GivenOverride | None:
     for override in request.overrides:
         if message.startswith(f"Error merging override {override.for_hydra}"):
             return override
-        if re.match(rf"Could not (override|delete from config\.|delete) ?'?{re.escape(override.key)}'?", message):
+        if re.match(
+            rf"Could not (override|delete from config\.|delete) ?'?{re.escape(override.key)}(?![\w.])", message
+        ):
             return override
     return next((o for o in request.overrides if o.text.startswith("~") and o.key in message), None)
 

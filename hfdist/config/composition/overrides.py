@@ -106,8 +106,11 @@ def _prepare(text: str) -> GivenOverride:
         raise ConfigError(what, where=where, found=text, hint=hint)
     if override.is_sweep_override():
         given = text.partition("=")[2]
-        hint = f"hfdist sweep sweep=grid {key}={given} for a run of each; a list is '{key}=[{given}]'; "
-        hint += f"text with a comma is '{key}=\"{given}\"'"
+        hint, known = f"hfdist sweep sweep=grid {key}={given} for a run of each", find_key(key)
+        if known is not None and known.takes_list:
+            hint += f"; a list is '{key}=[{given}]'"
+        if known is not None and known.is_text:
+            hint += f"; text with a comma is '{key}=\"{given}\"'"
         raise ConfigError("several values for one key: a run takes one", where=where, found=given, hint=hint)
     value = override.value()
     for name, _ in flatten(value, key):
@@ -119,7 +122,7 @@ def _prepare(text: str) -> GivenOverride:
 def _for_hydra(override: Override, text: str) -> str:
     if override.type is OverrideType.DEL or override.package is not None:
         return text
-    key, value, given = override.key_or_group, text.partition("=")[2], override.value()
+    key, value, given = override.key_or_group, text.partition("=")[2] or "''", override.value()
     if key == "experiment":
         # No primary config lists it, so that plain Hydra wants a `+`; with or without is the same here.
         return f"+{key}={value}"

@@ -94,7 +94,7 @@ class Section:
     def _merge(self, config: Any, key: str, value: Any, place: str) -> Any:
         for name, _ in self._members(key, value):
             if name not in self.keys:
-                hint = nearest(name, self.keys, "{}=...", cutoff=0.6)
+                hint = nearest(name, self.keys, f"{{}}={value}", cutoff=0.6)
                 section = self.keys.get(name.rpartition(".")[0])
                 known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]
                 what, names = f"there is no key `{name}`", ", ".join(known)

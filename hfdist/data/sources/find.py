@@ -85,7 +85,8 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_b
             opened = ContentError("the file is there twice", where=file.url, found=first.url)
         if on_bad is BadRows.error:
             skip = "data.on_bad_rows=skip leaves the file out"
-            opened.hint = f"{opened.hint}, or {skip}" if opened.hint else skip
+            # Of one file alone, nothing would be left.
+            opened.hint = skip if not opened.hint else opened.hint if len(files) == 1 else f"{opened.hint}, or {skip}"
             raise opened
         logger.warning("%s is left out: %s", file.url, opened.what)
         left_out.append(f"{file.url}: {opened.what}")

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainingArguments
 
 from hfdist.config.batch import BatchPlan, num_warmup_steps
+from hfdist.config.composition.hydra_errors import refuse_own
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
@@ -97,36 +98,6 @@ def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> 
     }
 
 
-# Fields that other keys stand for, though they are not always among the generated ones.
-_ELSEWHERE = {
-    "deepspeed": "strategy.sharding and strategy.deepspeed",
-    "fsdp": "strategy.sharding",
-    "fsdp_config": "strategy.sharding",
-    "parallelism_config": "strategy.*",
-    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
-    "num_train_epochs": "train.epochs",
-    "auto_find_batch_size": "train.micro_batch_size",
-    "optim_args": "optimizer.arguments",
-    "dataloader_num_workers": "data.workers",
-    "dataloader_prefetch_factor": "data.prefetch",
-    "eval_on_start": "evaluate.at_start",
-    "load_best_model_at_end": "checkpoint.*",
-    "save_only_model": "checkpoint.*",
-    "bf16_full_eval": "train.precision",
-    "fp16_full_eval": "train.precision",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "project": "report.project",
-    "push_to_hub": "export.push_to",
-    "hub_model_id": "export.push_to",
-    "hub_private_repo": "export.private",
-    "hub_revision": "export.revision",
-    "hub_strategy": "export.push_to",
-    "hub_always_push": "export.push_to",
-    "gradient_checkpointing": "train.gradient_checkpointing",
-    "gradient_checkpointing_kwargs": "train.recompute",
-}
-
-
 def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
     """Raise a ConfigError on a name in `train.arguments` that is unknown, or that hfdist sets itself."""
     # For the names alone.
@@ -134,9 +105,10 @@ def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name, value in config.train.arguments.items():
         key = f"train.arguments.{name}"
-        if name in ours or name in _ELSEWHERE:
-            hint = f"set {_ELSEWHERE.get(name, 'the key of the same purpose, in conf/')} instead"
-            raise ConfigError("hfdist sets this argument itself, from its own keys", where=key, found=value, hint=hint)
+        refuse_own(key, value)
+        if name in ours:
+            what, hint = "hfdist sets this argument itself", f"leave {key} out"
+            raise ConfigError(what, where=key, found=value, hint=hint)
         if name not in known:
             what = "transformers' TrainingArguments has no such field"
             near = nearest(name, known, f"train.arguments.{{}}={value}")

@@ -1,122 +1,119 @@
-"""Hints are followed: put into the command, each gets past its mistake; and no text names a key that does not exist."""
+"""Hints are followed to the end of their chains; and no text names a key that does not exist."""
 
 import ast
 import re
-import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 import hfdist
-from hfdist.config.checks.preflight import check_run
-from hfdist.config.cli.command import _parse_flags
 from hfdist.config.composition.aliases import OVERRIDES, REASONS
-from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import HfdistError
-from hfdist.models.architecture import check_fields
+from tests.unit.config.hint_chains import Chains, quick_composition
+from tests.unit.config.mistaken_lines import LINES
 
-HUNDRED = "data=texts.jsonl data.cache_dir=cache"
-# Commands without the recipe; `2:` before one starts two processes.
-MISTAKES = [
-    "--max_steps 5",
-    "--max-steps=5",
-    "--learning_rate 1e-3",
-    "optimizer.lrr=1e-3",
-    "optimizer.schedule=cosin",
-    "strategy=zero4",
-    "report.to=tensorbord",
-    "report.to=[wandb,tensorbord]",
-    "report.to=none",
-    "train.global_batch_size=12",
-    "2:strategy=ddp train.global_batch_size=24",
-    "2:strategy=ddp data.lanes=7",
-    "train.micro_batch_size=64",
-    "train.eval_every=3 checkpoint.keep_best=true",
-    "train.eval_every=3 checkpoint.keep_best=true checkpoint.keep_every=1000",
-    "train.eval_every=3 evaluate.export=best checkpoint=none",
-    "evaluate.patience=2",
-    "checkpoint.keep_every=750",
-    "optimizer.warmup_steps=100",
-    "train.recompute=cheap",
-    "strategy.offload=cpu",
-    "data=texts.jsnl",
-    "data.eval_sources.v.path=texts.jsonl",
-    "model.type=lama",
-    "model.config.hiden_size=64",
-    "model.config.num_attention_heads=7",
-    "model.config.num_attention_heads=3",
-    "model.attention=flash_attention_2",
-    f"{HUNDRED} data.sources.files.text=txt",
-    f"{HUNDRED} data.lanes=256",
-    f"2:strategy=ddp {HUNDRED} data.lanes=256",
-]
+CONFIG = Path(hfdist.__file__).parent / "config"
+ERRORS = ("ConfigError", "_conflict", "_misfit", "_no_option", "refuse")
+"""What makes a message."""
+OTHERS = {
+    # Of a file, which is to be changed, or of what is beside the config.
+    "files.py": "a config file is mended in an editor",
+    "unnamed.py": "twenty folders of runs that have no name",
+    # Of values that only files have.
+    "explain_interpolation": "the value is to be written out",
+}
 
 
-def attempt(command, monkeypatch, *, opens_data):
-    """Compose and check as a recipe does; open the data of commands that name some."""
-    num_processes, _, command = command.rpartition(":") if re.match(r"\d:", command) else ("1", "", command)
-    monkeypatch.setenv("WORLD_SIZE", num_processes)
-    flags = _parse_flags(shlex.split(command))
-    config = compose_config(flags.overrides)
-    check_run(config)
-    check_fields(config.model)
-    if opens_data:
-        from hfdist.data import open_corpus
-
-        open_corpus(config.data)
-
-
-def failure(command, monkeypatch):
-    try:
-        attempt(command, monkeypatch, opens_data=HUNDRED in command)
-    except HfdistError as error:
-        return error
-    return None
+def make_files(folder):
+    """What the lines name."""
+    (folder / "texts.jsonl").write_text('{"text": "a text of some words"}\n' * 100)
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 100)
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100)
+    (folder / "prompts.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' * 100)
+    for name in ("folder/model", "texts", "web", "unreadable", "runs/first"):
+        (folder / name).mkdir(parents=True)
+    for name in ("val.jsonl", "texts/a.txt", "web/a.parquet"):
+        (folder / name).touch()
+    (folder / "own").mkdir()
+    (folder / "own/mine.yaml").write_text("defaults: [pretrain, optimzer: adamw]\n")
+    (folder / "unreadable" / "run.json").write_text("{")
+    (folder / "runs/first/config.yaml").write_text(to_yaml(compose_config(["run.name=first"])))
 
 
-def follow(command, hint):
-    """Put the first overrides that a hint names into a command, in place of those of the same keys, and of flags."""
-    words = []
-    for word in shlex.split(re.split(r",? or |;|, ", hint)[0]):
-        if not re.match(r"[+~]?[\w./]+=", word):
-            break
-        words.append(word)
-    assert words, f"nothing to follow in: {hint}"
-    keys = {word.partition("=")[0] for word in words}
-    launch, _, rest = command.rpartition(":") if re.match(r"\d:", command) else ("", "", command)
-    misspelt = {"optimizer.lrr", "model.config.hiden_size"}
-    given = []
-    for word in shlex.split(rest):
-        key = word.partition("=")[0]
-        if (
-            "=" in word
-            and not word.startswith("-")
-            and key not in keys | misspelt
-            and not (key == "data" and "data.sources.files.path" in keys)
-        ):
-            given.append(word)
-    if "data.sources.files.path" in keys:
-        given.append("data=files")
-    return (f"{launch}:" if launch else "") + shlex.join([*given, *words])
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory):
+    """What is wrong with the hints of each line, and the places that have made the messages."""
+    places = set()
+
+    before = HfdistError.__init__
+
+    def note(self, *args, **options):
+        before(self, *args, **options)
+        frame = sys._getframe(1)
+        while frame is not None:
+            if Path(frame.f_code.co_filename).is_relative_to(CONFIG):
+                places.add((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+
+    folder = tmp_path_factory.mktemp("lines")
+    make_files(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(HfdistError, "__init__", note)
+        quick_composition(patch)
+        chains = Chains()
+        return [problem for line in LINES for problem in chains.failures(line)], places
 
 
-@pytest.mark.parametrize("command", MISTAKES)
-def test_a_hint_that_is_followed_gets_past_the_mistake(command, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("texts.jsonl").write_text('{"text": "a text of some words"}\n' * 100)
-    error = failure(command, monkeypatch)
-    assert error is not None
-    assert error.hint is not None, error
-    changed = follow(command, error.hint)
-    after = failure(changed, monkeypatch)
-    assert after is None or (after.what, after.where) != (error.what, error.where), f"{changed}\n{after}"
+def test_each_proposal_of_each_hint_leads_to_a_config_that_passes(followed):
+    problems, _ = followed
+    assert not problems, "\n\n".join(problems)
+
+
+def messages_with_overrides():
+    """The file, the lines and the name of the function of each message whose hint may hold an override."""
+    for path in sorted(CONFIG.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            hints = [value for node in ast.walk(function) for name, value in named_values(node) if name == "hint"]
+            for call in ast.walk(function):
+                if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS):
+                    continue
+                given = [keyword.value for keyword in call.keywords if keyword.arg == "hint"]
+                texts = hints if any(isinstance(value, ast.Name) for value in given) else given
+                if call.func.id in ("_misfit", "_no_option", "refuse") or any(map(may_be_override, texts)):
+                    yield path, call, function.name
+
+
+def may_be_override(hint):
+    parts = list(ast.walk(hint))
+    calls = any(isinstance(part, ast.Call) and getattr(part.func, "id", "") in CALLED for part in parts)
+    return calls or any(isinstance(part, ast.Constant) and "=" in str(part.value) for part in parts)
+
+
+CALLED = ("_near", "_hint_for_unknown", "_hint_for_value")
+
+
+def test_each_message_that_proposes_an_override_has_a_line(followed):
+    """A new one joins the lines, or says in OTHERS why it cannot."""
+    _, places = followed
+    missing = [
+        f"{path.relative_to(CONFIG)}:{call.lineno} in {name}: {ast.unparse(call)[:100]}"
+        for path, call, name in messages_with_overrides()
+        if not any(file == str(path) and call.lineno <= line <= call.end_lineno for file, line in places)
+        and not {path.name, name} & OTHERS.keys()
+    ]
+    assert not missing, "\n".join(missing)
 
 
 SECTIONS = "|".join(sorted({name.partition(".")[0] for name in all_keys()}))
 KEY = re.compile(rf"(?<![\w./])({SECTIONS})((?:\.[a-z_*]\w*|\.[A-Z]+\b)+)(?=[=\s,;:.)`']|$)")
 # Not keys: files and folders.
-OTHERS = {"model.safetensors", "config.json", "train.jsonl", "data.jsonl"}
+FILES = {"model.safetensors", "config.json", "train.jsonl", "data.jsonl"}
 
 
 PARTS = ("hint", "allowed")
@@ -144,7 +141,7 @@ def texts_of_errors():
 
 
 def exists(name):
-    if name in OTHERS or find_key(name) is not None:
+    if name in FILES or find_key(name) is not None:
         return True
     if name.endswith(".*"):
         return find_key(name.removesuffix(".*")) is not None
