@@ -67,10 +67,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model, tokenizer = (auto.from_pretrained("runs/first/model") for auto in (AutoModelForCausalLM, AutoTokenizer))
 print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50)[0]))
 what comes next:
-  hfdist report runs/first                        makes a page with its curves
-  hfdist audit run=runs/first                     proves that it read the data as planned
-  hfdist prove strategy=zero2 launch.processes=2  shows that two processes train as one does
-  hf upload OWNER/NAME runs/first/model           brings the model to the Hub"""
+  hfdist report runs/first                        # makes a page with its curves
+  hfdist audit run=runs/first                     # proves that it read the data as planned
+  hfdist prove strategy=zero2 launch.processes=2  # shows that two processes train as one does
+  hf upload OWNER/NAME runs/first/model           # brings the model to the Hub"""
     )
 
 

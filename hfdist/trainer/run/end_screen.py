@@ -69,7 +69,7 @@ def describe_end(end: Ending) -> str:
     lines += ["to use it:", *_usage(end), "what comes next:"]
     steps = list(_next(end))
     width = max(len(command) for command, _ in steps)
-    return "\n".join([*lines, *(f"  {command:<{width}}  {why}" for command, why in steps)])
+    return "\n".join([*lines, *(f"  {command:<{width}}  # {why}" for command, why in steps)])
 
 
 def _title(end: Ending) -> str:
