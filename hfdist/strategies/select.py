@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from transformers import TrainingArguments
 
 from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.deepspeed import check_optimizer_sections, read_deepspeed_file
@@ -16,13 +15,16 @@ from hfdist.config.checks.values import check_layout
 from hfdist.config.cli.process_end import report_uncaught
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.presets import read_preset
-from hfdist.config.python_words import speaking_python
+from hfdist.config.composition.python_words import speaking_python
 from hfdist.config.schema import Key, keys_of
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 GROUP = "strategy"
 

@@ -7,7 +7,7 @@ weighted by tokens), or is one line that lets the engine do the step. Without a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, islice
@@ -23,8 +23,8 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from hfdist.checkpoint import Keep, Replicas
 from hfdist.collectives import gather_json
+from hfdist.config.composition.python_words import speaking_python
 from hfdist.config.islands import IslandsConfig
-from hfdist.config.python_words import speaking_python
 from hfdist.data import HeldOutSources, TokenStream
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
@@ -94,6 +94,10 @@ class RunOptions:
     server_optimizer: ServerOptimizer | None = None
     """How a parameter server steps the optimizer; None: there is no parameter server."""
 
+    def telling(self) -> AbstractContextManager[None]:
+        """Tell mistakes of the block in keys where a run has a config, else in arguments of Python."""
+        return nullcontext() if self.run_values is not None else speaking_python()
+
 
 class DistributedTrainerMixin(_Trainer):
     """Gives a Trainer a `strategy`. Put it before the class: `class Mine(DistributedTrainerMixin, trl.SFTTrainer)`.
@@ -140,8 +144,7 @@ class DistributedTrainerMixin(_Trainer):
         if strategy is not None:
             model_init = kwargs.get("model_init")
             has_new_adapter = kwargs.get("peft_config") is not None
-            # A run has a config, and is told of its keys.
-            with nullcontext() if self.options.run_values is not None else speaking_python():
+            with self.options.telling():
                 self.engine, kwargs = build_engine(type(self), strategy, kwargs)
         super().__init__(*args, **kwargs)
         if self.engine is None:

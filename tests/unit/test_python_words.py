@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 import hfdist
 from hfdist.config.composition.aliases import OVERRIDES, REASONS
-from hfdist.config.python_words import in_python
+from hfdist.config.composition.python_words import in_python
 from hfdist.errors import ConfigError
 from hfdist.strategies.select import make_strategy
 from hfdist.trainer.engine_setup import find_strategy
