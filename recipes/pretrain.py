@@ -5,10 +5,10 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/pretrain.py +expe
 
 from hfdist.config.cli.command import recipe
 from hfdist.config.run import RunConfig
-from hfdist.trainer.run import prepare_run
+from hfdist.trainer.run import check_model, prepare_run
 
 
-@recipe(primary="pretrain")
+@recipe(primary="pretrain", before_ranks=check_model)
 def main(config: RunConfig) -> None:
     """Build the run from its config, in the order in which mistakes are cheapest to find, and train."""
     run = prepare_run(config)

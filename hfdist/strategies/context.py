@@ -306,12 +306,13 @@ def make_context_parallel(
     if not isinstance(model, PreTrainedModel):
         raise _refused(type(model).__name__, "a model that is not one of transformers")
     # Ulysses shares out the heads that a tensor rank has.
-    method = _choose_method(model, group.size() * num_tensor_ranks, method)
+    method = choose_method(model, group.size() * num_tensor_ranks, method)
     keeps_apart, positions = _check_small(model, group, method)
     return ContextParallel(model, group, method, keeps_apart=keeps_apart, positions=positions)
 
 
-def _choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> ContextMethod:
+def choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> ContextMethod:
+    """Choose how attention sees a whole sequence; ConfigError: `method` does not fit the model. No collective."""
     config = model.config.get_text_config(decoder=True)
     uneven = {name: n for name, n in count_heads(config) if n % size}
     # Of a model that is split, too: all stages choose alike.
@@ -360,7 +361,7 @@ def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: Conte
     def distribute(small: PreTrainedModel) -> LayoutHooks:
         by_heads = method is ContextMethod.ulysses
         # It has fewer heads.
-        own_method = _choose_method(small, size, ContextMethod.auto) if by_heads else method
+        own_method = choose_method(small, size, ContextMethod.auto) if by_heads else method
         context = ContextParallel(small, group, own_method, keeps_apart=keeps_apart, positions=positions)
 
         def reduce(loss: torch.Tensor) -> None:

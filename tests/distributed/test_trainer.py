@@ -141,8 +141,8 @@ def test_schedules_and_weight_decay(tmp_path, schedule):
     [
         ({"neftune_noise_alfa": 5}, "train.arguments.neftune_noise_alfa", "train.arguments.neftune_noise_alpha"),
         ({"learning_rate": 1e-3}, "train.arguments.learning_rate", "hfdist sets this argument itself"),
-        ({"eval_on_start": True}, "train.arguments.eval_on_start", "set evaluate.at_start instead"),
-        ({"push_to_hub": True}, "train.arguments.push_to_hub", "set export.push_to instead"),
+        ({"eval_on_start": True}, "train.arguments.eval_on_start", "evaluate.at_start=true"),
+        ({"push_to_hub": True}, "train.arguments.push_to_hub", "export.push_to=OWNER/NAME"),
         ({"deepspeed": {}}, "train.arguments.deepspeed", "hfdist sets this argument itself"),
     ],
 )

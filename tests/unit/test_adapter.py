@@ -271,7 +271,7 @@ def test_only_weights_that_are_read_must_be_there_in_their_type(base):
         (["adapter.type=randlora"], "adapter.type", "share weights"),
         (["adapter.type=ia3", "adapter.rank=4"], "adapter.rank", "nothing of the kind"),
         (["adapter=lora", "+adapter.arguments.lora_bais=true"], "adapter.arguments.lora_bais", "lora_bias"),
-        (["adapter=lora", "+adapter.arguments.r=4"], "adapter.arguments.r", "set adapter.rank instead"),
+        (["adapter=lora", "+adapter.arguments.r=4"], "adapter.arguments.r", "adapter=lora adapter.rank=4"),
         (["adapter=lora", "+adapter.arguments.init_lora_weights=eva"], "adapter.arguments.init_lora_weights", "pissa"),
         (["adapter=lora", "+adapter.arguments.bias=some"], "adapter.*", "PEFT refuses"),
         (["adapter=lora", "adapter.targets=[q_prj]"], "adapter.targets", "adapter.targets=[q_proj]"),

@@ -50,7 +50,11 @@ _PRINTING_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
 def recipe(
-    primary: str = "pretrain", *, takes_ranks: bool = True, trains: bool = True
+    primary: str = "pretrain",
+    *,
+    takes_ranks: bool = True,
+    trains: bool = True,
+    before_ranks: Callable[[RunConfig, int], None] | None = None,
 ) -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
     """Make `main(config)` a command that is configured from the command line.
 
@@ -61,6 +65,7 @@ def recipe(
         primary: name of the primary config.
         takes_ranks: whether several processes can do it together.
         trains: whether its run has a folder of its own, and goes on in it.
+        before_ranks: a further check of the config and the number of processes, before several are started.
 
     Returns:
         A decorator. The decorated function takes no arguments, and ends the process with a documented exit code
@@ -72,7 +77,7 @@ def recipe(
         @functools.wraps(main)
         def command() -> None:
             if main.__module__ != _IMPORTED_BY_A_RANK:
-                _run_command(command, primary, sys.argv[1:], takes_ranks, trains)
+                _run_command(command, primary, sys.argv[1:], takes_ranks, trains, before_ranks)
 
         return command
 
@@ -103,7 +108,12 @@ def go_offline() -> None:
 
 
 def _run_command(
-    command: Callable[[], None], primary: str, arguments: Sequence[str], takes_ranks: bool, trains: bool
+    command: Callable[[], None],
+    primary: str,
+    arguments: Sequence[str],
+    takes_ranks: bool,
+    trains: bool,
+    before_ranks: Callable[[RunConfig, int], None] | None,
 ) -> None:
     with told_in_one_message(stop_everywhere):
         flags = _parse_flags(arguments)
@@ -117,6 +127,8 @@ def _run_command(
         if trains and _says_finished(config):
             return
         if processes > 1:
+            if before_ranks is not None:
+                before_ranks(config, processes)
             sys.exit(_start_ranks(command, config, processes))
     run_composed(command, config)
 

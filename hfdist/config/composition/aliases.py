@@ -169,6 +169,7 @@ def override_for(name: str, value: object = None) -> str | None:
     if template == "strategy=zero{value}" and not str(value).isdecimal():
         # As LLaMA-Factory has `stage: sft`.
         value = None
+    value = str(value).lower() if isinstance(value, bool) else value
     if str(value).lower() == "false":
         template = _OPPOSITES.get(template, template)
     if template == "optimizer.name={value}" and value in _ADAMW:

@@ -11,7 +11,14 @@ from hfdist.processes.startup import reporting
 if TYPE_CHECKING:
     from hfdist.trainer.run.builder import Run
 
-__all__ = ["prepare_run"]
+__all__ = ["check_model", "prepare_run"]
+
+
+def check_model(config: RunConfig, processes: int) -> None:
+    """Compare the layout with the model, as far as it is known, before `processes` are started; see `model_fit`."""
+    with reporting("comparing the layout with the model"), quick_imports():
+        from hfdist.strategies.model_fit import check_model_fits
+    check_model_fits(config, processes)
 
 
 def prepare_run(config: RunConfig) -> Run:

@@ -60,8 +60,8 @@ def test_each_preset_fits_the_command_in_its_comment(name, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "where", "hint"),
     [
-        (["cluster.ndoes=2"], "cluster.ndoes (command line)", "cluster.nodes=..."),
-        (["cluster.slurm.partitions=x"], "cluster.slurm.partitions (command line)", "cluster.slurm.partition=..."),
+        (["cluster.ndoes=2"], "cluster.ndoes (command line)", "cluster.nodes=2"),
+        (["cluster.slurm.partitions=x"], "cluster.slurm.partitions (command line)", "cluster.slurm.partition=x"),
         (["nodes=2"], "command line", "cluster.nodes=2"),
         (["trian.max_steps=2"], "trian.max_steps (command line)", "train.max_steps=2"),
         (["cluster=slurn"], "cluster", "cluster=slurm"),
@@ -81,7 +81,7 @@ def test_each_preset_fits_the_command_in_its_comment(name, tmp_path, monkeypatch
         (["cluster.setup=[[a]]"], "cluster.setup", None),
         (["cluster.environment.HF_TOKEN=abc"], "cluster.environment.HF_TOKEN (command line)", None),
         (["cluster.nodes=3"], "train.global_batch_size", None),
-        (["cluster.nodes=1"], "strategy.data", "cluster.nodes=2"),
+        (["cluster.nodes=1"], "strategy.data", "cluster.nodes=1 cluster.processes=2"),
         (["launch.processes=4", "cluster.nodes=2"], "launch.processes", None),
         (["--offlin"], "command line", "--offline"),
         (["run=runs/none"], "run (command line)", None),

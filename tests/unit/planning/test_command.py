@@ -30,7 +30,7 @@ def test_the_default_file_lists_each_key_with_its_default_and_a_comment():
 @pytest.mark.parametrize(
     ("arguments", "where", "hint"),
     [
-        (["plan.processe=2"], "plan.processe (command line)", "plan.processes=..."),
+        (["plan.processe=2"], "plan.processe (command line)", "plan.processes=2"),
         (["hardware=h100_80gb"], "command line", "plan.hardware=h100_80gb"),
         (["plan.hardware=h100_80g"], "plan.hardware", "plan.hardware=h100_80gb"),
         (["trian.max_steps=2"], "trian.max_steps (command line)", "train.max_steps=2"),

@@ -41,7 +41,7 @@ def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
-        (["optimizer.lr=1e-3"], "nothing varies", "'optimizer.lr=tag(log, interval(1e-4, 1e-2))'"),
+        (["optimizer.lr=1e-3"], "nothing varies", "'optimizer.lr=choice(1e-4, 1e-3)'"),
         (["sweep=tpee", LR], "there is no such sweep", "sweep (command line)=tpe"),
         (["sweep.trails=3", LR], "there is no key `sweep.trails`", "sweep.trials=..."),
         (["trials=3", LR], "keys of the sweep begin with its name", "sweep.trials=3"),

@@ -1,0 +1,54 @@
+"""Whether a model divides as a layout asks, found on its shape alone, before weights are read or a rank is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hfdist.config.checks.preflight import plan_run
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Balance
+from hfdist.config.task import TaskName
+from hfdist.models import find_architecture
+from hfdist.models.blocks import find_block_parts
+from hfdist.models.build import make_without_values
+from hfdist.strategies.context import choose_method
+from hfdist.strategies.experts import make_expert_plan
+from hfdist.strategies.select import device_type_here, select_strategy
+from hfdist.strategies.tensor.plan import first_plan
+
+
+def check_model_fits(config: RunConfig, processes: int) -> None:
+    """Compare the layout with a model whose config is on this machine; of one of the Hub, the ranks find it.
+
+    Raises:
+        ConfigError, PartitionError: blocks, heads, experts or micro batches that do not divide; or as of
+            `find_architecture`.
+    """
+    model, degrees = config.model, config.strategy
+    is_here = model.name is None or (Path(model.name).expanduser() / "config.json").is_file()
+    if degrees.degrees.model * degrees.expert == 1 or not is_here or model.trust_remote_code:
+        return
+    topology, batch = plan_run(config, world_size=processes)
+    strategy = select_strategy(degrees, config.train, topology=topology, batch=batch, device_type=device_type_here())
+    scores = config.task.name is TaskName.reward
+    architecture = find_architecture(model, sequence_length=config.data.sequence_length, scores=scores)
+    with torch.device("meta"):
+        whole = make_without_values(model, architecture, scores=scores)
+    if degrees.pipeline > 1:
+        # Imported where it is chosen, as in `select_strategy`.
+        from hfdist.pipeline.partition import choose_stages
+        from hfdist.strategies.pipelines.pipeline import PipelineStrategy
+
+        assert isinstance(strategy, PipelineStrategy)
+        # How stages are balanced costs time, and does not matter for their number.
+        split, blocks = replace(degrees, balance=Balance.parameters), find_block_parts(whole)
+        choose_stages(whole, blocks, split, batch, strategy.rank_of_stage, config.train.precision)
+    if degrees.tensor > 1:
+        first_plan(whole, degrees.tensor)
+    if degrees.expert > 1:
+        make_expert_plan(whole, degrees.expert)
+    if degrees.context > 1:
+        choose_method(whole, degrees.context * degrees.tensor, degrees.context_method)

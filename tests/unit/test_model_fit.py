@@ -1,0 +1,34 @@
+"""A layout that does not divide a model is refused before a process is started."""
+
+import pytest
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.errors import ConfigError
+from hfdist.strategies.model_fit import check_model_fits
+
+SMALL = ("train.global_batch_size=8", "train.micro_batch_size=1", "model.config.num_hidden_layers=4")
+
+
+@pytest.mark.parametrize(
+    ("processes", "override", "where"),
+    [
+        (8, "strategy.pipeline=8", "strategy.pipeline, strategy.stages_per_rank"),
+        (2, "strategy={pipeline: 2, blocks_per_stage: [1,2]}", "strategy.blocks_per_stage"),
+        (5, "strategy={context: 5, context_method: ulysses}", "strategy.context, strategy.context_method"),
+        (2, "strategy={data: null, expert: 2}", "strategy.expert"),
+    ],
+)
+def test_what_does_not_divide_is_found_on_the_shape_alone(processes, override, where):
+    key, _, value = override.partition("=")
+    words = (
+        [f"{key}.{part.replace(': ', '=')}" for part in value.strip("{}").split(", ")] if "{" in value else [override]
+    )
+    config = compose_config(["model=tiny", "data.sequence_length=400", *SMALL, "data.lanes=40", *words])
+    with pytest.raises(ConfigError) as caught:
+        check_model_fits(config, processes)
+    assert caught.value.where == where
+
+
+def test_a_layout_that_divides_passes_and_a_model_of_the_hub_is_left_to_the_ranks():
+    check_model_fits(compose_config(["model=tiny", "strategy.pipeline=2"]), 2)
+    check_model_fits(compose_config(["model=hub", "model.name=owner/model", "strategy.pipeline=2"]), 2)
