@@ -212,6 +212,12 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     for axis, what in (("tensor", "parameters"), ("expert", "experts")):
         if getattr(strategy, axis) > 1:
             _check_shared(config, axis, what)
+    _check_pipeline(config)
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    """A pipeline has keys of its own, and excludes others."""
+    strategy = config.strategy
     for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):
         if strategy.pipeline == 1 and _shown(config, key) != "null":
             what, hint = "this key belongs to a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
@@ -225,7 +231,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         what = "a pipeline cannot offload its optimizer state"
         keys, hint = "strategy.offload strategy.pipeline", "strategy.offload=none"
         raise _conflict(config, keys, what, allowed="none", hint=hint)
-    if strategy.pipeline > 1 and train.compile is Compile.model:
+    if strategy.pipeline > 1 and config.train.compile is Compile.model:
         what = "a pipeline runs the model from block to block, so it cannot be compiled as a whole"
         keys, hint = "train.compile strategy.pipeline", "train.compile=blocks"
         raise _conflict(config, keys, what, allowed="none, blocks", hint=hint)

@@ -111,7 +111,7 @@ def test_a_config_that_refers_to_the_environment_is_not_read():
 @pytest.mark.parametrize(("rank", "said"), [("0", 1), ("1", 0)])
 def test_rank_0_says_it_and_nothing_starts(rank, said, monkeypatch, capsys):
     end()
-    monkeypatch.setattr("sys.argv", ["recipe", *COMMAND])
+    monkeypatch.setattr("sys.argv", ["recipe", *COMMAND, "strategy=ddp"])
     for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     recipe()(lambda config: pytest.fail("it trains"))()

@@ -21,6 +21,7 @@ ERRORS = ("ConfigError", "_conflict", "_misfit", "_no_option", "refuse")
 OTHERS = {
     # Of a file, which is to be changed, or of what is beside the config.
     "files.py": "a config file is mended in an editor",
+    "own_config.py": "a file is named, or mended in an editor",
     "unnamed.py": "twenty folders of runs that have no name",
     # Of values that only files have.
     "explain_interpolation": "the value is to be written out",
