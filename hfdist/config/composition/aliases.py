@@ -33,6 +33,7 @@ _OVERRIDES = {
     "optimizer.warmup_fraction={value}": "warmup_ratio",
     "data.sequence_length={value}": "block_size seq_length sequence_len max_length max_seq_length "
     "model_max_length context_length cutoff_len",
+    "data={value}": "data.path data.file data.files data_path data_files",
     "data=hub data.sources.hub.path={value}": "dataset dataset_name",
     "data=hub data.sources.hub.subset={value}": "dataset_config_name",
     "data=files data.sources.files.path={value}": "train_file",
