@@ -171,6 +171,8 @@ class LauncherPlace:
     """Whether there is a launcher."""
     local_world_size: int = 1
     """Processes of this machine; all, where it does not say."""
+    says_machine: bool = False
+    """Whether it says how many processes are on this machine."""
 
     @property
     def has_other_machines(self) -> bool:
@@ -199,6 +201,7 @@ def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace
         local_rank=local_rank,
         is_given="RANK" in values,
         local_world_size=_number(values, "LOCAL_WORLD_SIZE", world_size),
+        says_machine="LOCAL_WORLD_SIZE" in values,
     )
 
 

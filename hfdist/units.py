@@ -69,13 +69,15 @@ def _digits(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Give a duration, such as `3 h 12 min` or `81 ms`."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 or seconds == 0 else f"{seconds * 1e3:.2f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
+    if seconds < 599.5:
+        return f"{round(seconds) // 60} min {round(seconds) % 60} s"
     minutes = round(seconds / 60)
     if minutes < 60:
-        return f"{int(seconds // 60)} min {seconds % 60:.0f} s" if seconds < 600 else f"{minutes} min"
+        return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 

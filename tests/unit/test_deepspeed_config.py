@@ -77,6 +77,21 @@ def test_further_keys_are_merged_over_the_generated_ones():
             "strategy.deepspeed.zero_optimization.offload_optimizer.device",
             "strategy.offload",
         ),
+        (
+            {"zero_optimization": {"offload_optimizer": None}, "zero_optimisation": "auto"},
+            "strategy.deepspeed.zero_optimisation",
+            "strategy.deepspeed.zero_optimization",
+        ),
+        (
+            {"zero_optimization": {"reduce_buket_size": "auto"}},
+            "strategy.deepspeed.zero_optimization.reduce_buket_size",
+            "strategy.deepspeed.zero_optimization.reduce_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "strategy.deepspeed.zero_optimization.cpu_offload",
+            "strategy.offload",
+        ),
         ({"aio": {"block_size": 1}}, "strategy.deepspeed.aio", "does not go to DeepSpeed"),
         (
             {"zero_optimization": {"reduce_bucket_size": "big"}},
@@ -89,7 +104,7 @@ def test_further_keys_are_merged_over_the_generated_ones():
             "greater than 0",
         ),
         ({"prescale_gradients": 3}, "strategy.deepspeed.prescale_gradients", "bool"),
-        ({"fp16": True}, "strategy.deepspeed.fp16", "a mapping"),
+        ({"fp16": True}, "strategy.deepspeed.fp16", "train.precision"),
     ],
 )
 def test_mistakes_name_the_full_key_and_the_way_out(extra, where, hint):

@@ -113,6 +113,9 @@ def test_a_run_that_a_budget_has_stopped_says_how_it_goes_on():
     assert said.startswith("first has stopped at step 12 of 20: train.max_hours is used up\n")
     assert "the same command with a larger train.max_hours" in said
     assert "used      2 h 0 min, less than 0.01 USD\n" in said
+    said = describe_end(replace(PRETRAINED, record=record, step=12, stopped_by="deadline"))
+    assert "train.deadline has come\n" in said
+    assert "# the same command with a later train.deadline" in said
 
 
 def test_what_is_not_known_is_not_said():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.units import energy, energy_unit, mass, money
+from hfdist.units import duration, energy, energy_unit, mass, money
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ def test_energy_has_a_unit_that_fits_and_no_exponent(kwh, words):
 def test_a_curve_of_energy_has_the_unit_of_its_largest_value():
     factor, unit = energy_unit(0.0123)
     assert (f"{factor * 0.0123:.1f} {unit}") == energy(0.0123)
+
+
+def test_durations_carry_over():
+    words = [duration(seconds) for seconds in (0.9996, 5, 59.97, 119.7, 599.9, 3599, 7260)]
+    assert words == ["1.0 s", "5.0 s", "1 min 0 s", "2 min 0 s", "10 min", "1 h 0 min", "2 h 1 min"]
 
 
 def test_mass_and_money():

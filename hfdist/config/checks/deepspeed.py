@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from hfdist.messages.message import NotAMessageError, read_json
 PLACE = "strategy.deepspeed"
 AUTO = "auto"
 """Stands in such files for what a trainer derives."""
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 16
 
 # Two sources of truth would differ one day.
 _OWNED = {
@@ -26,6 +27,7 @@ _OWNED = {
     "gradient_clipping": "train.max_grad_norm",
     "zero_optimization.stage": "strategy.sharding",
     "zero_optimization.offload_optimizer.device": "strategy.offload",
+    "zero_optimization.cpu_offload": "strategy.offload",
     "bf16.enabled": "train.precision",
     "fp16.enabled": "train.precision",
     "optimizer": "optimizer.name",
@@ -39,9 +41,11 @@ _OWNED = {
     "scheduler.params.total_num_steps": "train.max_steps",
 }
 """Keys of DeepSpeed's, and the keys of hfdist's that they follow from."""
+_KEY = r"(?!(true|false|null)\b)([A-Za-z_]\w*|\d+)(\.([A-Za-z_]\w*|\d+))*"
 _ABSENT = "none"
 """What DeepSpeed calls a device that there is none of."""
-_OPTIMIZER = ("optimizer", "scheduler")
+OPTIMIZER_SECTIONS = ("optimizer", "scheduler")
+"""Sections that hfdist has keys of its own for."""
 _SCHEDULERS = {Schedule.constant: "WarmupLR", Schedule.linear: "WarmupDecayLR", Schedule.cosine: "WarmupCosineLR"}
 
 
@@ -52,7 +56,7 @@ def read_deepspeed_file(given: str, where: str) -> dict[str, Any]:
         given: its path.
         where: it was given.
     """
-    path, allowed = Path(given).expanduser(), f"a JSON object of at most {_MOST_BYTES} bytes"
+    path, allowed = Path(os.path.expanduser(given)), f"a JSON object of at most {_MOST_BYTES} bytes"
     try:
         with path.open("rb") as file:
             values = read_json(file.read(_MOST_BYTES + 1), _MOST_BYTES)
@@ -63,7 +67,7 @@ def read_deepspeed_file(given: str, where: str) -> dict[str, Any]:
         raise ConfigError("the file has no keys", where=where, found=given, allowed=allowed)
     for key, value in flatten(values, ""):
         # What a config could not hold as it is: references to other keys, and what its grammar has quotes for.
-        if not re.fullmatch(r"[\w.]*", key):
+        if key and not re.fullmatch(_KEY, key, re.ASCII):
             raise ConfigError("there is no such key", where=where, found=key, allowed="keys of DeepSpeed's config")
         if isinstance(value, str) and (re.search(r"['\\]|\$\{", value) or not value.isprintable()):
             allowed = "text without quotes, backslashes and ${"
@@ -77,7 +81,7 @@ def own_keys(values: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str,
     Raises:
         ConfigError: a derived key has another value. `check_optimizer_sections` is for those of optimizers.
     """
-    values = {key: value for key, value in values.items() if key not in _OPTIMIZER}
+    values = {key: value for key, value in values.items() if key not in OPTIMIZER_SECTIONS}
     return _without_owned(values, derived, "")
 
 
@@ -87,12 +91,13 @@ def check_optimizer_sections(values: Mapping[str, Any], config: RunConfig | None
     Raises:
         ConfigError: they are others.
     """
-    sections = {key: values[key] for key in _OPTIMIZER if key in values}
+    sections = {key: values[key] for key in OPTIMIZER_SECTIONS if key in values}
     _without_owned(sections, {} if config is None else _of_optimizer(config), "")
 
 
 def _of_optimizer(config: RunConfig) -> dict[str, Any]:
     optimizer = config.optimizer
+    follows = optimizer.warmup_fraction is not None or optimizer.warmup_tokens is not None
     is_adamw = optimizer.name is OptimizerName.adamw and optimizer.plugin is None
     return {
         "optimizer": {
@@ -111,7 +116,8 @@ def _of_optimizer(config: RunConfig) -> dict[str, Any]:
             "params": {
                 "warmup_min_lr": 0,
                 "warmup_max_lr": optimizer.lr,
-                "warmup_num_steps": optimizer.warmup_steps,
+                # Else it follows from the length of the run, or from tokens.
+                "warmup_num_steps": None if follows else optimizer.warmup_steps,
                 "warmup_type": "linear",
                 "total_num_steps": config.train.max_steps,
             },
@@ -127,10 +133,11 @@ def _without_owned(values: Mapping[str, Any], derived: Any, prefix: str) -> dict
         if isinstance(value, Mapping):
             kept[key] = _without_owned(value, ours, f"{path}.")
         elif value != AUTO:
-            owner = _owner(path)
+            # Also a whole section in which one key is derived.
+            owner = _owner(path) or next((own for name, own in _OWNED.items() if name.startswith(f"{path}.")), None)
             if owner is None:
                 kept[key] = value
-            elif value != (_ABSENT if ours is None else ours):
+            elif value != ours and not (ours is None and value == _ABSENT and key == "device"):
                 what = "hfdist derives this DeepSpeed key, and the value is another one"
                 allowed = AUTO if ours is None else f"{AUTO}, {ours}"
                 hint = f"{path.rpartition('.')[2]}: {AUTO}, and set {owner} instead"

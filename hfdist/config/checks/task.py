@@ -20,6 +20,8 @@ def check_task(config: RunConfig) -> None:
     task, data = config.task, config.data
     if task.generators and not task.name.is_reinforcement:
         raise _misfit(config, "task.generators", "0", "this task trains on the data's answers")
+    if data.keep_columns and not task.name.is_reinforcement:
+        raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
     packing = Packing.none if task.name.is_reinforcement else Packing.best_fit

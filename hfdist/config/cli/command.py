@@ -171,7 +171,8 @@ def _says_finished(config: RunConfig) -> bool:
     """Whether the run has nothing left to do, and rank 0 has said so; all ranks of one machine find the same."""
     launcher = read_launcher()
     # Other machines might not see the same files.
-    said = None if launcher.has_other_machines else describe_finished(config)
+    is_one_machine = launcher.world_size == 1 or (launcher.says_machine and not launcher.has_other_machines)
+    said = describe_finished(config) if is_one_machine else None
     if said is not None and launcher.rank == 0:
         sys.stderr.write(said)
     return said is not None

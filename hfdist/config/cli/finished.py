@@ -29,6 +29,8 @@ def describe_finished(config: RunConfig) -> str | None:
     It has ended where its record says so, with the same config, and the last checkpoint and the model are there.
     """
     run_dir = Path(config.run.dir)
+    if config.checkpoint.resume != "auto":
+        return None
     record = read_run(run_dir)
     if record is None or record.state is not State.finished or not isinstance(record.max_steps, int):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hfdist.config.composition.files import display, read_config_text, refuse_re
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError
+from hfdist.records import RUN_FILE
 
 _OF_RUN = "config.yaml"
 
@@ -30,11 +32,13 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
     Raises:
         ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
     """
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
+    is_of_run = path.is_dir() or (path.name == _OF_RUN and (path.parent / RUN_FILE).is_file())
     if path.is_dir():
         path = path / _OF_RUN
-        if path.is_file():
-            refuse_references(path)
+    # It may be anybody's.
+    if is_of_run and path.is_file():
+        refuse_references(path)
     if not path.is_file():
         what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {_OF_RUN}"
         hint = "hfdist run FILE.yaml key=value ..."
@@ -57,13 +61,13 @@ def _find_recipe(path: Path, seen: set[Path]) -> str | None:
     for name in (str(item).removesuffix(".yaml") for item in items if isinstance(item, str)):
         if name in RECIPES:
             return name
-        beside = path.with_name(f"{name}.yaml")
-        if beside not in seen and beside.is_file():
+        beside = path.parent / f"{name}.yaml"
+        if "/" not in name and beside not in seen and beside.is_file():
             found = _find_recipe(beside, seen)
             if found is not None:
                 return found
     pairs = [pair for item in items if isinstance(item, Mapping) for pair in item.items()]
-    chosen = {str(key).split()[-1].lstrip("/"): option for key, option in pairs}
+    chosen = {str(key).rpartition(" ")[2].lstrip("/"): option for key, option in pairs}
     task = chosen.get("task", _member(values, "task", "name"))
     if task == TaskName.causal_lm.value:
         # All recipes do the same with a whole config: this is its usual name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,9 @@ def check_keys(config: DictConfig, request: Request) -> None:
     for key, value in unknown_keys(values):
         raise unknown_key(key, as_given.get(key, value), COMMAND_LINE, request)
     for section in ("train", "adapter"):
-        for name, value in values[section]["arguments"].items():
+        given = values[section]["arguments"]
+        # A reference to another section is text here.
+        for name, value in given.items() if isinstance(given, Mapping) else ():
             refuse_own(f"{section}.arguments.{name}", value)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import datasets
@@ -20,7 +21,7 @@ from hfdist.data.order.shuffle import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
-from hfdist.data.sources.rows import RowReader, texts_in
+from hfdist.data.sources.rows import RowReader, split_columns, texts_in
 from hfdist.data.tokenization.encoders import text_digest
 from hfdist.errors import ConfigError, DataError
 from hfdist.topology import read_launcher
@@ -94,14 +95,33 @@ class Corpus:
         (text,) = shard.read([document - first_document])
         if isinstance(text, BadRow):
             raise text.error
-        return text
+        return split_columns(text)[0] if shard.gives_examples else text
 
-    def columns(self, document: int) -> Mapping[str, Any]:
-        """Give the columns of a row that its example does not show (`data.keep_columns`); token files have none."""
-        if hasattr(self.shard_of(document)[0], "token_columns"):
-            return {}
-        columns: Mapping[str, Any] = json.loads(self.text(document)).get("columns", {})
-        return columns
+    def columns(self, documents: Iterable[int]) -> dict[int, Mapping[str, Any]]:
+        """Give the columns of rows that their examples do not show (`data.keep_columns`), by document.
+
+        Plain texts and token files have none. DataError: see `text`.
+        """
+        found: dict[int, Mapping[str, Any]] = {}
+        for (number, _), places in groupby(map(self._locate, sorted(set(documents))), key=self._run):
+            (_, shard), first, rows = self.shards[number], self._first_of(number), [row for _, row in places]
+            if not shard.gives_examples or hasattr(shard, "token_columns"):
+                found |= {first + row: {} for row in rows}
+                continue
+            for row, text in zip(rows, shard.read(rows), strict=True):
+                if isinstance(text, BadRow):
+                    raise text.error
+                found[first + row] = json.loads(split_columns(text)[1] or "{}")
+        return found
+
+    def _first_of(self, number: int) -> int:
+        """Give the canonical number of a shard's first row."""
+        return int(self._ends[number - 1]) if number else 0
+
+    def _run(self, place: tuple[int, int]) -> tuple[int, int]:
+        """Give the shard and the run of a row: those of one run are cheap to read together."""
+        number, row = place
+        return number, int(np.searchsorted(np.cumsum(self.shards[number][1].runs), row, side="right"))
 
     def shard_of(self, document: int) -> tuple[Shard, int]:
         """Give the shard of a document, and the canonical number of the shard's first row."""
@@ -150,6 +170,8 @@ class Corpus:
                 for text in shard.read([document - first_document for document in together]):
                     if read_bytes >= max_bytes:
                         return
+                    if isinstance(text, str) and is_json:
+                        text = split_columns(text)[0]
                     if isinstance(text, str) and not self.is_held_out(text_digest(text)):
                         written = texts_in(text) if is_json else text
                         read_bytes += len(written.encode("utf-8", "replace"))
@@ -159,25 +181,33 @@ class Corpus:
     def _held_out_below(self) -> int:
         """What the digests of held-out documents lie below: at least one does where a share is asked."""
         below, expected = round(self._eval_fraction * 2**64), self._eval_fraction * self.num_documents
-        if not 0 < expected < _FEW_HELD_OUT or self.num_documents > _MOST_SEARCHED:
+        if not 0 < expected < _FEW_HELD_OUT or self._eval_fraction == 1 or self.num_documents > _MOST_SEARCHED:
             return below
-        lowest = sorted(set(self._digests()))[:2]
+        found: set[int] = set()
+        for digest in self._digests():
+            if digest < below:
+                return below
+            found.add(digest)
         # One alone is trained on.
-        return below if len(lowest) < 2 else max(below, lowest[0] + 1)
+        return min(found) + 1 if len(found) > 1 else below
 
     def _digests(self) -> Iterator[int]:
-        """Give the digest of each document that can be read and is not empty."""
-        for _, shard in self.shards:
+        """Give the digest of each document that can be read, is not empty, and is not taken out."""
+        for number, (_, shard) in enumerate(self.shards):
+            begin = self._first_of(number)
+            left_out = {document - begin for document in self.quarantined}
             if hasattr(shard, "token_columns"):
                 columns = shard.token_columns(np.arange(sum(shard.runs)))
                 yield from columns.digests[columns.lengths > 0].tolist()
                 continue
-            begin = 0
+            first = 0
             for rows in shard.runs:
-                for start in range(begin, begin + rows, shard.rows_at_once):
-                    texts = shard.read(range(start, min(start + shard.rows_at_once, begin + rows)))
-                    yield from (text_digest(text) for text in texts if text and not isinstance(text, BadRow))
-                begin += rows
+                for start in range(first, first + rows, shard.rows_at_once):
+                    together = range(start, min(start + shard.rows_at_once, first + rows))
+                    for row, text in zip(together, shard.read(together), strict=True):
+                        if text and not isinstance(text, BadRow) and row not in left_out:
+                            yield text_digest(split_columns(text)[0] if shard.gives_examples else text)
+                first += rows
 
     def _locate(self, document: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, document, side="right"))

@@ -50,7 +50,9 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
     def columns(self, index: int) -> Iterator[Mapping[str, Any]]:
         """Give the other columns of the row of each document of an item; nothing at all without them."""
         for numbers in self._sequences[index][len(NAMES) :]:
-            yield from (self._corpus.columns(int(number)) for number in numbers[numbers >= 0])
+            documents = numbers[numbers >= 0].tolist()
+            found = self._corpus.columns(documents)
+            yield from (found[number] for number in documents)
 
 
 class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):

@@ -18,6 +18,7 @@ from hfdist.data.marks import are_targets
 from hfdist.data.order.records import Status
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
 from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.data.sources.rows import split_columns
 from hfdist.data.tokenization.encoders import Encoders, text_digest
 from hfdist.errors import DataError
 
@@ -192,7 +193,8 @@ def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadR
     """Read all texts together, and give them in batches to tokenize."""
     batch: dict[int, str | BadRow] = {}
     num_characters = 0
-    for row, text in zip(rows, shard.read(rows), strict=True):
+    for row, read in zip(rows, shard.read(rows), strict=True):
+        text = split_columns(read)[0] if shard.gives_examples and isinstance(read, str) else read
         batch[row] = text
         num_characters += len(text) if isinstance(text, str) else 0
         if len(batch) == _BATCH_ROWS or num_characters >= _BATCH_CHARACTERS:

@@ -10,8 +10,8 @@ as they treat a document. The canonical forms are
 
 A preference is such a form with "rejected": of a text, the rejected completion; of a conversation, the messages that
 stand in the place of those from number n on; or true, where there is this answer only, and it is rejected. A prompt
-alone has an empty completion, or no message from number n on. With `data.keep_columns`, "columns" holds the columns
-that the format does not read.
+alone has an empty completion, or no message from number n on. With `data.keep_columns`, JSON of the columns that the
+format does not read follows in a line of its own: `split_columns`.
 """
 
 from __future__ import annotations
@@ -140,9 +140,16 @@ def _from_prompt_alone(row: Mapping[str, Any]) -> dict[str, Any]:
     return _from_prompt({**row, "completion": "" if isinstance(prompt, str) else []})
 
 
+def split_columns(text: str) -> tuple[str, str]:
+    """Give an example, and JSON of the other columns of its row; nothing where they are not kept."""
+    # JSON has no line ends of its own.
+    example, _, columns = text.partition("\n")
+    return example, columns
+
+
 def texts_in(example: str) -> str:
     """All that is written in an example, for what wants text: its fields and messages, a line each."""
-    values = json.loads(example)
+    values = json.loads(split_columns(example)[0])
     rejected = values.pop("rejected", [])
     messages = values.pop("messages", []) + (rejected if isinstance(rejected, list) else [])
     values["rejected"] = rejected
@@ -336,9 +343,7 @@ class RowReader:
     def key(self) -> str:
         """Part of the identity of what is read: of plain text, its column."""
         text = self.text.paths[0] if len(self.text.paths) == 1 else list(self.text.paths)
-        mapped: list[Any] = [{name: column.paths for name, column in self.mapped}] if self.mapped else []
-        if self.keeps_columns:
-            mapped.append("columns")
+        mapped = [{name: column.paths for name, column in self.mapped}] if self.mapped else []
         if self.gives_examples or not isinstance(text, str):
             return json.dumps([self.format.value, text, *mapped])
         return text
@@ -379,9 +384,18 @@ class RowReader:
         present = {name: value for name, value in values.items() if value is not None}
         for form in self._forms:
             if set(form.needed) <= set(present):
-                kept = {name: value for name, value in row.items() if name not in form.needed}
-                return _canonical(form, present, where, kept if self.keeps_columns else {})
+                example = _canonical(form, present, where)
+                is_kept = self.keeps_columns and isinstance(example, str)
+                return f"{example}\n{self._others(form, row)}" if is_kept else example
         return BadRow(self._no_format(list(present), where))
+
+    def _others(self, form: _Form, row: Mapping[str, Any]) -> str:
+        """Write what the format does not read of a row, if JSON has it."""
+        named, wanted = dict(self._named), (*form.needed, *form.optional)
+        used = {place[0] for name in wanted for place in named.get(name, Column((name,))).places(row)}
+        parts = {name: _as_json(value) for name, value in row.items() if name not in used and value is not None}
+        written = (f"{json.dumps(name)}: {value}" for name, value in parts.items() if value is not None)
+        return check_text(f"{{{', '.join(written)}}}", where="")  # type: ignore[return-value]  # it is a text
 
     # Read for each row.
     @cached_property
@@ -423,11 +437,10 @@ class RowReader:
         )
 
 
-def _canonical(form: _Form, row: Mapping[str, Any], where: str, others: Mapping[str, Any]) -> str | BadRow:
-    kept = {name: value for name, value in others.items() if value is not None and _is_json(value)}
+def _canonical(form: _Form, row: Mapping[str, Any], where: str) -> str | BadRow:
     try:
         # The order of keys stays: templates write tools as they find them.
-        text = json.dumps(form.convert(row) | ({"columns": kept} if kept else {}), ensure_ascii=False)
+        text = json.dumps(form.convert(row), ensure_ascii=False)
     except ContentError as error:
         error.where = where
         return BadRow(error)
@@ -438,9 +451,8 @@ def _canonical(form: _Form, row: Mapping[str, Any], where: str, others: Mapping[
     return check_size(len(text), where=where) or checked
 
 
-def _is_json(value: Any) -> bool:
+def _as_json(value: Any) -> str | None:
     try:
-        json.dumps(value)
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        return False
-    return True
+        return None

@@ -26,6 +26,7 @@ from hfdist.config.data import ChatConfig, SourceConfig, SourceKind, TrainOn
 from hfdist.data import marks
 from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import BadRow, ContentError, Shard
+from hfdist.data.sources.rows import split_columns
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_template import MARKS, ChatTemplate, RefusedError, Span, Tools, find_turns
 from hfdist.errors import ConfigError
@@ -216,7 +217,7 @@ class Encoders:
         begun: list[list[Tokens | _Chat] | ContentError] = []
         rejected = []
         for text in examples:
-            example = json.loads(text)
+            example = json.loads(split_columns(text)[0])
             rejected.append(example.pop("rejected", None))
             try:
                 begun.append([self._begin(answer) for answer in _answers(example, rejected[-1])])

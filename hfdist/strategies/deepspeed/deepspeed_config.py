@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from hfdist.config.batch import BatchPlan
-from hfdist.config.checks.deepspeed import PLACE, own_keys
+from hfdist.config.checks.deepspeed import OPTIMIZER_SECTIONS, PLACE, own_keys
 from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
@@ -52,6 +52,7 @@ def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, dev
             value, or that needs a GPU.
     """
     generated = _generated(strategy, train, batch, device_type)
+    _check_all_names(strategy.deepspeed, generated)
     extra = own_keys(strategy.deepspeed, generated)
     _check_extra_keys(extra)
     _check_device(extra, device_type)
@@ -112,22 +113,29 @@ def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _check_extra_keys(extra: dict[str, Any]) -> None:
-    """Check keys, types and ranges of what is merged over the generated config.
+def _check_all_names(given: dict[str, Any], generated: dict[str, Any]) -> None:
+    """Check the names of keys, also of those that are `auto`, which is left out later.
 
     Raises:
         ConfigError: names the full key, what is allowed and the nearest known key.
     """
-    if not extra:
-        return
-    sections = _sections()
+    sections = _sections() if given else {}
+    known = (*sections, *_TOP_LEVEL, *generated, *OPTIMIZER_SECTIONS)
+    for key, value in given.items():
+        if key not in known:
+            raise _unknown(key, value, [*sections, *_TOP_LEVEL], "")
+        if key in sections and isinstance(value, dict):
+            _check_names(value, sections[key], f"{key}.")
+
+
+def _check_extra_keys(extra: dict[str, Any]) -> None:
+    """Check types and ranges of what is merged over the generated config; ConfigError: one does not fit."""
+    sections = _sections() if extra else {}
     for key, value in extra.items():
         if key in sections:
             _check_section(key, value, sections[key])
-        elif key in _TOP_LEVEL:
-            _check_scalar(key, value, _TOP_LEVEL[key])
         else:
-            raise _unknown(key, value, [*sections, *_TOP_LEVEL], "")
+            _check_scalar(key, value, _TOP_LEVEL[key])
 
 
 def _check_device(extra: dict[str, Any], device_type: str) -> None:
@@ -154,7 +162,6 @@ def _sections() -> dict[str, type[BaseModel]]:
 def _check_section(key: str, value: Any, schema: type[BaseModel]) -> None:
     if not isinstance(value, dict):
         raise ConfigError("a section of keys is needed here", where=f"{PLACE}.{key}", found=value, allowed="a mapping")
-    _check_names(value, schema, f"{key}.")
     try:
         schema.model_validate(value)
     except ValidationError as error:

@@ -7,9 +7,10 @@ layout changes it. An answer is a row: prompt, answer, and what fills it up as a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,8 @@ class Rollouts:
         """
         count = self._task.num_generations
         room = self._limits.room()
-        examples = [example for batch in batches for example in self._with_columns(batch, _examples(batch, room))]
+        examples = [example for batch in batches for example in _examples(batch, room)]
+        examples = self._with_columns(examples, [batch[DOCUMENTS].tolist() for batch in batches if DOCUMENTS in batch])
         prompts = [example.prompt for example in examples for _ in range(count)]
         old: list[list[float]] | None = None
         if self.generators is not None:
@@ -186,15 +188,16 @@ class Rollouts:
         digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
         return [int.from_bytes(digest, "little") for digest in digests]
 
-    def _with_columns(self, batch: Batch, examples: Sequence[Example]) -> list[Example]:
-        """Add the other columns of the rows, where the stream tells which documents they are."""
-        if DOCUMENTS not in batch:
-            return list(examples)
-        columns_of = self._trainer.token_stream.corpus.columns
-        return [
-            example if number < 0 else replace(example, columns=columns_of(number))
-            for example, number in zip(examples, batch[DOCUMENTS].tolist(), strict=True)
-        ]
+    def _with_columns(self, examples: list[Example], documents: Sequence[Sequence[int]]) -> list[Example]:
+        """Add the other columns of the rows, where the stream tells which documents they are. A collective then."""
+        if not documents:
+            return examples
+        numbers = list(chain.from_iterable(documents))
+        columns: dict[int, Mapping[str, Any]] = {-1: {}}
+        known = [number for number in numbers if number >= 0]
+        # A file that one rank cannot read ends all of them.
+        on_all_ranks(lambda: columns.update(self._trainer.token_stream.corpus.columns(known)))
+        return [replace(one, columns=columns[number]) for one, number in zip(examples, numbers, strict=True)]
 
     def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:
         def text(ids: Sequence[int]) -> str:

@@ -64,6 +64,9 @@ class PlanGrader(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the plan on rank 0."""
         self._first_step = state.global_step
+        if state.is_world_process_zero:
+            # Of an earlier start.
+            (self._run_dir / GRADE).unlink(missing_ok=True)
         if self._plan is not None:
             with _warning(PLAN):
                 _write(self._run_dir / PLAN, self._plan.to_json())

@@ -107,7 +107,12 @@ def _sum_up(
     assert trainer.engine is not None
     model: Any = trainer.engine.model
     stream: Any = trainer.train_dataset
-    lanes = [read_records(Path(run.run.dir) / LEDGER, lane) for lane in range(run.data.lanes)]
+    left_out, graded = None, {}
+    with warning_of_failure("report of the documents that were read"):
+        lanes = [read_records(Path(run.run.dir) / LEDGER, lane) for lane in range(run.data.lanes)]
+        left_out = describe_losses(lanes, run.data)
+    with warning_of_failure("comparison with the plan"):
+        graded = _read_grade(Path(run.run.dir) / GRADE) if run.report.plan else {}
     convention = trainer.weighted_loss.convention
     # Elsewhere the targets are no plain text, or the loss is no mean of them.
     is_comparable = run.model.init is Init.random and run.task.name is TaskName.causal_lm
@@ -126,9 +131,9 @@ def _sum_up(
         folder=folder,
         loss_before=_loss_before(trainer.state.log_history),
         without_context=baseline,
-        accuracy=_last_accuracy(trainer.state.log_history),
-        left_out=describe_losses(lanes, run.data),
-        graded=_read_grade(Path(run.run.dir) / GRADE) if run.report.plan else {},
+        accuracy=_accuracy_of(trainer.state.log_history, found["step"]),
+        left_out=left_out,
+        graded=graded,
         has_template=bool(getattr(trainer.processing_class, "chat_template", None)),
         **found,
     )
@@ -140,9 +145,9 @@ def _loss_before(log_history: Sequence[Mapping[str, Any]]) -> float | None:
     )
 
 
-def _last_accuracy(log_history: Sequence[Mapping[str, Any]]) -> float | None:
-    keys = ("eval_rewards/accuracies", "eval_accuracies")
-    return next((float(entry[key]) for entry in reversed(log_history) for key in keys if key in entry), None)
+def _accuracy_of(log_history: Sequence[Mapping[str, Any]], step: int) -> float | None:
+    keys, of_step = ("eval_rewards/accuracies", "eval_accuracies"), [e for e in log_history if e["step"] == step]
+    return next((float(entry[key]) for entry in reversed(of_step) for key in keys if key in entry), None)
 
 
 def _read_grade(path: Path) -> dict[str, tuple[float, float]]:

@@ -76,7 +76,8 @@ def _title(end: Ending) -> str:
     name, record = end.config.run.name, end.record
     if end.stopped_by is not None:
         of = "" if record.max_steps is None else f" of {record.max_steps:,}"
-        return f"{name} has stopped at step {record.step:,}{of}: train.{end.stopped_by} is used up"
+        why = "has come" if end.stopped_by == "deadline" else "is used up"
+        return f"{name} has stopped at step {record.step:,}{of}: train.{end.stopped_by} {why}"
     return f"{name} has ended: {count(record.step, 'step')}"
 
 
@@ -190,7 +191,8 @@ def _usage(end: Ending) -> list[str]:
 def _next(end: Ending) -> Iterator[tuple[str, str]]:
     run_dir, folder = shlex.quote(end.config.run.dir), shlex.quote(str(end.folder))
     if end.stopped_by is not None:
-        yield f"the same command with a larger train.{end.stopped_by}", "goes on from the last checkpoint"
+        word = "later" if end.stopped_by == "deadline" else "larger"
+        yield f"# the same command with a {word} train.{end.stopped_by}", "goes on from the last checkpoint"
     yield f"hfdist report {run_dir}", "makes a page with its curves"
     yield f"hfdist audit run={run_dir}", "proves that it read the data as planned"
     if end.record.processes == 1:

@@ -36,6 +36,7 @@ LINES = [
     "RANK=0 WORLD_SIZE=2 pretrain strategy=ddp launch.processes=4",
     "RANK=0 WORLD_SIZE=2 pretokenize launch.processes=1",
     "pretokenize launch.processes=4",
+    "pretrain model=tiny data.keep_columns=true",
     # values and groups
     "pretrain optimizer.lrr=1e-3",
     "pretrain optimizer.schedule=cosin",

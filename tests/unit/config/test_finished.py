@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.config.cli.command import recipe
+from hfdist.config.cli.command import _says_finished, recipe
 from hfdist.config.cli.finished import describe_finished, leaves_all_done
 from hfdist.config.composition.compose import compose_config, to_values, to_yaml
 from hfdist.config.model import AdapterConfig
@@ -116,3 +116,14 @@ def test_rank_0_says_it_and_nothing_starts(rank, said, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     recipe()(lambda config: pytest.fail("it trains"))()
     assert capsys.readouterr().err.count("nothing left to train") == said
+
+
+def test_ranks_that_may_be_on_other_machines_go_on(monkeypatch):
+    """Not all launchers say how many processes a machine has, and each rank may see another folder."""
+    end()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert not _says_finished(CONFIG)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert _says_finished(CONFIG)
+    assert not _says_finished(replace(CONFIG, checkpoint=replace(CONFIG.checkpoint, resume="never")))

@@ -114,6 +114,7 @@ def test_a_config_that_cannot_be_taken_is_refused(words, what, tmp_path, monkeyp
         ("defaults: [finetune, _self_]", "finetune"),
         ("defaults: [tune, {override task: grpo}, _self_]", "tune"),
         ("defaults: [base, _self_]", "tune"),
+        ("defaults: [experiment/mine, finetune, _self_]", "finetune"),
         ("defaults: [run_schema, _self_]\ntask: {name: kto}", "tune"),
         ("defaults: [run_schema, {task: causal_lm}, _self_]\nmodel: {type: llama}", "pretrain"),
         ("defaults: [run_schema, _self_]\ntask: {name: causal_lm}\nmodel: {name: Qwen/Qwen3-4B}", "finetune"),
@@ -144,7 +145,9 @@ def test_a_run_goes_on_by_its_folder(tmp_path, monkeypatch):
         as_recipe(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["train: {max_steps: 3}", "defaults: tune", "defaults: [mine]", "task: dpo"])
+@pytest.mark.parametrize(
+    "text", ["train: {max_steps: 3}", "defaults: tune", "defaults: [mine]", "task: dpo", "defaults: [{'': dpo}]"]
+)
 def test_a_config_that_says_no_task_is_told_how(tmp_path, text):
     file = tmp_path / "mine.yaml"
     file.write_text(text)

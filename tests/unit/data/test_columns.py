@@ -123,7 +123,7 @@ def test_the_hint_follows_from_the_columns(tmp_path, rows, recipe, settings, hin
 @pytest.mark.parametrize(
     ("overrides", "where", "hint"),
     [
-        (["data.columns={promt: question}"], "data.columns.promt", "data.columns.prompt=..."),
+        (["data.columns={promt: question}"], "data.columns.promt", "data.columns.prompt=question"),
         (["data.columns={chosen: a}"], "data.columns.chosen", None),
         (["data.eval_fraction=0", "data.eval_sources.v={path: y, columns: {prompt: 5}}"],
          "data.eval_sources.v.columns.prompt", None),

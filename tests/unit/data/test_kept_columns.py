@@ -11,6 +11,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.data.documents.corpus import open_corpus
 from hfdist.data.documents.held_out import build_held_out, take_examples
 from hfdist.data.stream.token_stream import DOCUMENTS, TokenStream
+from hfdist.data.tokenization.encoders import text_digest
 from tests.unit.data.corpora import tokenizer
 
 TIME = datetime(2026, 1, 1)
@@ -53,7 +54,7 @@ def test_a_prompt_has_the_columns_of_its_row(tmp_path, cache_dir, kind):
             batch["input_ids"], batch["attention_mask"], batch[DOCUMENTS].tolist(), strict=True
         ):
             text = tokenizer().decode(ids[: int(mask.sum())], skip_special_tokens=True)
-            assert corpus.columns(number) == SEEN[text.strip()]
+            assert corpus.columns([number]) == {number: SEEN[text.strip()]}
             seen.append(text)
     held_out = take_examples(build_held_out(corpus, tokenizer(), config), 5)
     assert len(held_out) == 5
@@ -63,8 +64,22 @@ def test_a_prompt_has_the_columns_of_its_row(tmp_path, cache_dir, kind):
         assert text not in seen
 
 
+def test_equal_examples_fall_on_one_side(tmp_path, cache_dir):
+    """Whatever their other columns are."""
+    config = make_config(tmp_path, "jsonl", "data.eval_fraction=0.5")
+    rows = [row | {"level": level} for row in ROWS for level in (1, 2)]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({name: value for name, value in row.items() if name != "at"}) + "\n" for row in rows)
+    )
+    corpus = open_corpus(config)
+    sides = [corpus.is_held_out(text_digest(corpus.text(number))) for number in range(len(rows))]
+    assert sides[::2] == sides[1::2]
+    assert len(set(sides)) == 2
+    assert [corpus.columns([number])[number]["level"] for number in (0, 1)] == [1, 2]
+
+
 def test_they_are_kept_for_rewards_alone(tmp_path):
     assert make_config(tmp_path, "jsonl").keep_columns
-    assert open_corpus(make_config(tmp_path, "jsonl", "data.keep_columns=false")).columns(0) == {}
+    assert open_corpus(make_config(tmp_path, "jsonl", "data.keep_columns=false")).columns([0]) == {0: {}}
     shared = ["task=dpo", "model=tiny", f"data={tmp_path / 'rows.jsonl'}"]
     assert not compose_config(shared, name="tune").data.keep_columns
