@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hfdist.config.ranges import LIMIT, Limit, limited
@@ -79,6 +81,17 @@ class TrainOn(Enum):
     assistant = "assistant"
     last = "last"
     all = "all"
+
+
+TEMPLATES: Mapping[str, str] = MappingProxyType(
+    {
+        "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    }
+)
+"""Chat templates by name, for models that have none; ChatML is OpenAI's and Qwen's."""
 
 
 class TooLong(Enum):

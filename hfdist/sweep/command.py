@@ -32,6 +32,7 @@ from hfdist.jobs.command import check_job
 from hfdist.jobs.job import Job
 from hfdist.processes.child_python import module
 from hfdist.processes.stop_signals import heard_signals
+from hfdist.records import RUN_FILE
 from hfdist.records.lines import parse_line
 from hfdist.records.trials import SETTINGS, Trial
 from hfdist.sweep.controller import Controller, Sweep
@@ -56,7 +57,7 @@ hfdist sweep sweep=grid run.name=grid model=tiny optimizer.lr=1e-3,3e-3 strategy
 hfdist sweep sweep=pbt run.name=pbt optimizer.schedule=constant 'optimizer.lr=tag(log, interval(1e-4, 1e-2))'
 hfdist sweep sweep=asha run.name=asha optimizer=adamw optimizer.schedule=constant 'optimizer.lr=interval(1e-4, 1e-2)'
 
-sweep=NAME          {presets}; default: {preset}
+sweep=NAME          {presets}; default: grid where all values are listed, else {preset}
 {keys}
 
 cluster=NAME        sweep.launcher=slurm or ray: the machines of a trial, and cluster.KEY=VALUE, as for `hfdist job`
@@ -88,10 +89,18 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
         if text not in fixed:
             varied, _, words = text.partition("=")
             dimensions.append(parse_dimension(varied, words, COMMAND_LINE))
+    is_own = GROUP in line.own or config.space or any(text.startswith("sweep.sampler=") for text in line.of_group)
+    if not is_own and all(one.choices for one in dimensions):
+        # Of few values each is tried, once.
+        config = compose_sweep("grid", line.of_group, own)
     space = Space(dimensions)
     trial_line = replace(line, overrides=fixed)
+    folder = Path(trial_line.compose().run.dir)
+    if (folder / RUN_FILE).exists():
+        what, hint = "the folder of the sweep holds a run already", f"run.name={folder.name}-sweep"
+        raise ConfigError(what, where="run.name", found=str(folder), hint=hint)
     sweep = Sweep(
-        folder=Path(trial_line.compose().run.dir),
+        folder=folder,
         config=config,
         space=space,
         base=[line.recipe, *trial_line.recipe_arguments],

@@ -8,6 +8,7 @@ from typing import Any
 from hfdist.config.checks.urls import check_address, scheme_of
 from hfdist.config.data import (
     COLUMNS,
+    TEMPLATES,
     ChatConfig,
     DataConfig,
     RowFormat,
@@ -125,10 +126,12 @@ def _check_columns(key: str, columns: dict[str, Any], formats: set[RowFormat]) -
 
 
 def _check_chat(chat: ChatConfig) -> None:
-    if chat.template is not None and not Path(chat.template).expanduser().is_file():
+    is_known = chat.template is None or chat.template in TEMPLATES
+    if chat.template is not None and not is_known and not Path(chat.template).expanduser().is_file():
         what, where = "the chat template cannot be found", "data.chat.template"
-        allowed = "a file with a chat template in Jinja; null: the tokenizer's own"
-        raise ConfigError(what, where=where, found=chat.template, allowed=allowed)
+        allowed = f"a file with a chat template in Jinja, or {', '.join(TEMPLATES)}; null: the tokenizer's own"
+        hint = "data.chat.template=chatml"
+        raise ConfigError(what, where=where, found=chat.template, allowed=allowed, hint=hint)
     for name in chat.template_arguments:
         if name in _OURS.split():
             what, where = "this variable of the template comes from the data", f"data.chat.template_arguments.{name}"

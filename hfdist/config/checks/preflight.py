@@ -192,7 +192,7 @@ def _near(key: str, path: str) -> str | None:
         names = [other.name for other in full.parent.iterdir()]
     except OSError:
         return None
-    near = nearest(full.name, names, cutoff=0.6)
+    near = nearest(full.name, names, cutoff=0.75)
     return None if near is None else f"{key}={Path(path).with_name(near)}"
 
 

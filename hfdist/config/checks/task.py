@@ -11,7 +11,9 @@ from hfdist.config.task import LOSSES, REWARD_MODEL, SCORE, PreferenceLoss, Task
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
-_OF_PROMPTS = (RowFormat.prompt, RowFormat.prompt_completion)
+_WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
+"""Rewards that compare an answer with the data's."""
+_OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
 
 def check_task(config: RunConfig) -> None:
@@ -48,14 +50,19 @@ def _misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:
     return ConfigError(why, where=key, found=f"{found}, with {task}", allowed=allowed, hint=f"{key}={allowed}")
 
 
-def _check_rows(config: RunConfig) -> None:
-    """Each task reads rows of its own format; a task of next tokens reads the others."""
-    wanted = config.task.name.row_format
+def _formats(config: RunConfig) -> dict[str, RowFormat]:
+    """Give the format of the rows of each source, by the key that says it."""
     formats = {"data.format": config.data.format}
     for section in ("sources", "eval_sources"):
         for name, source in getattr(config.data, section).items():
             formats[f"data.{section}.{name}.format"] = source.format or config.data.format
-    for key, found in formats.items():
+    return formats
+
+
+def _check_rows(config: RunConfig) -> None:
+    """Each task reads rows of its own format; a task of next tokens reads the others."""
+    wanted = config.task.name.row_format
+    for key, found in _formats(config).items():
         if config.task.name.is_reinforcement:
             fits, allowed = found in _OF_PROMPTS, " or ".join(one.value for one in _OF_PROMPTS)
         elif wanted is not None:
@@ -99,7 +106,15 @@ def _check_reinforcement(config: RunConfig) -> None:
         raise ConfigError(what, where="task.rewards", found=found, allowed=f"{{{REWARD_MODEL}: WEIGHT}}", hint=hint)
     if not config.task.rewards:
         what, hint = "answers need a reward", "'task.rewards={arithmetic: 1.0}'"
+        if RowFormat.prompt in _formats(config).values():
+            hint = f"data.format=prompt_completion {hint}"
         raise ConfigError(what, where="task.rewards", found="none", allowed="{NAME: WEIGHT}", hint=hint)
+    compared = [name for name in config.task.rewards if name in _WITH_REFERENCE]
+    if compared and RowFormat.prompt in _formats(config).values():
+        what = "this reward compares an answer with the data's, and prompts alone have none"
+        hint = "data.format=prompt_completion 'data.columns={completion: answer}', or a reward of your own"
+        found = f"{compared[0]}, with format prompt"
+        raise ConfigError(what, where="task.rewards, data.format", found=found, hint=hint)
     if REWARD_MODEL in config.task.rewards and config.task.reward_model is None:
         what, allowed = "it is not said which model gives this reward", "the folder of a reward model"
         hint = "task.reward_model=RUN/model, of a run with task=reward"

@@ -115,7 +115,8 @@ def as_config_flags(arguments: Sequence[str]) -> list[str]:
         path, where = Path(value if equals else next(rest, "")).expanduser(), f"{flag} ({COMMAND_LINE})"
         if path.suffix != ".yaml" or not path.is_file():
             what, allowed = "there is no such config", "a .yaml file, such as the config.yaml of a run"
-            raise ConfigError(what, where=where, found=str(path), allowed=allowed)
+            hint = f"rename {path.name} to {path.stem}.yaml" if path.suffix == ".yml" and path.is_file() else None
+            raise ConfigError(what, where=where, found=str(path), allowed=allowed, hint=hint)
         if others:
             what, hint = "the config is given twice", f"--config-dir {path.parent} --config-name {path.stem}"
             raise ConfigError(what, where=where, found=f"{flag}, and {others[0]}", hint=hint)

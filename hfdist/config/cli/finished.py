@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.composition.compose import COMMAND_LINE_KEYS, compose_config, to_values
-from hfdist.config.composition.diff import find_changes
+from hfdist.config.composition.diff import LENGTHS, Change, find_changes
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
-from hfdist.errors import HfdistError
+from hfdist.errors import ConfigError, HfdistError
 from hfdist.records import RunRecord, State, read_run
 from hfdist.units import count, duration
 
@@ -34,7 +33,11 @@ def describe_finished(config: RunConfig) -> str | None:
     record = read_run(run_dir)
     if record is None or record.state is not State.finished or not isinstance(record.max_steps, int):
         return None
-    if record.step != record.max_steps or not _has_results(config, record.max_steps) or not _has_same_config(config):
+    if record.step != record.max_steps or not _has_results(config, record.max_steps):
+        return None
+    changes = _find_changes(config)
+    if changes is None or not leaves_all_done(changes):
+        _refuse_without_effect(config, changes or [], record.max_steps)
         return None
     rows = _rows(config, record, record.max_steps)
     lines = "\n".join(f"  {label:<9} {text}" for label, text in rows)
@@ -51,20 +54,30 @@ def _has_results(config: RunConfig, step: int) -> bool:
     return (checkpoint / "manifest.json").is_file() and any(model_folder(config).glob("*.safetensors"))
 
 
-def _has_same_config(config: RunConfig) -> bool:
+def _find_changes(config: RunConfig) -> list[Change] | None:
+    """Compare with the config of the run's folder; None: that cannot be read."""
     folder = Path(config.run.dir)
     try:
         refuse_references(folder / "config.yaml")
         before = to_values(compose_config(name="config", extra_dir=folder))
     except (HfdistError, OSError):
-        return False
-    return leaves_all_done(before, to_values(config))
+        return None
+    return [change for change in find_changes(before, to_values(config)) if change.key not in COMMAND_LINE_KEYS]
 
 
-def leaves_all_done(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether a run that has ended with the config `before` has nothing left to do with `after`."""
-    keys = [change.key for change in find_changes(before, after) if change.key not in COMMAND_LINE_KEYS]
-    return all(any(fnmatch.fnmatch(key, pattern) for pattern in _IDLE) for key in keys)
+def leaves_all_done(changes: Sequence[Change]) -> bool:
+    """Whether a run that has ended has nothing left to do after these changes."""
+    return all(any(fnmatch.fnmatch(change.key, pattern) for pattern in _IDLE) for change in changes)
+
+
+def _refuse_without_effect(config: RunConfig, changes: Sequence[Change], steps: int) -> None:
+    """Refuse what would change the training of a run that has no step left: its config would say what was not done."""
+    unsafe = [change for change in changes if not change.is_safe]
+    is_longer = any(change.key in LENGTHS or change.key.startswith("data.") for change in changes)
+    if config.checkpoint.allow_changes and unsafe and not is_longer:
+        what, hint = "the run has ended: no step is left that this could change", f"train.max_steps={2 * steps}"
+        hint += " checkpoint.allow_changes=true to go on with it, or another run.name"
+        raise ConfigError(what, where=config.run.dir, found=tuple(map(str, unsafe)), hint=hint)
 
 
 def _rows(config: RunConfig, record: RunRecord, steps: int) -> Iterator[tuple[str, str]]:

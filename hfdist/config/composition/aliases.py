@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 _OVERRIDES = {
     "train.global_batch_size={value}": "batch_size train_batch_size effective_batch_size",
     "train.micro_batch_size={value}": "per_device_train_batch_size per_device_batch_size "
@@ -14,8 +16,10 @@ _OVERRIDES = {
     "evaluate.min_delta={value}": "early_stopping_threshold",
     "evaluate.export=best checkpoint.keep_best=true": "load_best_model_at_end",
     "evaluate.at_start={value}": "eval_on_start",
+    "evaluate.lm_eval={value}": "evaluate.tasks lm_eval_tasks",
     "data.eval_fraction=0 data.eval_sources.val.path={value}": "validation_file eval_file",
     "data.packing=best_fit": "sample_packing padding_free",
+    "data.packing=auto": "packing",
     "data.packing=none": "group_by_length",
     "train.max_grad_norm={value}": "clip_grad gradient_clipping",
     "train.precision=fp16": "fp16 fp16_full_eval",
@@ -23,6 +27,7 @@ _OVERRIDES = {
     "train.precision={value}": "mixed_precision",
     "train.compile=blocks": "torch_compile",
     "train.gradient_checkpointing={value}": "activation_checkpointing",
+    "train.seed={value}": "seed",
     "optimizer.lr={value}": "learning_rate",
     "optimizer.beta1={value}": "adam_beta1",
     "optimizer.beta2={value}": "adam_beta2",
@@ -49,7 +54,7 @@ _OVERRIDES = {
     "export.push_to={value}": "hub_model_id",
     "export.private={value}": "hub_private_repo",
     "export.revision={value}": "hub_revision",
-    "model=hub model.name={value}": "model_name model_name_or_path pretrained_model_name_or_path base_model model_id",
+    "model={value}": "model_name model_name_or_path pretrained_model_name_or_path base_model model_id",
     "model.type={value}": "model_type",
     "model.config.hidden_size=512": "config_overrides",
     "model.tokenizer.name={value}": "tokenizer_name",
@@ -72,11 +77,13 @@ _OVERRIDES = {
     "strategy=zero2 strategy.deepspeed={value}": "deepspeed deepspeed_config",
     "strategy=fsdp2": "fsdp fsdp_config",
     "strategy.tensor={value}": "tp_size tensor_parallel_size tensor_model_parallel_size",
-    "strategy.pipeline={value}": "pp_size pipeline_parallel_size pipeline_model_parallel_size",
+    "strategy.pipeline={value}": "strategy.stages num_stages pp_size pipeline_parallel_size "
+    "pipeline_model_parallel_size",
     "strategy.data={value}": "dp_size data_parallel_size",
     "strategy.context={value}": "cp_size context_parallel_size",
     "strategy.expert={value}": "ep_size expert_parallel_size expert_model_parallel_size",
     "launch.processes={value}": "num_processes nproc_per_node num_gpus gpus devices world_size",
+    "plan.processes={value}": "plan.gpus plan.num_gpus plan.devices plan.world_size",
     "launch.max_restarts={value}": "max_restarts",
     "run.dir={value}": "output_dir",
     "run.name={value}": "run_name",
@@ -86,6 +93,7 @@ _OVERRIDES = {
     "report.log_every={value}": "logging_steps log_interval",
     "report.progress=false": "disable_tqdm",
     "report.to=[{value}]": "report_to",
+    "report.to=[wandb]": "report.wandb use_wandb",
     "report.project={value}": "project",
     "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta",
@@ -157,7 +165,11 @@ _OPPOSITES = {
     "adapter=lora adapter.targets=[all-linear]": "adapter.targets=[q_proj,v_proj]",
     "export.push_to=OWNER/NAME": "export.push_to=null",
     "report.progress=false": "report.progress=true",
+    "report.to=[wandb]": "report.to=[]",
+    "data.packing=auto": "data.packing=none",
+    "checkpoint.resume={value}": "checkpoint.resume=never",
 }
+_HUB_DATA = "data=hub data.sources.hub.path={value}"
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW")
 
 
@@ -175,9 +187,21 @@ def override_for(name: str, value: object = None) -> str | None:
         template = _OPPOSITES.get(template, template)
     if template == "optimizer.name={value}" and value in _ADAMW:
         value = "adamw"
+    if template == "checkpoint.resume={value}" and str(value).lower() == "true":
+        value = "auto"
+    if template == _HUB_DATA and Path(str(value)).suffix:
+        template = "data={value}"
     return template.replace("{value}", "..." if value is None else str(value))
 
 
 def reason_against(name: str) -> str | None:
     """Say why hfdist has no key for a name of another trainer; None: not known."""
     return REASONS.get(name.rpartition(".")[2])
+
+
+OPTIONS = {
+    "strategy": {"deepspeed": "zero2", "zero": "zero2", "fsdp": "fsdp2", "tp": "tensor", "pp": "pipeline",
+                 "cp": "long_context", "ep": "moe", "dp": "ddp"},
+    "task": {"ppo": "grpo", "sft": "causal_lm"},
+}  # fmt: skip
+"""Options of groups as others call them, by group."""

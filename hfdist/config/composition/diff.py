@@ -24,7 +24,7 @@ train.compile train.gradient_checkpointing train.recompute train.activation_offl
 data.chat.template data.workers data.prefetch data.on_bad_rows data.quarantine data.eval_sources*
 task.answer_seconds data.eval_sequences data.cache_dir data.file_cache_bytes data.token_cache_bytes
 """
-_LENGTHS = ("train.max_steps", "train.epochs")
+LENGTHS = ("train.max_steps", "train.epochs")
 _SCHEDULE = "optimizer.schedule"
 
 
@@ -51,7 +51,7 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Ch
     safe = {key for pattern in _SAFE.split() for key in fnmatch.filter(old | new, pattern)}
     if old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name:
         # Elsewhere the rate of every step depends on it.
-        safe.update(_LENGTHS)
+        safe.update(LENGTHS)
     keys = dict.fromkeys([*new, *old])
     return [Change(key, old.get(key), new.get(key), key in safe) for key in keys if old.get(key) != new.get(key)]
 

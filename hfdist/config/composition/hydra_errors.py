@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from hfdist.config.composition.aliases import override_for, reason_against
+from hfdist.config.composition.aliases import OPTIONS, override_for, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride
+from hfdist.config.run import TRACKERS
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
 
@@ -147,8 +149,22 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
         hint = f"rename {option}.yml to {option}.yaml"
     else:
         own = f"add {group}/{option}.yaml to a folder and give --config-dir"
-        hint = nearest(option, options, group + "={}") or own
+        hint = _option_hint(group, option, options) or own
     return _no_option(group, option, options, _chooser(group, option, request) or place, hint)
+
+
+def _option_hint(group: str, option: str, options: list[str]) -> str | None:
+    called = OPTIONS.get(group, {}).get(option.lower())
+    if called is not None:
+        return f"{group}={called}"
+    if group == "report" and option in TRACKERS:
+        return f"report=default report.to=[{option}]"
+    if group == "model":
+        # A name of the Hub is as likely as one of ours, and `gpt2` is not `gpt2_xl`.
+        near = difflib.get_close_matches(option.lower(), options, n=1, cutoff=0.8)
+        same = [f"model={one}" for one in near]
+        return ", or ".join(same if near == [option.lower()] else [*same, f"model=hub model.name={option}"])
+    return nearest(option, options, group + "={}")
 
 
 def _no_option(group: str, option: str, options: list[str], place: str, hint: str) -> ConfigError:
@@ -186,6 +202,8 @@ def _bad_value(
     else:
         hint = None if allowed is None else _hint_for_value(key, value, allowed)
     place = _place(error, override, key, request)
+    if hint and options and override is None and not place.startswith(COMMAND_LINE):
+        hint = f"`- override /{key}: {hint.partition('=')[2]}` in the defaults list of the file, in place of this line"
     what = "the value has the wrong type or is not among the allowed"
     found = repr(value) if isinstance(value, str) else value
     if re.search(r"not Optional|Incompatible value 'None'", str(cause)):

@@ -145,7 +145,9 @@ def _for_hydra(override: Override, text: str) -> str:
 def _not_an_override(text: str) -> ConfigError:
     key, equals, value = text.partition("=")
     known = all_keys().get(key)
-    if not equals and known:
+    if not equals and text.endswith((".yaml", ".yml")):
+        hint = f"--config {text}, if that is a config"
+    elif not equals and known:
         hint = f"{key}=... without spaces around the ="
     elif not equals and ":" in text:
         hint = text.replace(":", "=", 1)

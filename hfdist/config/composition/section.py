@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
+from hfdist.config.composition.aliases import override_for
 from hfdist.config.composition.files import display, list_options, read_config_text, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.schema import Key, flatten, keys_of, values_by_key
@@ -94,7 +95,9 @@ class Section:
     def _merge(self, config: Any, key: str, value: Any, place: str) -> Any:
         for name, _ in self._members(key, value):
             if name not in self.keys:
-                hint = nearest(name, self.keys, f"{{}}={value}", cutoff=0.6)
+                called = override_for(name, value) or ""
+                is_own = called.startswith(self._prefix)
+                hint = called if is_own else nearest(name, self.keys, f"{{}}={value}", cutoff=0.6)
                 section = self.keys.get(name.rpartition(".")[0])
                 known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]
                 what, names = f"there is no key `{name}`", ", ".join(known)

@@ -377,7 +377,7 @@ class RowReader:
         if not self.gives_examples:
             text = self.text.value(row)
             if text is None and not self.text.places(row):
-                return BadRow(self._no_text(list(row), where))
+                return BadRow(self._no_text(list(row), where, is_row=True))
             return check_text(text, where=where)
         # Files that hold rows of several formats have null where a row has no such column.
         values = {**row, **{name: column.value(row) for name, column in self._named}} if self._named else row
@@ -412,8 +412,10 @@ class RowReader:
         """The columns that the config names."""
         return self.mapped if self.text == TEXT else (("text", self.text), *self.mapped)
 
-    def _no_text(self, present: Sequence[str], where: str) -> ContentError:
-        hint = nearest(self.text.paths[0], present, f"{self.section}.text={{}}", cutoff=0.0)
+    def _no_text(self, present: Sequence[str], where: str, *, is_row: bool = False) -> ContentError:
+        # Other rows of the file have the column.
+        named = f"'{self.section}.text=[{','.join(self.text.paths)},{{}}]'" if is_row else f"{self.section}.text={{}}"
+        hint = nearest(self.text.paths[0], present, named, cutoff=0.0)
         if any(set(form.needed) <= set(present) for form in _FORMS.values()):
             hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"
         return ContentError(f"there is no column {self.text}", where=where, allowed=", ".join(present), hint=hint)
@@ -428,6 +430,11 @@ class RowReader:
         ):
             pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
             hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
+        elif self.keeps_columns and "prompt" in present:
+            named = f"'{self.columns_key}={{completion: COLUMN}}' names the answers"
+            hint = f"{named}; data.format=prompt, where rewards need none"
+        elif self.format is RowFormat.preference and any(set(form.needed) <= set(present) for form in _FORMS.values()):
+            hint = "hfdist sft learns from such rows; dpo compares a chosen answer with a rejected one"
         return ContentError(
             "the columns fit no format of examples" if self.format is RowFormat.auto else "columns are missing",
             where=where,

@@ -143,7 +143,15 @@ class JsonLinesShard(_IndexedShard):
             if self.gives_examples and any(map(has_null_arguments, sampled)):
                 _warn_of_nulls(str(Path(self._file.url).parent))
         if sampled:
-            self._rows.columns(list(dict.fromkeys(name for value in sampled for name in value)), where=self._file.url)
+            try:
+                names = list(dict.fromkeys(name for value in sampled for name in value))
+                self._rows.columns(names, where=self._file.url)
+            except ContentError:
+                # What is no JSON says more than the columns of the rest.
+                for value in objects:
+                    if isinstance(value, BadRow):
+                        raise value.error from None
+                raise
         return self._starts
 
     def _text(self, file: BinaryIO, row: int) -> str | BadRow:

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hfdist.apart import do_apart
-from hfdist.config.data import ChatConfig
+from hfdist.config.data import TEMPLATES, ChatConfig
 from hfdist.errors import ConfigError, first_line
 
 Message = dict[str, Any]
@@ -57,7 +57,7 @@ class RefusedError(Exception):
 def adopt_template(tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
     """Make `data.chat.template` the tokenizer's own, so that the model is saved with what it was trained with."""
     if config.template is not None:
-        tokenizer.chat_template = _read(config.template)
+        tokenizer.chat_template = read_template(config.template)
 
 
 class ChatTemplate:
@@ -68,14 +68,14 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
         self._tokenizer = tokenizer
-        self._given = None if config.template is None else _read(config.template)
+        self._given = None if config.template is None else read_template(config.template)
         if self._given is None and not tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template, and the data hold conversations",
                 where="data.chat.template",
                 found="null",
-                allowed="a file with a chat template in Jinja",
-                hint="data.chat.template=chat.jinja, or a tokenizer that has one, such as that of an instruct model",
+                allowed=f"a file with a chat template in Jinja, or {', '.join(TEMPLATES)}",
+                hint="data.chat.template=chatml, or a tokenizer that has one, such as that of an instruct model",
             )
         self.arguments = {**tokenizer.special_tokens_map, **config.template_arguments}
         self._takes_text = False
@@ -158,7 +158,10 @@ class ChatTemplate:
         return [(contents, text) for contents, text in tried if "probed" in text and text.count("None") == least]
 
 
-def _read(path: str) -> str:
+def read_template(path: str) -> str:
+    """Give the template of a file, or one of TEMPLATES; ConfigError: it cannot be read."""
+    if path in TEMPLATES:
+        return TEMPLATES[path]
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ Complements are negative; `packing/` turns them into input_ids and labels. `data
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,7 +15,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,15 @@ from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import BadRow, ContentError, Shard
 from hfdist.data.sources.rows import split_columns
 from hfdist.data.sources.tokenfile import check_tokenizer
-from hfdist.data.tokenization.chat_template import MARKS, ChatTemplate, RefusedError, Span, Tools, find_turns
+from hfdist.data.tokenization.chat_template import (
+    MARKS,
+    ChatTemplate,
+    RefusedError,
+    Span,
+    Tools,
+    find_turns,
+    read_template,
+)
 from hfdist.errors import ConfigError
 
 # Text of every kind that tokenizers treat in their own ways: to see whether two ways of calling one agree.
@@ -289,9 +297,10 @@ def _bad_row(error: ContentError, where: str) -> BadRow:
 
 def _what_renders(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> list[Any]:
     """The template's text, wherever it comes from, and what it is given."""
-    path = None if chat.template is None else Path(chat.template).expanduser()
+    template = None
     # One that cannot be read is said where it is needed.
-    template = path.read_text(encoding="utf-8", errors="replace") if path is not None and path.is_file() else None
+    with contextlib.suppress(ConfigError):
+        template = None if chat.template is None else read_template(chat.template)
     settings = dataclasses.asdict(dataclasses.replace(chat, template=None)) | {"train_on": chat.train_on.value}
     own = tokenizer.chat_template if template is None else template
     return [own, settings, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}]

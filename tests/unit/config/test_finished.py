@@ -10,8 +10,10 @@ import pytest
 from hfdist.config.cli.command import _says_finished, recipe
 from hfdist.config.cli.finished import describe_finished, leaves_all_done
 from hfdist.config.composition.compose import compose_config, to_values, to_yaml
+from hfdist.config.composition.diff import find_changes
 from hfdist.config.model import AdapterConfig
 from hfdist.config.optimizer import Schedule
+from hfdist.errors import ConfigError
 from tests.unit.report.folders import record
 
 COMMAND = ("model=tiny", "run.name=first", "train.max_steps=20")
@@ -77,7 +79,19 @@ def test_what_is_asked_for_decides_whether_something_is_left(section, values, is
     before, after = to_values(changed("optimizer", schedule=Schedule.constant)), to_values(CONFIG)
     after["optimizer"]["schedule"] = before["optimizer"]["schedule"]
     after[section] |= values
-    assert leaves_all_done(before, after) == is_done
+    assert leaves_all_done(find_changes(before, after)) == is_done
+
+
+def test_a_change_that_no_step_would_have_is_refused():
+    """The run's folder would say what was not done."""
+    end()
+    other = changed("optimizer", lr=1.0)
+    assert describe_finished(other) is None, "the checkpoint refuses it"
+    allowed = replace(other, checkpoint=replace(CONFIG.checkpoint, allow_changes=True))
+    with pytest.raises(ConfigError, match="no step is left") as caught:
+        describe_finished(allowed)
+    assert "train.max_steps=40 checkpoint.allow_changes=true" in caught.value.hint
+    assert describe_finished(replace(allowed, train=replace(CONFIG.train, max_steps=40))) is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ OTHERS = {
     # Of a file, which is to be changed, or of what is beside the config.
     "files.py": "a config file is mended in an editor",
     "own_config.py": "a file is named, or mended in an editor",
+    "finished.py": "the files of a run that has ended",
     "unnamed.py": "twenty folders of runs that have no name",
     # Of values that only files have.
     "explain_interpolation": "the value is to be written out",

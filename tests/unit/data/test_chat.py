@@ -83,6 +83,12 @@ class TestDefaults:
         tokens = encode(chat_tokenizer("chatml"), [user("Hi"), said("Hello")], **settings)
         assert bracketed(chat_tokenizer("chatml"), tokens) == f"!(Hi)!({OPEN}Hello{SHUT}){OPEN}<|im_end|>{SHUT}"
 
+    def test_a_template_by_name_for_a_tokenizer_without_one(self):
+        tokenizer = train_bpe(["a b"], 300)
+        text = bracketed(tokenizer, encode(tokenizer, [user("Hi"), said("Hello")], template="chatml"))
+        asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        assert text == f"{asked}{OPEN}Hello<|im_end|>{SHUT}\n{OPEN}<|endoftext|>{SHUT}"
+
     def test_none_at_all(self):
         with pytest.raises(ConfigError, match=r"no chat template[^$]*data\.chat\.template"):
             encode(train_bpe(["a b"], 300), [user("Hi"), said("Hello")])

@@ -73,6 +73,22 @@ def test_each_file_may_have_another_text_column(tmp_path):
     assert read(tmp_path, *settings, name="pretrain") == ["jsonl 0", "jsonl 1", "parquet 0", "parquet 1"]
 
 
+def test_rows_of_one_file_may_have_their_text_in_different_columns(tmp_path):
+    """The hint names both."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"content": "b"}\n{"text": "c"}\n')
+    place = f"data.sources.files.path={tmp_path / 'rows.jsonl'}"
+    [first, bad, _] = read(tmp_path, place, name="pretrain")
+    assert (first, bad.error.hint) == ("a", "'data.sources.files.text=[text,content]'")
+    assert read(tmp_path, place, bad.error.hint.strip("'"), name="pretrain") == ["a", "b", "c"]
+
+
+def test_a_line_that_is_no_json_is_told_before_the_columns_of_the_others(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"messages": [\n{"a": 1}\n{"a": 2}\n')
+    with pytest.raises(ContentError, match="not JSON") as caught:
+        read(tmp_path, f"data.sources.files.path={tmp_path / 'rows.jsonl'}")
+    assert "row 0" in caught.value.where
+
+
 def test_a_column_that_is_not_there_is_named(tmp_path):
     place = write(tmp_path, "parquet")
     with pytest.raises(ContentError, match=r"no column 'query' for prompt") as caught:
@@ -106,6 +122,8 @@ def test_a_column_that_is_not_there_is_named(tmp_path):
         ({"instruction": "a", "context": "c", "response": "b"}, "finetune", (),
          "'data.columns={output: response, input: context}'"),
         ({"messages": []}, "pretrain", (), "hfdist finetune learns from conversations"),
+        ({"messages": []}, "tune", ("task=dpo",), "hfdist sft learns from such rows"),
+        ({"prompt": "a", "level": 1}, "tune", ("task=grpo", "task.rewards={mine: 1}"), "data.format=prompt"),
     ],
 )  # fmt: skip
 def test_the_hint_follows_from_the_columns(tmp_path, rows, recipe, settings, hint):

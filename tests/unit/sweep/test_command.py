@@ -76,6 +76,24 @@ def test_mistakes_are_told_before_anything_starts(tmp_path, arguments, what, hin
     assert not (tmp_path / "run").exists()
 
 
+def test_listed_values_are_each_tried_once(tmp_path):
+    def sampler(*arguments):
+        return parse_sweep([f"run.dir={tmp_path}/run", *RUN, *arguments])[1].config.sampler
+
+    assert sampler("optimizer.lr=1e-3,1e-4") is Sampler.grid
+    assert sampler("optimizer.lr=1e-3,1e-4", "sweep.sampler=random") is Sampler.random
+    assert sampler("optimizer.lr=1e-3,1e-4", "sweep=tpe") is Sampler.tpe
+    assert sampler("optimizer.beta1=0.8,0.9", LR) is Sampler.tpe
+
+
+def test_the_folder_of_a_run_is_no_sweeps(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    with pytest.raises(ConfigError, match="holds a run already") as caught:
+        parse_sweep([f"run.dir={tmp_path}/run", *RUN, LR])
+    assert caught.value.hint == "run.name=run-sweep"
+
+
 def test_a_folder_keeps_what_was_asked(tmp_path):
     def keep(*arguments):
         keep_settings(parse_sweep([f"run.dir={tmp_path}", *RUN, *arguments])[1])
