@@ -120,7 +120,7 @@ def test_the_measured_schedule_is_drawn(tmp_path):
     ("layout", "word"),
     [
         ({"pipelin": 2}, "pipelin"),
-        ({"pipeline": 2, "sharding": "zero2"}, "strategy.sharding=zero1"),
+        ({"pipeline": 2, "sharding": "zero2"}, 'sharding="zero1"'),
         ({"pipeline": 2, "schedule": "2f2b"}, "1f1b"),
     ],
 )
