@@ -294,7 +294,7 @@ def refused(model_type, layout):
     ("model_type", "layout", "where", "found"),
     [
         ("llama", FSDP, "scale", "shape []"),
-        ("llama", FSDP | {"prefetch": 1}, "strategy.prefetch", "1"),
+        ("llama", FSDP | {"prefetch": 1}, "make_strategy(prefetch)", "1"),
         # Of the model that is split, a small one is tried.
         ("bloom", CONTEXT, "strategy.context", "differs by"),
     ],
