@@ -134,14 +134,13 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
     sharding, train = config.strategy.sharding, config.train
 
     def refuse(name: str, key: str, value: object, hint: str | None, *, helps: bool = True) -> None:
-        """Args: hint: an override. helps: whether the variable goes with it."""
-        unset = f"unset {name}, or leave it out of the launcher's config file"
+        """Raise a ConfigError; `helps`: whether the override `hint` makes the config what the variable says."""
+        advice = f"unset {name}, or leave it out of the launcher's config file"
         what = "a variable of accelerate contradicts the config"
         found = f"{name}={environment[name]}, with {key}={value}"
         if hint is not None:
-            unset = f"{hint}, or {unset}" if helps else f"unset {name}, and give {hint} for that layout"
-        hint = unset
-        raise ConfigError(what, where=f"{name} (environment)", found=found, hint=hint)
+            advice = f"{hint}, or {advice}" if helps else f"unset {name}, and give {hint} for that layout"
+        raise ConfigError(what, where=f"{name} (environment)", found=found, hint=advice)
 
     def is_true(name: str) -> bool:
         return environment.get(name, "").lower() in ("1", "true", "yes", "on", "t", "y")

@@ -1,4 +1,4 @@
-"""Messages for who writes Python: keys of a config become arguments, and values become those of Python."""
+"""Messages for a reader who writes Python: keys of a config become arguments, and values become those of Python."""
 
 from __future__ import annotations
 

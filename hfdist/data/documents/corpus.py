@@ -211,8 +211,7 @@ class Corpus:
 
     def _locate(self, document: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, document, side="right"))
-        start = int(self._ends[shard - 1]) if shard else 0
-        return shard, document - start
+        return shard, document - self._first_of(shard)
 
     def _make_pools(self, shards_by_source: Mapping[str, Sequence[Shard]], config: DataConfig) -> list[Pool]:
         sources = config.sources
