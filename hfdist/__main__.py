@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
-from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task
+from hfdist.config.cli.recipe_names import HINTS, NAMES, RECIPES, RUN, names_config, with_task
 from hfdist.errors import ConfigError, nearest
 
 _COMPLETION = """\
@@ -64,12 +64,14 @@ def main() -> None:
         _call(name, arguments, recipes)
     else:
         known = [*{**recipes, **NAMES}, RUN, "completion bash"]
+        after = next((word for word in arguments if word in NAMES), RECIPES[0])
+        called = HINTS[name].format(name=after) if name in HINTS else None
         error = ConfigError(
             "there is no such command",
             where="command line",
             found=" ".join(sys.argv[1:3]),
             allowed=", ".join(known),
-            hint=nearest(name, known, "hfdist {}") or "hfdist --help",
+            hint=called or nearest(name, known, "hfdist {}") or "hfdist --help",
         )
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)

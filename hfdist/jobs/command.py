@@ -39,7 +39,7 @@ Write the job file of a run for a cluster. It submits nothing.
 hfdist job to=slurm cluster=slurm cluster.nodes=2 +experiment=demo strategy=ddp    writes demo.sbatch
 hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                   goes on with that run
 
-to=TARGET           {targets}
+to=TARGET           {targets}; the name alone means the same
 cluster=NAME|FILE   the machines: {clusters}; or a file of your own
 cluster.KEY=VALUE   a key of the cluster: conf/cluster/default.yaml lists them
 {meanings}
@@ -57,6 +57,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
     Returns:
         The target, and the job.
     """
+    arguments = [f"to={argument}" if argument in TARGETS else argument for argument in arguments]
     line = read_line(arguments, GROUP, cluster_keys(), ("to", "cluster", "out"))
     target = choose("to", line.own.get("to"), tuple(TARGETS))
     config = line.compose()

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 8.0
 _is_on = False
+_progress = ""
 
 
 def switch_reports(is_on: bool) -> None:
@@ -19,10 +20,17 @@ def switch_reports(is_on: bool) -> None:
     _is_on = is_on
 
 
+def report_progress(done: int, of: int, unit: str) -> None:
+    """Say how far the work is that `reporting` tells of: its next lines end with `done of of unit`."""
+    global _progress
+    _progress = f", {done:,} of {of:,} {unit}"
+
+
 @contextmanager
 def reporting(text: str) -> Iterator[threading.Event]:
     """Print `text` and its seconds on standard error, again and again, until the block or the given event ends it."""
-    ended = threading.Event()
+    global _progress
+    ended, _progress = threading.Event(), ""
     # Without a standard error, the number 2 may be another file.
     if _is_on and sys.stderr is not None:
         threading.Thread(target=_say, args=(text, ended), name="hfdist-startup", daemon=True).start()
@@ -39,6 +47,6 @@ def _say(text: str, ended: threading.Event) -> None:
     while True:
         # No lock of Python's streams: another thread may fork meanwhile. Whoever reads may be gone.
         with suppress(OSError):
-            os.write(2, f"{text}: {time.monotonic() - began:.0f} s\n".encode())
+            os.write(2, f"{text}: {time.monotonic() - began:.0f} s{_progress}\n".encode())
         if ended.wait(_NEXT_SECONDS):
             return

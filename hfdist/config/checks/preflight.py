@@ -9,7 +9,7 @@ import glob
 import importlib.util
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hfdist.config.batch import BatchPlan, plan_batch
@@ -184,8 +184,17 @@ def _is_local(name: str) -> bool:
     return name.startswith((".", "/", "~"))
 
 
+def take_all(files: Iterable[str]) -> str:
+    """Say how several files are given, of which each is to be read."""
+    sources = (f"'+data.sources.part{number}={{path: {file}}}'" for number, file in enumerate(files, 1))
+    return f"data=mixture {' '.join(sources)}, or a folder or a glob that holds them"
+
+
 def _near(key: str, path: str) -> str | None:
-    """Give what is in the same folder under a similar name."""
+    """Give what is in the same folder under a similar name; of several files with commas, how they are given."""
+    files = [part.strip() for part in path.strip("[]").split(",")]
+    if len(files) > 1 and all(os.path.lexists(os.path.expanduser(file)) for file in files):
+        return take_all(files)
     full = Path(os.path.expanduser(path))
     try:
         names = [other.name for other in full.parent.iterdir()]

@@ -93,7 +93,11 @@ def find_run(value: str, marks: Sequence[str], key: str | None = None) -> Path:
     others = sorted({path.parent.name for mark in marks for path in folder.parent.glob(f"*/{mark}")})
     beside = f": {', '.join(others[:20])} in {folder.parent}" if others else ""
     where, given = (COMMAND_LINE, "") if key is None else (f"{key} ({COMMAND_LINE})", f"{key}=")
-    hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}")
+    in_runs = "runs" / folder
+    if any((in_runs / mark).exists() for mark in marks):
+        hint: str | None = f"{given}{in_runs}"
+    else:
+        hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}")
     allowed = f"a folder with {' or '.join(marks)}{beside}"
     raise ConfigError("there is no such run", where=where, found=value, allowed=allowed, hint=hint)
 

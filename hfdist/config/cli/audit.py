@@ -18,12 +18,13 @@ from hfdist.topology import read_launcher
 _HELP = """\
 Prove from a run's ledger that it read every document as often as planned, or show what a step was made of.
 
-python recipes/audit.py run=runs/NAME                    the proof; exit code 3 where it fails
-python recipes/audit.py run=runs/NAME step=120           the documents of optimizer step 120 (the first is 1)
-python recipes/audit.py run=runs/NAME step=120 text=full ... with all the text that the step read
-python recipes/audit.py run=runs/A,runs/B                the proof of islands, which have read one stream
+hfdist audit runs/NAME                    the proof; exit code 3 where it fails
+hfdist audit runs/NAME step=120           the documents of optimizer step 120 (the first is 1)
+hfdist audit runs/NAME step=120 text=full ... with all the text that the step read
+hfdist audit runs/A,runs/B                the proof of islands, which have read one stream
 
-run=FOLDER        a run's folder, with config.yaml, ledger and checkpoints; several of islands, with commas
+run=FOLDER        a run's folder, with config.yaml, ledger and checkpoints; several of islands, with commas; the folder
+                  alone means the same
 step=N            a whole number >= 1
 text=short|full   how much text to show of each piece of a document; default: short
 --offline         open no connection to the Hub
@@ -63,7 +64,7 @@ def audit_recipe(main: Callable[[AuditRequest, dict[Path, RunConfig]], None]) ->
 
 def parse_request(arguments: Sequence[str]) -> AuditRequest:
     """Read the command line; ConfigError: an unknown key, a wrong value, no such run, or several processes."""
-    values = read_arguments(arguments, _KEYS)
+    values = read_arguments(arguments, _KEYS, first="run")
     if "run" not in values:
         raise ConfigError("which run?", where=COMMAND_LINE, allowed="run=FOLDER", hint="run=runs/NAME")
     if "text" in values and "step" not in values:

@@ -15,6 +15,21 @@ NAMES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **{task.value: ("tune", (f"task={task.value}",)) for task in TaskName if task is not TaskName.causal_lm},
 }
 """What people call a run -> the recipe, and the overrides that come first."""
+_STARTED = "hfdist {name} launch.processes=2 starts its processes itself"
+_WRITTEN = "a run writes its model at its end, into model/ of its folder, as from_pretrained reads it"
+_USED = "the last lines of a run say how its model is used"
+_EVALUATED = "a run evaluates as it trains: train.eval_every=100, evaluate.lm_eval=[hellaswag]"
+HINTS: Mapping[str, str] = {
+    "train": "hfdist pretrain, or hfdist finetune for a model that is trained already",
+    **dict.fromkeys(("launch", "start", "torchrun", "accelerate", "deepspeed"), _STARTED),
+    **dict.fromkeys(("export", "convert", "merge"), _WRITTEN),
+    **dict.fromkeys(("chat", "generate", "infer", "inference"), _USED),
+    **dict.fromkeys(("eval", "evaluate"), _EVALUATED),
+    "resume": "the same command line again goes on; hfdist run runs/NAME does it from the run's folder",
+    **dict.fromkeys(("tokenize", "preprocess"), "hfdist pretokenize"),
+    "config": "hfdist pretrain --cfg job prints a config",
+}
+"""Commands of other programs, and what does it here; `{name}`: the recipe that is named after it, or the first one."""
 RUN = "run"
 """Before a config file or the folder of a run: the file says the recipe (`own_config.py`)."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hfdist.config.optimizer import OptimizerName
+
 _OVERRIDES = {
     "train.global_batch_size={value}": "batch_size train_batch_size effective_batch_size",
     "train.micro_batch_size={value}": "per_device_train_batch_size per_device_batch_size "
@@ -199,9 +201,20 @@ def reason_against(name: str) -> str | None:
     return REASONS.get(name.rpartition(".")[2])
 
 
-OPTIONS = {
-    "strategy": {"deepspeed": "zero2", "zero": "zero2", "fsdp": "fsdp2", "tp": "tensor", "pp": "pipeline",
-                 "cp": "long_context", "ep": "moe", "dp": "ddp"},
-    "task": {"ppo": "grpo", "sft": "causal_lm"},
+_EVALUATES = {"true": "train.eval_every=100", "false": "data.eval_fraction=0"}
+_OPTIONS = {
+    "strategy": {"deepspeed": "strategy=zero2", "zero": "strategy=zero2", "fsdp": "strategy=fsdp2",
+                 "tp": "strategy=tensor", "pp": "strategy=pipeline", "cp": "strategy=long_context",
+                 "ep": "strategy=moe", "dp": "strategy=ddp"},
+    "task": {"ppo": "task=grpo", "sft": "task=causal_lm"},
+    "evaluate": {**_EVALUATES, "yes": _EVALUATES["true"], "no": _EVALUATES["false"]},
+    "train": {"fp16": "train.precision=fp16", "fp32": "train.precision=fp32"},
 }  # fmt: skip
-"""Options of groups as others call them, by group."""
+"""Options of groups as others call them, by group, with the override that does it."""
+
+
+def override_for_option(group: str, option: str) -> str | None:
+    """Give a ready override for an option of a group that others call so; None: not known."""
+    if group == "optimizer" and option in OptimizerName.__members__:
+        return f"optimizer.name={option}"
+    return _OPTIONS.get(group, {}).get(option.lower())

@@ -47,10 +47,12 @@ def compose_config(
 def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | None) -> Request:
     """Parse the overrides, find the folders, and tell Hydra the schema."""
     store = ConfigStore.instance()
-    store.store(name=SCHEMA, node=RunConfig)
-    # Hydra copies the store, the schema of each key included, for each group that --help lists: two thirds of all calls
-    # of --help. Nothing writes into such a copy, and `load` gives copies of what is in it.
-    vars(store)["__deepcopy__"] = lambda memo: store
+    if "__deepcopy__" not in vars(store):
+        # A fifth of the time that composing takes.
+        store.store(name=SCHEMA, node=RunConfig)
+        # Hydra copies the store, the schema of each key included, for each group that --help lists: two thirds of all
+        # calls of --help. Nothing writes into such a copy, and `load` gives copies of what is in it.
+        vars(store)["__deepcopy__"] = lambda memo: store
     folders: tuple[Path, ...] = (shipped_folder(),)
     if extra_dir is not None:
         own = Path(extra_dir).expanduser().absolute()

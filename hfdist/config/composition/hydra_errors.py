@@ -19,7 +19,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from hfdist.config.composition.aliases import OPTIONS, override_for, reason_against
+from hfdist.config.composition.aliases import override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride
 from hfdist.config.run import TRACKERS
@@ -154,9 +154,9 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
 
 
 def _option_hint(group: str, option: str, options: list[str]) -> str | None:
-    called = OPTIONS.get(group, {}).get(option.lower())
+    called = override_for_option(group, option)
     if called is not None:
-        return f"{group}={called}"
+        return called
     if group == "report" and option in TRACKERS:
         return f"report=default report.to=[{option}]"
     if group == "model":
@@ -234,7 +234,9 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
     for override in request.overrides:
         if override.key in groups and not isinstance(override.value, (str, list)):
             group, options = override.key, groups[override.key]
-            return _no_option(group, override.value_text, options, COMMAND_LINE, f"{group}={options[0]}")
+            option = override.value_text
+            hint = override_for_option(group, option) or f"{group}={options[0]}"
+            return _no_option(group, option, options, COMMAND_LINE, hint)
     place = _file_place(error, request) or request.config_name
     return ConfigError(f"the config cannot be composed: {message}", where=place)
 

@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
+from hfdist.config.checks.preflight import take_all
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.files import refuse_target
 from hfdist.config.schema import all_keys, find_key, flatten
@@ -66,6 +67,13 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
     """
+    for key in _OF_PATHS:
+        given = list(dict.fromkeys(text for text in texts if text.startswith(f"{key}=")))
+        if len(given) > 1:
+            # The last one would win, as of any key; but who names two files wants both.
+            hint = take_all([text.partition("=")[2] for text in given]) if key == "data" else given[0]
+            where, found = f"{key} ({COMMAND_LINE})", " ".join(given)
+            raise ConfigError("this is given twice", where=where, found=found, hint=hint)
     return [_prepare(part) for text in texts for part in _name_files(text)]
 
 

@@ -26,6 +26,7 @@ from hfdist.data.storage.files import (
     thread_map,
 )
 from hfdist.errors import DataError
+from hfdist.processes.startup import report_progress
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_b
     shards: list[Shard] = []
     left_out: list[str] = []
     first_by_identity: dict[str, DataFile] = {}
-    for file, opened in zip(files, thread_map(try_open, files, identities), strict=True):
+    for number, (file, opened) in enumerate(zip(files, thread_map(try_open, files, identities), strict=True), 1):
+        report_progress(number, len(files), f"files of {key}")
         if not isinstance(opened, ContentError):
             first = first_by_identity.setdefault(opened.identity, file)
             # Text files are documents, which may repeat, as rows may.
@@ -86,19 +88,20 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_b
         if on_bad is BadRows.error:
             skip = "data.on_bad_rows=skip leaves the file out"
             # Of one file alone, nothing would be left.
-            opened.hint = skip if not opened.hint else opened.hint if len(files) == 1 else f"{opened.hint}, or {skip}"
+            if len(files) > 1:
+                opened.hint = f"{opened.hint}, or {skip}" if opened.hint else skip
             raise opened
         logger.warning("%s is left out: %s", file.url, opened.what)
         left_out.append(f"{file.url}: {opened.what}")
     if not shards:
         found = f"{len(left_out)} left out; the first: {left_out[0]}"
-        raise DataError("no file of the source can be read", where=key, found=found)
+        raise DataError("no file of the source can be read", where=key, found=found, hint=f"{key}=OTHER_FILES")
     return shards
 
 
 def _open(file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> Shard:
     if not file.size_bytes:
-        raise ContentError("the file is empty", where=file.url)
+        raise ContentError("the file is empty", where=file.url, allowed="a document or more")
     shard: Shard
     if file.name.endswith(".parquet"):
         shard = ParquetShard(file, identity, rows)

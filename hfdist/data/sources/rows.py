@@ -430,6 +430,9 @@ class RowReader:
         ):
             pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
             hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
+        elif self.format is RowFormat.auto and len(present) > 1:
+            pairs = f"'{self.columns_key}={{prompt: {present[0]}, completion: {present[1]}}}'"
+            hint = f"{pairs} if these are a question and its answer; {hint}"
         elif self.keeps_columns and "prompt" in present:
             named = f"'{self.columns_key}={{completion: COLUMN}}' names the answers"
             hint = f"{named}; data.format=prompt, where rewards need none"

@@ -87,9 +87,7 @@ def follow(line: str, error: HfdistError, command: str | None, words: list[str])
     return shlex.join([*environment, command or name, *kept, *words])
 
 
-_REPLACED = (
-    "there is no|lists no group|twice|cannot be deleted|not an override|has this column|no such field|of its own"
-)
+_REPLACED = "there is no|has no option|lists no group|twice|cannot be deleted|not an override|has this column|no such field|of its own"
 """Of what these messages are about, nothing stays."""
 
 
