@@ -24,7 +24,7 @@ HF, HF_LIGER, HF_COMPILED, TITAN, PRODUCTS = (
     "HF Trainer", "HF Trainer, liger", "HF Trainer, torch_compile", "torchtitan", "matrix products",
 )  # fmt: skip
 PEERS = (HF, HF_LIGER, HF_COMPILED, TITAN)
-NEEDS = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
+NEEDS = {"liger": "liger_kernel"}
 SECONDS_OF_ONE = 240
 LOSS_BOUND = 0.01
 

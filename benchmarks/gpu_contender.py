@@ -20,7 +20,6 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
 from hfdist.models.flops import flops_per_token, measure_size, peak_flops
 from hfdist.models.loss import choose_loss
-from hfdist.strategies.select import device_type_here
 from hfdist.trainer.trainer import RunOptions
 
 OURS = "hfdist"
@@ -62,8 +61,6 @@ CONTENDERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "HF Trainer, torch_compile": {"torch_compile": True},
         "hfdist, compile=none": {"train.compile": "none"},
         "hfdist, loss=full": {"model.loss": "full"},
-        "hfdist, loss=liger": {"model.loss": "liger"},
-        "hfdist, loss=cut_cross_entropy": {"model.loss": "cut_cross_entropy"},
         "hfdist, fused=false": {"optimizer.fused": "false"},
         "hfdist, recompute=cheap": {"train.gradient_checkpointing": "true", "train.recompute": "cheap"},
         "hfdist, recompute=all": {"train.gradient_checkpointing": "true"},
@@ -163,7 +160,7 @@ def _hfdist(
     is_selective = config.train.recompute.value == "cheap" and config.train.gradient_checkpointing
     whole = {"activation_checkpointing": config.train.gradient_checkpointing and not is_selective}
     arguments: Any = fields | strategy.training_arguments() | whole | {"optim": optimizer}
-    options = RunOptions(loss_head=choose_loss(config, model, strategy, device_type_here()))
+    options = RunOptions(loss_head=choose_loss(config, model, strategy))
     trainer = hfdist.Trainer(model, TrainingArguments(**arguments), strategy=strategy, options=options, **given)
     if is_selective:
         checkpoint_blocks(model, config.train.recompute)

@@ -24,7 +24,6 @@ from torch.nn import functional
 from benchmarks.overlay import UnavailableError
 from benchmarks.rounds import medians, medians_or_reasons
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
-from hfdist.models.loss.choose import cut_cross_entropy, liger
 from hfdist.models.loss.chunked import ChunkedLoss
 from hfdist.models.loss.lazy_logits import SumOfLosses, deferring
 from hfdist.testing import run_ranks
@@ -172,6 +171,18 @@ def _torchs_own(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) ->
     return own(hidden, weight, targets, options=options)
 
 
+def _liger(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()(head.weight.to(hidden.dtype), hidden, targets)
+
+
+def _cut_cross_entropy(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(hidden, head.weight.to(hidden.dtype), targets)
+
+
 def _deferred(loss: SumOfLosses) -> Loss:
     def run(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with deferring(head, head.out_features, loss):
@@ -189,8 +200,8 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     EAGER: lambda: _eager,
     COMPILED: lambda: torch.compile(_eager),
     TORCH: lambda: _torchs_own,
-    LIGER: lambda: _deferred(liger),
-    CUT: lambda: _deferred(cut_cross_entropy),
+    LIGER: lambda: _liger,
+    CUT: lambda: _cut_cross_entropy,
 }
 
 

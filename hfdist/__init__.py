@@ -7,7 +7,6 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hfdist.moved import accept_old_names
 from hfdist.version import __version__
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ _HOMES = {
 __all__ = [
     "DistributedTrainerMixin", "Generation", "MuonWithAdamW", "Trainer", "Watch", "__version__", "make_strategy",
 ]  # fmt: skip
-
-accept_old_names()
 
 
 def __getattr__(name: str) -> Any:

@@ -80,8 +80,6 @@ EQUAL = {
     GPU_BF16: Case(CPU_BF16, ("train.precision=bf16",), BF16),
     "fsdp2, bf16": Case(GPU_BF16, _one_rank("fsdp2", "train.precision=bf16"), BF16),
     "zero2, bf16": Case(GPU_BF16, _one_rank("zero2", "train.precision=bf16"), BF16),
-    "single, loss=liger": Case(GPU_BF16, ("train.precision=bf16", "model.loss=liger"), BF16),
-    "single, loss=cut_cross_entropy": Case(GPU_BF16, ("train.precision=bf16", "model.loss=cut_cross_entropy"), BF16),
     "single, fp16": Case(CPU, ("train.precision=fp16",), BF16),
     "single, fp8": Case("a CPU, fp8", ("train.precision=fp8",), BF16),
     "a CPU goes on from single": Case(CPU, on_cpu=True, goes_on_from=GPU),
@@ -94,9 +92,7 @@ REFERENCES = {
     CPU_BF16: Case(CPU_BF16, ("train.precision=bf16",), on_cpu=True),
     "a CPU, fp8": Case("a CPU, fp8", ("train.precision=fp8",), on_cpu=True),
 }
-PACKAGES = {
-    "liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy", "fp8": "torchao", "qlora": "bitsandbytes",
-}  # fmt: skip
+PACKAGES = {"fp8": "torchao", "qlora": "bitsandbytes"}
 
 OF_TUNING = (
     "checkpoint=default", "data.sequence_length=64", "data.lanes=4", "train.epochs=null", "train.global_batch_size=4",

@@ -25,7 +25,6 @@ from benchmarks.pipeline_llama import (
 )
 from benchmarks.rounds import median_fields, medians_or_reasons
 from benchmarks.table import Measure, add_options, describe_run, last_said, markdown, publish
-from hfdist.config.model import Loss
 from hfdist.models.loss import LossHead
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.trainer import RunOptions
@@ -77,7 +76,7 @@ def _measure_own(name: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         num_ranks = 1 if name == ALONE else NUM_RANKS
         # As `model.loss=auto` has it for this model.
-        arguments = LAYOUTS[name], num_steps, sizes, RunOptions(loss_head=LossHead(Loss.chunked))
+        arguments = LAYOUTS[name], num_steps, sizes, RunOptions(loss_head=LossHead())
         return _of_ranks(run_ranks(train, num_ranks, folder, *arguments, timeout_seconds=600))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.growth import training
 from benchmarks.mesh.theory import Layout, Model, held_bytes, sent_bytes
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
-from hfdist.config.model import Loss
 from hfdist.models.loss import LossHead
 from hfdist.testing import run_ranks
 
@@ -122,7 +121,7 @@ def _work(case: Case) -> training.Work:
         sequence_tokens=layout.tokens,
         num_steps=1,
         micro_batch_size=layout.sequences,
-        loss_head=LossHead(Loss.chunked),
+        loss_head=LossHead(),
     )
 
 

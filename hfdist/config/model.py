@@ -44,8 +44,6 @@ class Loss(Enum):
     auto = "auto"
     full = "full"
     chunked = "chunked"
-    liger = "liger"
-    cut_cross_entropy = "cut_cross_entropy"
 
 
 @dataclass(kw_only=True)
@@ -71,9 +69,8 @@ class ModelConfig:
     dtype: Dtype = Dtype.auto
     attention: Attention = Attention.auto
     loss: Loss = Loss.auto
-    """`full`: the model by itself, from all logits in float32; the others never hold them. `chunked`: some rows at a
-    time, with what torch has; `liger`, `cut_cross_entropy`: kernels of these packages, on GPUs. `auto`: `chunked`, or
-    `full` where the model needs its logits whole."""
+    """`full`: the model by itself, from all logits in float32. `chunked`: some rows at a time, and never all logits.
+    `auto`: `chunked`, or `full` where the model needs its logits whole."""
     config: dict[str, Any] = field(default_factory=dict)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     trust_remote_code: bool = False

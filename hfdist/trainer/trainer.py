@@ -227,7 +227,8 @@ class DistributedTrainerMixin(_Trainer):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; ConfigError: no rank has whole logits."""
         if self.engine is not None:
-            check_has_logits(self.engine, "predict()")
+            with self.options.telling():
+                check_has_logits(self.engine, "predict()")
         self._predicts = True
         try:
             return super().predict(*args, **kwargs)
@@ -308,9 +309,9 @@ class DistributedTrainerMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the original; after an error, it lets a running save end first."""
-        if resume_from_checkpoint and self.engine is not None:
-            resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
-        with self.checkpointer.waiting_at_errors():
+        with self.options.telling(), self.checkpointer.waiting_at_errors():
+            if resume_from_checkpoint and self.engine is not None:
+                resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,6 @@ from benchmarks.table import markdown
 from hfdist.config.batch import plan_batch
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import Hardware
-from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
 from hfdist.models.loss import LossHead
 from hfdist.planning.timing.calibration import TimedStep, calibrate, default_factors
@@ -213,7 +212,7 @@ def _train(case: Case, by_cpu: bool) -> float:
             sequence_tokens=_SEQUENCE_TOKENS,
             max_steps=_NUM_WARM_UP + _NUM_TIMED,
             callbacks=[clock],
-            options=RunOptions(loss_head=LossHead(Loss.chunked)),
+            options=RunOptions(loss_head=LossHead()),
         )
         trainer.train()
     return statistics.median(clock.seconds[_NUM_WARM_UP:])

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.growth import training
 from hfdist.config.batch import plan_batch
-from hfdist.config.model import Loss
 from hfdist.config.strategy import ContextMethod, Schedule, Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.models.loss import LossHead
@@ -75,7 +74,7 @@ def work(case: Case) -> training.Work:
         sequence_tokens=TOKENS,
         num_steps=1,
         micro_batch_size=SEQUENCES,
-        loss_head=LossHead(Loss.chunked),
+        loss_head=LossHead(),
     )
 
 

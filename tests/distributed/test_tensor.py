@@ -10,7 +10,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import hfdist
-from hfdist.config.model import Loss
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
@@ -161,7 +160,7 @@ def train(folder, layout, spoil=None, fields=None, resume=None, max_steps=STEPS)
     if spoil is not None:
         spoil()
     # One process computes the loss from whole logits.
-    head = LossHead(Loss.chunked) if layout["tensor"] > 1 else None
+    head = LossHead() if layout["tensor"] > 1 else None
     more = {"options": RunOptions(loss_head=head)}
     trainer = make_trainer(folder, make_model(**fields or {}), {"max_steps": max_steps}, more=more, **layout)
     trainer.train(resume_from_checkpoint=resume)

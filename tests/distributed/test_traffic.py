@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 from benchmarks.mesh.theory import Layout, Model, sent_bytes
 from benchmarks.small_llama import make_trainer
 from hfdist.collectives import gather_json, rank
-from hfdist.config.model import Loss
 from hfdist.models.loss import LossHead
 from hfdist.records import RunRecorder, read_run
 from hfdist.sent_bytes import _OPERATORS, SentBytes
@@ -94,7 +93,7 @@ def train(names):
         folder = Path(gather_json(tempfile.mkdtemp())[0])
         trainer = make_trainer(
             str(folder), keys, sizes, batch=(GLOBAL_BATCH, MICRO_BATCH), sequence_tokens=NUM_TOKENS,
-            max_steps=NUM_STEPS, callbacks=[], options=RunOptions(loss_head=LossHead(Loss.chunked)),
+            max_steps=NUM_STEPS, callbacks=[], options=RunOptions(loss_head=LossHead()),
         )  # fmt: skip
         recorder = RunRecorder(folder, {}, dist.get_world_size()) if rank() == 0 else None
         save = Save()

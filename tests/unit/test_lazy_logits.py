@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.model import Loss
 from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
 from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _losses_and_gradient
 from hfdist.models.loss.lazy_logits import LogitsOperation, _DeferredLogits, cast, deferring, reduce_token_losses
@@ -326,8 +325,8 @@ def test_what_could_not_be_tried_is_taken_only_where_it_is_asked_for(caplog):
     with pytest.raises(UntriedError, match="only this width"):
         refuse_model(model)
     with caplog.at_level(logging.INFO, "hfdist"):
-        assert choose_loss(config("auto"), model, Partitioning(), "cpu") is None
-        assert choose_loss(config("chunked"), model, Partitioning(), "cpu").choice is Loss.chunked
+        assert choose_loss(config("auto"), model, Partitioning()) is None
+        assert choose_loss(config("chunked"), model, Partitioning()) is not None
     said = [record for record in caplog.records if "only this width" in record.message]
     assert [record.levelno for record in said] == [logging.INFO, logging.WARNING]
 
@@ -342,7 +341,7 @@ def train_under_ddp():
     torch.manual_seed(0)
     model = llama().train()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    head, norms = LossHead(Loss.chunked), []
+    head, norms = LossHead(), []
     for _ in range(2):
         model.zero_grad()
         with head.deferring(parallel):

@@ -20,7 +20,6 @@ from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.checkpoint.write import export_model
 from hfdist.collectives import on_rank_zero
-from hfdist.config.model import Loss
 from hfdist.config.strategy import ContextMethod, Sharding
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError, PartitionError
@@ -167,7 +166,7 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
     own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
     *first, last = batches[own]
     # Without whole logits where the model has one head, and the last one with them.
-    head = LossHead(Loss.chunked) if hasattr(model.get_output_embeddings(), "out_features") else None
+    head = LossHead() if hasattr(model.get_output_embeddings(), "out_features") else None
     with engine.accumulating():
         losses = [_train(model, batch, head) for batch in first]
     losses.append(_train(model, last))

@@ -17,7 +17,7 @@ from hfdist.config.checks.deepspeed import check_optimizer_sections
 from hfdist.config.checks.task import check_task
 from hfdist.config.data import SourceKind
 from hfdist.config.islands import IslandMethod, IslandsConfig
-from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
+from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.schema import plain, values_by_key
@@ -109,10 +109,6 @@ def _check_model(config: RunConfig) -> None:
         hint = f"model=OWNER/NAME model.gguf_file={file}, or model=FOLDER/{file} model.gguf_file=null"
         allowed = "NAME.gguf, with a model.name"
         raise _conflict(config, "model.gguf_file model.name", what, allowed=allowed, hint=hint)
-    if config.strategy.tensor > 1 and model.loss in (Loss.liger, Loss.cut_cross_entropy):
-        what = "these kernels need all rows of the head, and tensor ranks share them out"
-        keys, allowed = "model.loss strategy.tensor", "auto, chunked, full"
-        raise _conflict(config, keys, what, allowed=allowed, hint="model.loss=auto")
     if model.init is not Init.pretrained:
         return
     if model.name is None:

@@ -21,13 +21,7 @@ from omegaconf import DictConfig
 from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
 from hfdist.config.cli.arguments import as_config_flags
 from hfdist.config.cli.finished import describe_finished
-from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an older name: see moved.py
-    RANK_0_PRINTS_SECONDS,
-    ending,
-    stop_everywhere,
-    stop_here,
-    told_in_one_message,
-)
+from hfdist.config.cli.process_end import ending, stop_everywhere, stop_here, told_in_one_message
 from hfdist.config.cli.unnamed import choose_run_name
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
@@ -36,7 +30,7 @@ from hfdist.config.composition.help import describe
 from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
-from hfdist.errors import INTERRUPTED, ConfigError, nearest  # noqa: F401
+from hfdist.errors import ConfigError, nearest
 from hfdist.processes.startup import reporting, switch_reports
 from hfdist.records import record_ranks, recording_end
 from hfdist.topology import read_launcher

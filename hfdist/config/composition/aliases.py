@@ -213,6 +213,10 @@ _OPTIONS = {
 """Options of groups as others call them, by group, with the override that does it."""
 
 
+VALUES = {"model.loss": dict.fromkeys(("liger", "cut_cross_entropy"), "chunked")}
+"""Values of keys as others call them, or as they were called."""
+
+
 def override_for_option(group: str, option: str) -> str | None:
     """Give a ready override for an option of a group that others call so; None: not known."""
     if group == "optimizer" and option in OptimizerName.__members__:

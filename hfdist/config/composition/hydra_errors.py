@@ -19,7 +19,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from hfdist.config.composition.aliases import override_for, override_for_option, reason_against
+from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride
 from hfdist.config.run import TRACKERS
@@ -300,6 +300,8 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"'{key}=[{value}]'"
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed:
         return f"{key}={int(value)}"
+    if str(value) in VALUES.get(key, {}):
+        return f"{key}={VALUES[key][str(value)]}"
     words = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
     return nearest(str(value), words, key + "={}")
 

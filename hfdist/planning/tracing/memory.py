@@ -27,7 +27,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfdist.config.batch import IGNORED, plan_batch
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.data import Packing
-from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule
 from hfdist.models.loss import LossHead, choose_loss
@@ -145,9 +144,9 @@ def deepspeed_of(strategy: Strategy) -> AbstractContextManager[None]:
 
 
 def find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str) -> LossHead | None:
-    """Find what stands for the run's loss on fake tensors: what kernels of other packages keep is what chunks keep."""
-    loss_head = choose_loss(config, model, strategy, device_type)
-    return None if loss_head is None else LossHead(Loss.chunked, CHUNK_LOGITS[device_type])
+    """Give what computes the run's loss, on fake tensors, in chunks as large as on the run's device."""
+    loss_head = choose_loss(config, model, strategy)
+    return None if loss_head is None else LossHead(CHUNK_LOGITS[device_type])
 
 
 def _trace_zero(

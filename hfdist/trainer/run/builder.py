@@ -312,9 +312,7 @@ class Run:
             replicate_every=checkpoint.replicate_every,
             save_in_background=checkpoint.background,
             objective=objective,
-            loss_head=None
-            if self._scores
-            else choose_loss(config, self.model, self.strategy, self.arguments.device.type),
+            loss_head=None if self._scores else choose_loss(config, self.model, self.strategy),
             base_width=config.optimizer.base_width,
             limits=Limits(
                 skipped_steps=train.max_skipped_steps,

@@ -87,7 +87,10 @@ def follow(line: str, error: HfdistError, command: str | None, words: list[str])
     return shlex.join([*environment, command or name, *kept, *words])
 
 
-_REPLACED = "there is no|has no option|lists no group|twice|cannot be deleted|not an override|has this column|no such field|of its own"
+_REPLACED = (
+    "there is no|has no option|lists no group|twice|cannot be deleted|not an override"
+    r"|has this column|no such field|of its own"
+)
 """Of what these messages are about, nothing stays."""
 
 

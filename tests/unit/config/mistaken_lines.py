@@ -102,7 +102,7 @@ LINES = [
     "pretrain model.init=pretrained",
     "pretrain model=hub model.name=OWNER/NAME model.init=pretrained model.tokenizer.name=null",
     "pretrain model.tokenizer.name=./foldr",
-    f"pretrain {TWO} strategy.tensor=2 model.loss=liger",
+    "pretrain model.loss=liger",
     "pretrain model.attention=flash_attention_2",
     "pretrain model.dtype=float16",
     "pretrain model.dtype=bfloat16 train.precision=fp16",

@@ -128,7 +128,6 @@ CONTRADICTIONS = [
     ),
     (["strategy=pipeline_zero1", "strategy.tensor=2"], "strategy.sharding", "sharded over tensor ranks", "=fsdp2"),
     (["strategy=tensor", "train.compile=model"], "train.compile", "not compiled as a whole", "train.compile=blocks"),
-    (["strategy=tensor", "model.loss=liger"], "model.loss", "need all rows of the head", "model.loss=auto"),
     (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["strategy=zero3", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["optimizer.warmup_steps=5", "optimizer.warmup_tokens=9"], None, "more than once", "optimizer.warmup_tokens=null"),
