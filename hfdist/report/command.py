@@ -99,6 +99,9 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
     port = values.get("port", "0")
     if not (port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError("this is no port", where=f"port ({COMMAND_LINE})", found=port, allowed="0 to 65535")
+    if "port" in values and not read_flag(values, "live"):
+        where = f"port ({COMMAND_LINE})"
+        raise ConfigError("only a page that is served has a port", where=where, found=port, hint=f"--live port={port}")
     given = [find_run(name, (*MARKS, TRIALS)) for name in dict.fromkeys(names)]
     # A folder of somebody else's may be read-only.
     beside = given[0] if len(given) == 1 and os.access(given[0], os.W_OK) else Path()

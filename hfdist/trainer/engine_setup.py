@@ -16,7 +16,7 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 from transformers import AutoModelForCausalLM, set_seed
 
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, first_line
 from hfdist.models.adapter import check_adapted
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.hub_names import find_hub_names
@@ -187,7 +187,12 @@ def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any])
         own = [p for p in list(signature.parameters.values())[1:] if p.kind is not Parameter.VAR_KEYWORD]
         if all(parameter.kind is Parameter.VAR_POSITIONAL for parameter in own):
             continue
-        bound = signature.bind(None, *args, **kwargs)
+        try:
+            bound = signature.bind(None, *args, **kwargs)
+        except TypeError as error:
+            hint = "processing_class=TOKENIZER" if "tokenizer" in kwargs else None
+            where, allowed = f"{kind.__name__}(...)", ", ".join(parameter.name for parameter in own)
+            raise ConfigError(first_line(error), where=where, allowed=allowed, hint=hint) from error
         arguments = dict(list(bound.arguments.items())[1:])
         for parameter in signature.parameters.values():
             if parameter.kind is Parameter.VAR_KEYWORD:

@@ -22,6 +22,8 @@ from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, nearest
 from hfdist.topology import Topology
 
+_OF_TOKENIZERS = ("token", "vocab", "spiece", "bpe", ".gguf", ".model", ".py")
+"""Parts of the names of a tokenizer's files, of any kind."""
 OFFLINE_FLAG = "--offline"
 _LOCAL_TRACKERS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": (),
@@ -73,11 +75,26 @@ def _check_packages(config: RunConfig) -> None:
 
 
 def check_model_paths(config: RunConfig) -> None:
-    """Raise a ConfigError where the model, its tokenizer or a reward model is a path that leads nowhere."""
+    """Raise a ConfigError where the model, its tokenizer, an adapter or a reward model is a path that leads nowhere."""
     for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
         if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
             what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
+    folder = config.model.tokenizer.name
+    if folder is not None and os.path.isdir(os.path.expanduser(folder)):
+        names = " ".join(os.listdir(os.path.expanduser(folder))).lower()
+        if names and not any(part in names for part in _OF_TOKENIZERS):
+            what, allowed = "the folder has no tokenizer", "a folder with tokenizer.json, or a Hub id"
+            hint = "save_pretrained(FOLDER) of the tokenizer, or model.tokenizer.name=OWNER/NAME"
+            raise ConfigError(what, where="model.tokenizer.name", found=folder, allowed=allowed, hint=hint)
+    key, path = "adapter.path", config.adapter.path
+    if path is not None and (_is_local(path) or path.count("/") > 1 or os.path.isdir(path)):
+        full = Path(path).expanduser()
+        if not (full / "adapter_config.json").is_file():
+            what = "the folder has no adapter" if full.is_dir() else "there is no such folder"
+            allowed = "a folder with adapter_config.json, or a Hub id"
+            near = f"model={path}, without an adapter.path" if (full / "config.json").is_file() else _near(key, path)
+            raise ConfigError(what, where=key, found=path, allowed=allowed, hint=near)
     key, path = "task.reward_model", config.task.reward_model
     if path is not None and not os.path.isdir(os.path.expanduser(path)):
         what, allowed = "there is no such folder", "the folder of a reward model"
@@ -200,7 +217,7 @@ def _near(key: str, path: str) -> str | None:
         names = [other.name for other in full.parent.iterdir()]
     except OSError:
         return None
-    near = nearest(full.name, names, cutoff=0.75)
+    near = nearest(full.name, [name for name in names if name != full.name], cutoff=0.75)
     return None if near is None else f"{key}={Path(path).with_name(near)}"
 
 

@@ -81,7 +81,9 @@ def _check_ranges(config: RunConfig) -> None:
 def _check_run(config: RunConfig) -> None:
     if not re.fullmatch(r"\w[\w.=,+-]{0,127}", config.run.name):
         allowed = "up to 128 letters, digits and _ . = , + -; the first a letter, digit or _"
-        plain_name = re.sub(r"[^\w.=,+-]+", "-", config.run.name).strip(".=,+-")[:128] or "first"
+        # Of a path, such as runs/first, the last part is meant.
+        last = config.run.name.rstrip("/").rpartition("/")[2]
+        plain_name = re.sub(r"[^\w.=,+-]+", "-", last).strip(".=,+-")[:128] or "first"
         what = "the run's name must be a plain folder name"
         hint = f"run.name={plain_name}; the folder, which may be anywhere, is run.dir"
         raise _conflict(config, "run.name", what, allowed=allowed, hint=hint)
@@ -131,7 +133,11 @@ def _check_adapter(config: RunConfig) -> None:
         for name in (field.name for field in dataclasses.fields(adapter)):
             kept = ("path", "merge", "quantization") if adapter.is_used else ("path", "merge")
             if name not in kept and getattr(adapter, name) != getattr(default, name):
-                allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
+                at_first = getattr(default, name)
+                allowed = "null" if at_first is None else str(at_first)
+                hint = "adapter=lora"
+                if adapter.is_used:
+                    hint = "adapter=none, with its adapter.path" if name == "type" else f"adapter.{name}={allowed}"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
         what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"

@@ -10,6 +10,7 @@ from hfdist.config.checks.preflight import OFFLINE_FLAG
 from hfdist.config.cli.arguments import as_config_flags, find_run
 from hfdist.config.cli.own_config import as_recipe
 from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task
+from hfdist.config.composition.aliases import override_for
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
@@ -82,7 +83,7 @@ def read_line(
         ConfigError: a word that is given twice or without a value, a flag or a recipe that is not there, no such run,
             or two configs.
     """
-    given, rest = _split_flags(as_config_flags(_write_run_out(arguments)), (OFFLINE_FLAG, *flags))
+    given, rest = _split_flags(as_config_flags(_write_run_out(arguments)), group, (OFFLINE_FLAG, *flags))
     own, of_group, overrides = _divide(rest, group, keys, (*_OF_RUN, *words))
     name = choose("recipe", own.pop("recipe", RECIPES[0]), tuple(NAMES))
     if "run" in own:
@@ -122,6 +123,8 @@ def _divide(
         name, equals, value = argument.partition("=")
         if not equals and argument in NAMES:
             name, value = "recipe", argument
+        elif not equals and (Path(argument) / "config.yaml").is_file():
+            name, value = "run", argument
         if name in words:
             if name in own or not value:
                 what = "this is given twice" if name in own else "a value is missing"
@@ -135,7 +138,9 @@ def _divide(
     return own, of_group, of_run
 
 
-def _split_flags(arguments: Sequence[str], without_value: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _split_flags(
+    arguments: Sequence[str], group: str, without_value: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
     """Give the flags with their values ("": it takes none), and the overrides."""
     flags: dict[str, str] = {}
     overrides: list[str] = []
@@ -149,8 +154,9 @@ def _split_flags(arguments: Sequence[str], without_value: Sequence[str]) -> tupl
             if not flags[name]:
                 raise ConfigError("this flag takes a value", where=COMMAND_LINE, found=argument)
         elif argument.startswith("-"):
-            known = (*without_value, *_VALUE_FLAGS)
-            hint = nearest(name, known) or "--help"
+            known, key = (*without_value, *_VALUE_FLAGS), name.lstrip("-").replace("-", "_")
+            called = override_for(f"{group}.{key}", value or next(rest, None))
+            hint = called or nearest(name, known) or "--help"
             raise ConfigError(
                 "there is no such flag", where=COMMAND_LINE, found=argument, allowed=", ".join(known), hint=hint
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
@@ -42,7 +43,7 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
         ConfigError: an unknown key, or one without a value.
     """
     values: dict[str, str] = {}
-    for argument in arguments:
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.partition("=")
         if argument.startswith("--") and keys.get(argument[2:]) == FLAG:
             name, value = argument[2:], "true"
@@ -52,7 +53,9 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
             what = f"there is no key `{name}`" if equals and name not in keys else "this cannot be read"
             allowed = ", ".join(f"{key}={values_of}" for key, values_of in keys.items())
             near = nearest(name.lstrip("-"), keys)
-            hint = "--help" if near is None else f"--{near}" if keys[near] == FLAG else f"{near}={value or '...'}"
+            hint = "--help"
+            if near is not None:
+                hint = f"--{near}" if keys[near] == FLAG else f"{near}={value or following or '...'}"
             raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
         values[name] = value
     return values

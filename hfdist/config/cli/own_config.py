@@ -58,8 +58,12 @@ def _find_recipe(path: Path, seen: set[Path]) -> str | None:
     values: dict[str, Any] = yaml.safe_load(read_config_text(path))
     listed = values.get("defaults")
     items = listed if isinstance(listed, list) else []
-    for name in (str(item).removesuffix(".yaml") for item in items if isinstance(item, str)):
+    names = [str(item).removesuffix(".yaml") for item in items if isinstance(item, str)]
+    for name in names:
         if name in RECIPES:
+            if "_self_" in names[: names.index(name)]:
+                what, hint = f"the values of {name} come after those of the file, and win", f"`[{name}, _self_]`"
+                raise ConfigError(what, where=f"defaults ({display(path)})", found=f"_self_ before {name}", hint=hint)
             return name
         beside = path.parent / f"{name}.yaml"
         if "/" not in name and beside not in seen and beside.is_file():

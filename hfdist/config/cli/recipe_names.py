@@ -27,6 +27,8 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("eval", "evaluate"), _EVALUATED),
     "resume": "the same command line again goes on; hfdist run runs/NAME does it from the run's folder",
     **dict.fromkeys(("tokenize", "preprocess"), "hfdist pretokenize"),
+    "ppo": "hfdist grpo learns from rewards, without a model of values",
+    **dict.fromkeys(("orpo", "simpo", "cpo"), "hfdist dpo learns from preferences"),
     "config": "hfdist pretrain --cfg job prints a config",
 }
 """Commands of other programs, and what does it here; `{name}`: the recipe that is named after it, or the first one."""

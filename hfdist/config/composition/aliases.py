@@ -73,11 +73,12 @@ _OVERRIDES = {
     "adapter=lora adapter.dropout={value}": "lora_dropout",
     "adapter=lora adapter.targets=[{value}]": "lora_target_modules target_modules lora_target",
     "adapter=lora adapter.targets=[all-linear]": "lora_target_linear",
-    "adapter=lora": "use_peft peft_type",
-    "adapter=qlora": "bnb_4bit_quant_type",
+    "adapter=lora": "use_peft peft_type lora",
+    "adapter=qlora": "bnb_4bit_quant_type qlora",
     "strategy=zero{value}": "zero_stage stage zero",
     "strategy=zero2 strategy.deepspeed={value}": "deepspeed deepspeed_config",
-    "strategy=fsdp2": "fsdp fsdp_config",
+    "strategy=zero3_offload": "cpu_offload offload_optimizer offload_param offload_params",
+    "strategy=fsdp2": "fsdp fsdp_config sharding_strategy fsdp_sharding_strategy",
     "strategy.tensor={value}": "tp_size tensor_parallel_size tensor_model_parallel_size",
     "strategy.pipeline={value}": "strategy.stages num_stages pp_size pipeline_parallel_size "
     "pipeline_model_parallel_size",
@@ -100,6 +101,7 @@ _OVERRIDES = {
     "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta",
     "task.loss={value}": "loss_type pref_loss",
+    "'task.rewards={arithmetic: 1.0}'": "reward_funcs reward_functions",
     "task.max_new_tokens={value}": "max_completion_length",
     "train.arguments.use_liger_kernel={value}": "use_liger_kernel",
     "train.arguments.ddp_timeout={value}": "ddp_timeout",
@@ -164,6 +166,8 @@ _OPPOSITES = {
     "model.attention=flash_attention_2": "model.attention=auto",
     "model.attention=sdpa": "model.attention=auto",
     "adapter=lora": "adapter=none",
+    "adapter=qlora": "adapter=none",
+    "strategy=zero3_offload": "strategy.offload=none",
     "adapter=lora adapter.targets=[all-linear]": "adapter.targets=[q_proj,v_proj]",
     "export.push_to=OWNER/NAME": "export.push_to=null",
     "report.progress=false": "report.progress=true",
@@ -171,6 +175,16 @@ _OPPOSITES = {
     "data.packing=auto": "data.packing=none",
     "checkpoint.resume={value}": "checkpoint.resume=never",
 }
+VALUES = {
+    "model.loss": dict.fromkeys(("liger", "cut_cross_entropy"), "chunked"),
+    "optimizer.schedule": {
+        **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr"), "cosine"),
+        "constant_with_warmup": "constant",
+        "polynomial": "linear",
+        "warmup_stable_decay": "wsd",
+    },
+}
+"""Values of keys as others call them, or as they were called."""
 _HUB_DATA = "data=hub data.sources.hub.path={value}"
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW")
 
@@ -189,6 +203,7 @@ def override_for(name: str, value: object = None) -> str | None:
         template = _OPPOSITES.get(template, template)
     if template == "optimizer.name={value}" and value in _ADAMW:
         value = "adamw"
+    value = VALUES.get(template.removesuffix("={value}"), {}).get(str(value), value)
     if template == "checkpoint.resume={value}" and str(value).lower() == "true":
         value = "auto"
     if template == _HUB_DATA and Path(str(value)).suffix:
@@ -211,10 +226,6 @@ _OPTIONS = {
     "train": {"fp16": "train.precision=fp16", "fp32": "train.precision=fp32"},
 }  # fmt: skip
 """Options of groups as others call them, by group, with the override that does it."""
-
-
-VALUES = {"model.loss": dict.fromkeys(("liger", "cut_cross_entropy"), "chunked")}
-"""Values of keys as others call them, or as they were called."""
 
 
 def override_for_option(group: str, option: str) -> str | None:

@@ -21,7 +21,7 @@ from omegaconf.errors import (
 
 from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options
-from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride
+from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, in_a_file
 from hfdist.config.run import TRACKERS
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
@@ -197,12 +197,13 @@ def _bad_value(
     if override is not None and value in (None, {}):
         value = override.value_text
     allowed, options = _allowed(key), request.groups().get(key, [])
+    place = _place(error, override, key, request)
+    is_in_file = override is None and not place.startswith(COMMAND_LINE)
     if options and isinstance(value, str):
-        hint = nearest(value, options, key + "={}")
+        hint = (in_a_file(key, value) if is_in_file else None) or nearest(value, options, key + "={}")
     else:
         hint = None if allowed is None else _hint_for_value(key, value, allowed)
-    place = _place(error, override, key, request)
-    if hint and options and override is None and not place.startswith(COMMAND_LINE):
+    if hint and options and is_in_file and hint.startswith(f"{key}="):
         hint = f"`- override /{key}: {hint.partition('=')[2]}` in the defaults list of the file, in place of this line"
     what = "the value has the wrong type or is not among the allowed"
     found = repr(value) if isinstance(value, str) else value
@@ -228,9 +229,13 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
     if twice:
         group = (twice[1] or twice[2]).partition("@")[0]
         value = request.value_of(group) or "..."
-        what, where = f"two options of the group `{group}` are chosen", f"{group} ({COMMAND_LINE})"
+        what, of_line = f"two options of the group `{group}` are chosen", request.value_of(group)
+        if of_line is None:
+            place = _file_place(error, request, group) or "a defaults list"
+            hint = f"`- override /{group}: OPTION` in place of `- {group}: OPTION`"
+            return ConfigError(what, where=f"{group} ({place})", hint=hint)
         hint = f"{group}={value} (without the +), or `override /{group}: {value}` in a file's defaults list"
-        return ConfigError(what, where=where, found=f"+{group}={value}", hint=hint)
+        return ConfigError(what, where=f"{group} ({COMMAND_LINE})", found=f"+{group}={value}", hint=hint)
     for override in request.overrides:
         if override.key in groups and not isinstance(override.value, (str, list)):
             group, options = override.key, groups[override.key]
@@ -302,6 +307,8 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"{key}={int(value)}"
     if str(value) in VALUES.get(key, {}):
         return f"{key}={VALUES[key][str(value)]}"
+    if key == "task.rewards" and isinstance(value, str):
+        return f"'{key}={{{value}: 1.0}}'"
     words = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
     return nearest(str(value), words, key + "={}")
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -75,6 +76,18 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
             where, found = f"{key} ({COMMAND_LINE})", " ".join(given)
             raise ConfigError("this is given twice", where=where, found=found, hint=hint)
     return [_prepare(part) for text in texts for part in _name_files(text)]
+
+
+def in_a_file(key: str, value: str) -> str | None:
+    """Say what a file has in place of a path that the command line takes for a group; None: it is no path of one."""
+    if key not in _OF_PATHS or not re.search(_OF_PATHS[key].looks, value):
+        return None
+    option, path_key, _ = _OF_PATHS[key]
+    first, *names = path_key.split(".")
+    nested = value
+    for name in reversed(names):
+        nested = f"{{{name}: {nested}}}"
+    return f"`{first}: {nested}`, and `- override /{key}: {option}` in the defaults list"
 
 
 def _name_files(text: str) -> list[str]:
@@ -155,6 +168,8 @@ def _not_an_override(text: str) -> ConfigError:
     known = all_keys().get(key)
     if not equals and text.endswith((".yaml", ".yml")):
         hint = f"--config {text}, if that is a config"
+    elif not equals and (Path(text) / "config.yaml").is_file():
+        hint = f"--config {Path(text) / 'config.yaml'} has the config of that run"
     elif not equals and known:
         hint = f"{key}=... without spaces around the ="
     elif not equals and ":" in text:

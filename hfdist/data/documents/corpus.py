@@ -177,11 +177,17 @@ class Corpus:
                         read_bytes += len(written.encode("utf-8", "replace"))
                         yield written
 
+    @property
+    def holds_out_one(self) -> bool:
+        """Whether so few documents are held out on average that one is searched for, unless all are alike."""
+        is_few = 0 < self._eval_fraction * self.num_documents < _FEW_HELD_OUT
+        return is_few and self._eval_fraction != 1 and self.num_documents <= _MOST_SEARCHED
+
     @cached_property
     def _held_out_below(self) -> int:
-        """What the digests of held-out documents lie below: at least one does where a share is asked."""
-        below, expected = round(self._eval_fraction * 2**64), self._eval_fraction * self.num_documents
-        if not 0 < expected < _FEW_HELD_OUT or self._eval_fraction == 1 or self.num_documents > _MOST_SEARCHED:
+        """What the digests of held-out documents lie below."""
+        below = round(self._eval_fraction * 2**64)
+        if not self.holds_out_one:
             return below
         found: set[int] = set()
         for digest in self._digests():

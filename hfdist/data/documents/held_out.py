@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig, TooLong, cache_dir
+from hfdist.config.data import DataConfig, cache_dir
 from hfdist.data.cache import digest_of, load_array, write_once
 from hfdist.data.documents.corpus import Corpus, open_corpus
+from hfdist.data.documents.no_targets import explain_no_targets
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Status, numbers_of
@@ -168,16 +169,22 @@ def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> Data
         hint: str | None
         if tally.fates[Status.too_long]:
             hint = "a larger data.sequence_length"
-        elif tally.fates[Status.no_target] and config.too_long is TooLong.truncate_end:
-            hint = "data.too_long=truncate_start where answers were cut off; report.preview=2 shows what is learned"
         elif tally.fates[Status.no_target]:
-            hint = "a larger data.sequence_length where answers were cut off; report.preview=2 shows what is learned"
+            roles, hint = explain_no_targets(corpus, config)
+            found = f"{found}; {roles}" if roles else found
         else:
             hint = None if takes_all else none
         return DataError(what, where=where, found=found, hint=hint)
     if not tally.num_drawn:
         what = "no document was drawn for the held-out set"
         found = f"{config.eval_fraction:g} of {corpus.num_documents:,} documents"
+        if tally.fates[Status.bad]:
+            found = f"{found}, of which {tally.fates[Status.bad]:,} were left out as bad"
+            if tally.fates[Status.bad] == corpus.num_documents:
+                return DataError(what, where=where, found=found, hint="data.on_bad_rows=error shows what is wrong")
+        elif corpus.holds_out_one:
+            found = f"{found}, which are all alike" if corpus.num_documents > 1 else found
+            return DataError(what, where=where, found=found, allowed="documents that differ", hint=none)
         wanted = _LIKELY_DOCUMENTS / max(corpus.num_documents, 1)
         allowed = "a share that holds some documents; 0: no held-out set"
     else:
@@ -187,7 +194,6 @@ def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> Data
         allowed = f"data.sequence_length={config.sequence_length:,} tokens or more; 0: no held-out set"
     hint = f"data.eval_fraction={min(wanted, _LARGEST_SHARE):.1g}, or {none}"
     if wanted > _LARGEST_SHARE:
-        # So few documents hold out one, unless all are alike.
         hint = f"a smaller data.sequence_length, or {none}" if tally.num_drawn else none
     return DataError(what, where=where, found=found, allowed=allowed, hint=hint)
 

@@ -117,8 +117,10 @@ class Documents:
             fates[examples[~_have_target(columns, examples, starts, lengths)]] = Status.no_target
         if too_long is TooLong.drop:
             fates[columns.lengths > length] = Status.too_long
-        fates[self.corpus.are_held_out(columns.digests) != self._wants_held_out] = Status.held_out
-        fates[columns.lengths == 0] = Status.empty
+        is_elsewhere = self.corpus.are_held_out(columns.digests) != self._wants_held_out
+        fates[is_elsewhere] = Status.held_out
+        # Documents of the other side are not tokenized for a held-out set, and so have no length.
+        fates[(columns.lengths == 0) & ~(is_elsewhere & self._wants_held_out)] = Status.empty
         fates[list(bad)] = Status.bad
         is_given = (fates == Status.trained) | (fates == Status.quarantined)
         lengths = np.where(is_given, lengths, 0)

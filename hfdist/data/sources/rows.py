@@ -307,6 +307,11 @@ _FORMS_BY_NAME = _FORMS | {
     RowFormat.unpaired_preference: _Form(("prompt", "completion", "label"), ("tools",), _from_unpaired),
     RowFormat.prompt: _Form(("prompt",), ("tools",), _from_prompt_alone),
 }
+_NAMED = {format: form.needed for format, form in _FORMS_BY_NAME.items()} | {
+    RowFormat.auto: _FORMS[RowFormat.prompt_completion].needed,
+    RowFormat.preference: ("prompt", "chosen", "rejected"),
+}
+"""What the hint says of columns whose names tell nothing, in their order."""
 
 
 @dataclass(frozen=True)
@@ -422,22 +427,28 @@ class RowReader:
 
     def _no_format(self, present: Sequence[str], where: str) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)
-        hint = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
-        if set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
+        as_text = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
+        names = _NAMED[self.format]
+        if self.format is RowFormat.auto and set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
             hint = "hfdist tune task=dpo learns from preferences, with the same model and data"
+        elif self.format is RowFormat.preference and set(_NAMED[RowFormat.unpaired_preference]) <= set(present):
+            hint = "hfdist kto learns from such rows; dpo and reward compare a chosen answer with a rejected one"
         elif found := next(
             filter(None, (guess_columns(form.needed, form.optional, present) for form in self._forms)), None
         ):
             pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
             hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
-        elif self.format is RowFormat.auto and len(present) > 1:
-            pairs = f"'{self.columns_key}={{prompt: {present[0]}, completion: {present[1]}}}'"
-            hint = f"{pairs} if these are a question and its answer; {hint}"
         elif self.keeps_columns and "prompt" in present:
             named = f"'{self.columns_key}={{completion: COLUMN}}' names the answers"
             hint = f"{named}; data.format=prompt, where rewards need none"
         elif self.format is RowFormat.preference and any(set(form.needed) <= set(present) for form in _FORMS.values()):
-            hint = "hfdist sft learns from such rows; dpo compares a chosen answer with a rejected one"
+            hint = "hfdist sft learns from such rows; dpo and reward compare a chosen answer with a rejected one"
+        elif len(present) >= len(names):
+            pairs = ", ".join(f"{name}: {column}" for name, column in zip(names, present, strict=False))
+            hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
+            hint = f"{hint}; {as_text}" if self.format is RowFormat.auto else hint
+        else:
+            hint = as_text if self.format is RowFormat.auto else f"rows with {' and '.join(names)}"
         return ContentError(
             "the columns fit no format of examples" if self.format is RowFormat.auto else "columns are missing",
             where=where,

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig, Packing, TooLong, cache_dir
 from hfdist.data.cache import digest_of, write_once
 from hfdist.data.documents.corpus import Corpus
+from hfdist.data.documents.no_targets import explain_no_targets
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain, numbers_of
@@ -580,8 +581,9 @@ def count_steps(
     num_steps = int(path.read_bytes())
     if num_steps == 0:
         where = ", ".join(f"data.sources.{name}" for name in corpus.source_names)
-        found = f"{corpus.num_documents:,} documents, none with a target"
-        raise DataError("there is nothing to learn from", where=where, found=found)
+        roles, hint = explain_no_targets(corpus, config)
+        found = f"{corpus.num_documents:,} documents, none with a target{f'; {roles}' if roles else ''}"
+        raise DataError("there is nothing to learn from", where=where, found=found, hint=hint)
     return num_steps
 
 

@@ -37,7 +37,7 @@ def make_files(folder):
     (folder / "prompts.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' * 100)
     for name in ("folder/model", "texts", "web", "unreadable", "runs/first"):
         (folder / name).mkdir(parents=True)
-    for name in ("val.jsonl", "texts/a.txt", "web/a.parquet"):
+    for name in ("val.jsonl", "texts/a.txt", "web/a.parquet", "folder/tokenizer.json", "folder/adapter_config.json"):
         (folder / name).touch()
     (folder / "own").mkdir()
     (folder / "own/mine.yaml").write_text("defaults: [pretrain, optimzer: adamw]\n")
