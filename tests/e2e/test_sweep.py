@@ -87,6 +87,7 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path)
     assert losses_of(train_again(tmp_path, said)) == losses_of(tmp_path / f"runs/asha/trial-{best.number:04d}")
 
 
+@pytest.mark.many  # the sweep above trains again, too; members and changes are tried in tests/unit/sweep
 def test_the_best_member_of_a_population_is_trained_again_as_one_run(tmp_path):
     """Its history becomes `optimizer.changes`, and the losses are the same, bit by bit."""
     command = ("sweep", "sweep=pbt", "run.name=pbt", *TINY, "optimizer.schedule=constant", "train.max_steps=6",

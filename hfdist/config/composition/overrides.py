@@ -68,13 +68,12 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
     """
-    for key in _OF_PATHS:
-        given = list(dict.fromkeys(text for text in texts if text.startswith(f"{key}=")))
-        if len(given) > 1:
-            # The last one would win, as of any key; but who names two files wants both.
-            hint = take_all([text.partition("=")[2] for text in given]) if key == "data" else given[0]
-            where, found = f"{key} ({COMMAND_LINE})", " ".join(given)
-            raise ConfigError("this is given twice", where=where, found=found, hint=hint)
+    given = dict.fromkeys(text.removeprefix("data=") for text in texts if text.startswith("data="))
+    files = [value for value in given if re.search(_OF_PATHS["data"].looks, value)]
+    if len(files) > 1:
+        # The last one would win, as of any key; but who names two files wants both.
+        where = f"data ({COMMAND_LINE})"
+        raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=take_all(files))
     return [_prepare(part) for text in texts for part in _name_files(text)]
 
 

@@ -321,7 +321,7 @@ class TestCommandLine:
             ([], ["which run?"]),
             (["run.dir=runs/x"], ["there is no key `run.dir`", "run=runs/x"]),
             (["--step=3"], ["there is no key `--step`", "step=3"]),
-            (["runs/x"], ["this cannot be read"]),
+            (["runs/x"], ["there is no such run", "found:   runs/x"]),
             (["run=RUNS/demp"], ["there is no such run", "run=RUNS/demo"]),
             (["run=RUNS/demo", "step=0"], ["this is no step", "whole number"]),
             (["run=RUNS/demo", "step=1e3"], ["this is no step", "found:   1e3"]),

@@ -197,6 +197,29 @@ def test_preferences_are_sent_to_the_command_that_learns_from_them(tmp_path, dat
     assert "hfdist tune task=dpo" in caught.value.hint
 
 
+def test_columns_of_any_names_are_mapped_by_the_hint(tmp_path, data):
+    path = write(data, "jsonl", [{"one": "a", "two": "b", "three": "c"}])
+    for format, hint, settings in (
+        (RowFormat.auto, "'data.columns={prompt: one, completion: two}'", {"prompt": "one", "completion": "two"}),
+        (
+            RowFormat.preference,
+            "'data.columns={prompt: one, chosen: two, rejected: three}'",
+            {"prompt": "one", "chosen": "two", "rejected": "three"},
+        ),
+    ):
+        with pytest.raises(DataError) as caught:
+            open_corpus(config_of(path, tmp_path, format=format))
+        assert caught.value.hint.startswith(hint)
+        assert open_corpus(config_of(path, tmp_path, format=format, columns=settings)).num_documents == 1
+
+
+def test_rows_of_kto_are_sent_to_it(tmp_path, data):
+    path = write(data, "jsonl", [{"prompt": "a", "completion": "b", "label": False}])
+    with pytest.raises(DataError, match="columns are missing") as caught:
+        open_corpus(config_of(path, tmp_path, format=RowFormat.preference))
+    assert "hfdist kto" in caught.value.hint
+
+
 BAD = {
     "no format": ({"question": "a"}, "fit no format", "question"),
     "no messages": ({"messages": []}, "the conversation is empty", None),

@@ -241,6 +241,26 @@ def test_a_share_of_few_documents_holds_one(tmp_path):
         build_held_out(alone, tokenizer(), config)
 
 
+@pytest.mark.parametrize(
+    ("rows", "settings", "words"),
+    [
+        ([conversation(1)] * 30, {}, ["no document was drawn", "30 documents, which are all alike"]),
+        ([[]] * 30, {}, ["no document was drawn", "30 were left out as bad", "data.on_bad_rows=error"]),
+        ([[{"role": "user", "content": f"a {n}"}] for n in range(30)], {},
+         ["nothing to learn", "without a target", "turns of the roles user (30)", "`assistant`"]),
+        ([conversation(n) for n in range(30)], {"sequence_length": 3}, ["nothing to learn", "assistant (",
+                                                                        "data.too_long=truncate_start"]),
+    ],
+)  # fmt: skip
+def test_an_empty_held_out_set_says_which_rows_were_found(tmp_path, rows, settings, words):
+    config = config_of(tmp_path, eval_fraction=0.02, on_bad_rows=BadRows.skip, **settings)
+    with pytest.raises(DataError) as caught:
+        build_held_out(corpus_of(config, [{"messages": messages} for messages in rows]), tokenizer(), config)
+    said = str(caught.value)
+    assert [word for word in words if word not in said] == []
+    assert " empty" not in said
+
+
 def test_a_bad_conversation_stops_the_run_or_is_left_out(tmp_path):
     rows = [{"messages": conversation(1)}, {"messages": [{"role": "user", "content": "\U00100000"}]}]
     with pytest.raises(DataError, match="private characters") as caught:
