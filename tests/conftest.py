@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest_plugins = ("tests.cpu_seconds",)
+
 torch.set_num_threads(1)
 # Under nohup what the tests start would ignore a closed terminal, too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
