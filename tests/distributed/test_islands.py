@@ -141,7 +141,8 @@ def of_one_rank(tmp_path_factory, imported, reads_little):
         many(("strategy=ddp",)),
         many(("strategy=zero1",)),
         many(("strategy=zero3",)),
-        ("strategy=fsdp2",),
+        # Its mean is looked at in test_federated.py and test_parameter_server.py.
+        many(("strategy=fsdp2",)),
         many(("strategy=tensor",)),
         ("strategy=pipeline",),
     ],
