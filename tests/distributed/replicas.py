@@ -22,7 +22,7 @@ from recipes.pretrain import main
 from tests.distributed.layout_changes import COMMON, Layout
 from tests.distributed.runs import SMALL
 
-SAVED, KILLED, END = 2, 3, 5
+SAVED, KILLED, END = 4, 6, 8
 """Steps: of the checkpoint on the disk, of the kill, and of the end."""
 SETTINGS = (*SMALL, *COMMON, f"train.max_steps={END}", "checkpoint=default", f"checkpoint.every={SAVED}")
 

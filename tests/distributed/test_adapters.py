@@ -27,6 +27,7 @@ SHORT = (
     "data.sequence_length=32",
     "data.eval_sequences=2",
     f"train.max_steps={NUM_STEPS}",
+    "train.micro_batch_size=2",
     "checkpoint.every=1",
     f"checkpoint.keep={NUM_STEPS}",
     "adapter.merge=false",

@@ -54,7 +54,7 @@ def make_model(**fields):
 
 
 def make_strategy(**layout):
-    return hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, micro_batch_size=1, **layout)
+    return hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, micro_batch_size=2, **layout)
 
 
 def adapted_model(**settings):

@@ -143,7 +143,7 @@ def make_trainer(folder, layout, make, **more):
     named = make(model)
     arguments = {"save_strategy": "steps", "save_steps": MIDDLE, "learning_rate": 5e-5} | more
     arguments |= named.pop("arguments", {})
-    strategy = make_strategy(**LAYOUTS[layout][1])
+    strategy = make_strategy(micro_batch_size=2, **LAYOUTS[layout][1])
     return trainers.make_trainer(folder, strategy, model=model, arguments=arguments, **named)
 
 

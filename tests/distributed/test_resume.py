@@ -28,7 +28,8 @@ LAYOUTS = [
     # Bit by bit in test_checkpoint_zero.py.
     many("zero2", 2, "bf16"),
     ("zero3", 2, "fp32"),
-    ("tensor", 2, "fp32"),
+    # What tensor ranks draw is in test_tensor.py.
+    many("tensor", 2, "fp32"),
     ("pipeline_zero1", 4, "fp32"),
 ]
 

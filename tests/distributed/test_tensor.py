@@ -96,7 +96,7 @@ def make_model(**fields):
 
 
 def make_strategy(**layout):
-    return hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, micro_batch_size=1, **{"tensor": 2} | layout)
+    return hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, micro_batch_size=2, **{"tensor": 2} | layout)
 
 
 def refusals_of_a_trainer(folder):

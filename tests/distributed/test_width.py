@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("cache_dir", "sho
 # A quarter of the model's width.
 BASE = "optimizer.base_width=16"
 STEPS = ("train.max_steps=8", "optimizer.lr=1e-2", "optimizer.schedule=constant", "checkpoint=default",
-         "checkpoint.every=4", "checkpoint.allow_changes=true")  # fmt: skip
+         "checkpoint.every=4", "checkpoint.allow_changes=true", "train.micro_batch_size=2")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
