@@ -100,7 +100,8 @@ def test_ways_to_save_memory_or_time_change_nothing(single, tmp_path, aot_eager,
 def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path, monkeypatch):
     """With the compiler that a user gets, but for its other processes, each of which imports torch."""
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
-    run = train(tmp_path, 1, "single", "train.compile=blocks", "model.loss=chunked")
+    settings = ("strategy=single", *STEPS, "train.compile=blocks", "model.loss=chunked")
+    run = pretrain(tmp_path, 1, *settings, timeout_seconds=280)
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
 
 
