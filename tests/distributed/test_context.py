@@ -154,7 +154,7 @@ def losses_of(folder, given):
         ({"compute_loss_func": print}, "compute_loss_func"),
         ({"arguments": {"label_smoothing_factor": 0.1}}, "args.label_smoothing_factor"),
         ({"compute_metrics": print}, "strategy.pipeline, strategy.context"),
-        ({}, "strategy.pipeline, strategy.context"),
+        ({}, r"make_strategy\(pipeline, context\)"),
     ],
 )
 def test_what_looks_at_whole_sequences_is_refused(tmp_path, given, where):
