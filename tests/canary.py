@@ -27,18 +27,25 @@ NAMES = {
     "newest": "the newest release of each package",
     "candidates": "the newest, and release candidates of Hydra and OmegaConf",
 }
+_ALL_CASES = ("-m", "")
+"""Those too that `make test` leaves out."""
 CHECKS = {
     "private names": ["tests/unit/test_seams.py", "tests/unit/test_trainer_seams.py", "tests/unit/test_trl_seams.py"],
     "configs compose": ["tests/unit/config/test_shipped.py", "tests/unit/config/test_compose.py"],
     "each strategy beside one process": [
-        "tests/distributed/test_layouts.py::test_same_losses_and_weights_as_one_process"
+        "tests/distributed/test_layouts.py::test_same_losses_and_weights_as_one_process",
+        *_ALL_CASES,
     ],
     "a pipeline generates with a cache": [
         "tests/distributed/test_sampling.py::test_every_layout_samples_the_same",
         "-k",
         "pipeline",
+        *_ALL_CASES,
     ],
-    "an adapter beside one process": ["tests/distributed/test_adapters.py::test_trains_as_one_process_does"],
+    "an adapter beside one process": [
+        "tests/distributed/test_adapters.py::test_trains_as_one_process_does",
+        *_ALL_CASES,
+    ],
 }
 """What is said of it -> arguments of pytest."""
 _LIMIT_SECONDS = 3600

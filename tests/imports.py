@@ -3,6 +3,8 @@
 import importlib
 import pkgutil
 
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
 import hfdist
 
 # Beside all of hfdist: what transformers, accelerate and DeepSpeed import when they are first used.
@@ -13,8 +15,10 @@ IMPORTED_LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch._inductor.compile_fx",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.pipelining.schedules",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.t5.modeling_t5",
 )
 
@@ -26,3 +30,5 @@ def import_all() -> None:
             importlib.import_module(module.name)
     for name in IMPORTED_LATE:
         importlib.import_module(name)
+    # transformers makes the table of all types at its first use: a third of a second of each rank.
+    get_checkpoint_conversion_mapping("llama")

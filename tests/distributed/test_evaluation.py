@@ -19,7 +19,7 @@ from tests.packages import install_package
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = [many("ddp", 2), ("fsdp2", 2), many("zero3", 2), many("tensor", 2), ("pipeline", 2)]
+LAYOUTS = [many("ddp", 2), ("fsdp2", 2), many("zero3", 2), many("tensor", 2), many("pipeline", 2)]
 STEPS = ("train.max_steps=4", "train.eval_every=2", "data.eval_sequences=6", "data.workers=0")
 # Weights so large that greedy continuations are not one token again and again.
 LIVELY = ("model.config.initializer_range=0.5",)

@@ -70,7 +70,10 @@ def test_fedprox_holds_the_weights_to_the_begin_of_the_round(tmp_path, alone):
     # Each step goes the whole way back.
     folders = run_clients(tmp_path, "islands.every=2", "optimizer.lr=0.001", "islands.proximal=1000")
     assert difference(weights(folders[0]), alone[0]) < 1e-7
-    # And a little less than without.
+
+
+@pytest.mark.many
+def test_fedprox_holds_them_a_little(tmp_path, alone):
     free, held = (
         run_clients(tmp_path / f"{strength}", f"islands.every={EVERY}", f"islands.proximal={strength}")[0]
         for strength in (0, 50)

@@ -24,7 +24,7 @@ from tests.marks import many
 pytestmark = pytest.mark.distributed
 
 KEYS = ("train.max_steps=18", "islands.every=3", "data.sequence_length=32", "data.lanes=24", "checkpoint=default",
-        "checkpoint.every=4", "data.workers=1")  # fmt: skip
+        "checkpoint.every=4", "data.workers=1", "train.micro_batch_size=4")  # fmt: skip
 
 
 def audit(folders, *keys):

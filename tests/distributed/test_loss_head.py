@@ -1,5 +1,7 @@
 """A loss without whole logits trains as one from all of them, in every layout."""
 
+from functools import cache
+
 import pytest
 
 from hfdist.models.loss import chunked
@@ -22,10 +24,13 @@ CASES = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache_dir):
     """The reference: one process, and all logits."""
-    return {
-        name: pretrain(tmp_path_factory.mktemp("whole"), 1, "strategy=single", "model.loss=full", *SHORT, *overrides)
-        for name, overrides in CASES.items()
-    }
+
+    @cache
+    def train(name):
+        folder = tmp_path_factory.mktemp("whole")
+        return pretrain(folder, 1, "strategy=single", "model.loss=full", *SHORT, *CASES[name])
+
+    return train
 
 
 @pytest.fixture
@@ -49,15 +54,15 @@ def small_chunks(monkeypatch):
 def test_trains_as_with_whole_logits(whole, small_chunks, tmp_path, case, strategy, num_processes, more):
     overrides = ("model.loss=chunked", *SHORT, *CASES[case], *more)
     run = pretrain(tmp_path, num_processes, f"strategy={strategy}", *overrides)
-    assert losses(run) == pytest.approx(losses(whole[case]), rel=1e-6)
-    assert eval_losses(run) == pytest.approx(eval_losses(whole[case]), rel=1e-6)
+    assert losses(run) == pytest.approx(losses(whole(case)), rel=1e-6)
+    assert eval_losses(run) == pytest.approx(eval_losses(whole(case)), rel=1e-6)
     if "adapter" not in case:
-        reference = weights(whole[case])
+        reference = weights(whole(case))
         for name, value in weights(run).items():
             assert (value - reference[name]).norm() <= 1e-5 * reference[name].norm(), name
 
 
-def test_same_under_bfloat16_but_for_rounding(whole, small_chunks, tmp_path):
+def test_same_under_bfloat16_but_for_rounding(cache_dir, small_chunks, tmp_path):
     settings = ("strategy=single", "train.precision=bf16", *SHORT)
     chunked = pretrain(tmp_path / "chunked", 1, *settings, "model.loss=chunked")
     full = pretrain(tmp_path / "full", 1, *settings, "model.loss=full")

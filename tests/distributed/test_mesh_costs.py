@@ -4,18 +4,26 @@ import pytest
 
 from benchmarks.mesh import costs
 from hfdist.strategies.tensor import linear
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
 BOUND = 0.02
 
 
+# Of the others, what is sent is in test_traffic.py and test_plan_traffic.py.
+ALWAYS = ("tensor, own plan", "expert", "hsdp")
+
+
 @pytest.fixture(scope="module")
-def measured():
-    return costs.measure(list(costs.CASES))
+def measured(request):
+    """Of the cases that are asked for."""
+    own = (item for item in request.session.items if item.path == request.path)
+    asked = {call.params["name"] for item in own if (call := getattr(item, "callspec", None))}
+    return costs.measure([name for name in costs.CASES if name in asked])
 
 
-@pytest.mark.parametrize("name", costs.CASES)
+@pytest.mark.parametrize("name", [name if name in ALWAYS else many(name) for name in costs.CASES])
 def test_a_rank_sends_and_holds_what_the_formulas_say(measured, name):
     of_case = measured[name]
     expected = of_case.expected_sent

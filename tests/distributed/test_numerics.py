@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 SAVING = ("checkpoint=default", "checkpoint.every=3", "train.max_steps=13", "train.micro_batch_size=2")
 
-LAYOUTS = [("single", 1), ("ddp", 2), many("zero3", 2), many("tensor", 2), ("pipeline_zero1", 4)]
+LAYOUTS = [("single", 1), many("ddp", 2), many("zero3", 2), many("tensor", 2), ("pipeline_zero1", 4)]
 
 
 # Two steps that no run can take; the last data rank has the wrong loss.

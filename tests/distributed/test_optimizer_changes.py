@@ -9,7 +9,7 @@ from tests.marks import many
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("cache_dir", "short_library")]
 
 BEGUN = ("optimizer.schedule=constant", "optimizer.warmup_steps=1", "checkpoint=default",
-         "checkpoint.every=1", "checkpoint.allow_changes=true")  # fmt: skip
+         "checkpoint.every=1", "checkpoint.allow_changes=true", "train.micro_batch_size=2")  # fmt: skip
 LATER = {"lr": "3e-3", "weight_decay": "0.3", "beta2": "0.9", "eps": "1e-6"}
 
 
@@ -19,7 +19,7 @@ LATER = {"lr": "3e-3", "weight_decay": "0.3", "beta2": "0.9", "eps": "1e-6"}
         many(1, ("optimizer.name=muon",)),
         (2, ("strategy=zero1", "optimizer.base_width=32")),
         many(2, ("strategy=fsdp2", "train.precision=bf16")),
-        (2, ("strategy=pipeline", "optimizer.base_width=16")),
+        many(2, ("strategy=pipeline", "optimizer.base_width=16")),
     ],
 )
 def test_changes_train_as_other_starts_with_other_overrides(tmp_path, processes, layout):

@@ -140,8 +140,8 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
     return found
 
 
-ALWAYS = ("zero2", "fsdp2", "tensor, outputs gathered", "context, gather", "expert", "pipeline, tied", "zbv", "hsdp",
-          "pipeline, zero1", "fsdp2 x tensor")  # fmt: skip
+# test_traffic.py counts more of them, beside closed forms.
+ALWAYS = ("zero2", "tensor, outputs gathered", "context, gather", "expert", "pipeline, tied", "hsdp", "fsdp2 x tensor")
 
 
 @pytest.mark.parametrize("name", [name if name in ALWAYS else many(name) for name in CASES])

@@ -37,8 +37,9 @@ def lines(run):
     ("task", "strategy", "num_ranks"),
     [
         many("grpo", "ddp", 2),
-        ("grpo", "zero3", 2),
-        ("grpo", "pipeline", 2),
+        many("grpo", "zero3", 2),
+        # A run begins in it, below.
+        many("grpo", "pipeline", 2),
         ("rloo", "fsdp2", 2),
         many("rloo", "3d", 8),
     ],

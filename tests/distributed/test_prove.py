@@ -84,7 +84,7 @@ def prove(folder, num_processes, *overrides, plant=None, start=with_config):
     ("num_processes", "layout", "kernels"),
     [
         (2, ["strategy=zero3", "train.precision=bf16"], "attention sdpa; loss chunked"),
-        (2, ["strategy=tensor"], "transformers' plan for the type; the vocabulary is divided"),
+        many(2, ["strategy=tensor"], "transformers' plan for the type; the vocabulary is divided"),
         many(2, ["strategy=long_context", "strategy.offload=cpu"], "sequences shared by 2 ranks (ulysses)"),
         (2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4"], "attention sdpa"),
     ],
@@ -187,7 +187,7 @@ def lose_the_float32_weights():
         ("ddp train.precision=bf16", lose_the_float32_weights, "share of bfloat16 weights"),
         ("zero2", lose_the_cursor, "loss after resuming, weights after resuming"),
         many("pipeline", skip_the_sum_of_tied_gradients, "gradients of step 1"),
-        ("pipeline", lose_the_positions, "loss, gradient norm, gradients of step 1"),
+        many("pipeline", lose_the_positions, "loss, gradient norm, gradients of step 1"),
     ],
 )
 def test_planted_mistakes_fail(tmp_path, cache_dir, layout, plant, seen):

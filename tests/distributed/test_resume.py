@@ -13,6 +13,7 @@ from hfdist.testing import RankFailed
 from hfdist.trainer.run.run_lock import LOCK
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.runs import SMALL, losses, pretrain, weights
+from tests.marks import many
 from tests.unit.checkpoint.pieces import edit_manifest, flip_a_bit
 
 pytestmark = pytest.mark.distributed
@@ -24,9 +25,11 @@ DROPOUT = ("model.config.attention_dropout=0.1",)
 # Other layouts go on in test_layout_changes.py, from each other and without dropout.
 LAYOUTS = [
     ("single", 1, "fp16"),
-    ("zero2", 2, "bf16"),
+    # Bit by bit in test_checkpoint_zero.py.
+    many("zero2", 2, "bf16"),
     ("zero3", 2, "fp32"),
-    ("tensor", 2, "fp32"),
+    # What tensor ranks draw is in test_tensor.py.
+    many("tensor", 2, "fp32"),
     ("pipeline_zero1", 4, "fp32"),
 ]
 

@@ -11,6 +11,7 @@ from hfdist.errors import ConfigError
 from hfdist.testing import run_ranks
 from tests.distributed import trl_runs
 from tests.distributed.trl_runs import lora, make_dataset, make_model, train_all
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -101,8 +102,10 @@ def test_sft_in_replicated_pipelines_with_a_model_by_name(tmp_path, start, plain
     check_equal(in_layout(tmp_path, start, layouts, num_ranks=4, model=str(start / "lm")), tmp_path, plain)
 
 
-def test_sft_with_sharded_state(tmp_path, start, plain):
-    layouts = {"text": ZERO1, "chat": ZERO3, "packed": {}, "flat": ZERO2, "sft_adapter": ZERO3}
+@pytest.mark.parametrize(
+    "layouts", [{"packed": {}, "flat": ZERO2, "sft_adapter": ZERO3}, many({"text": ZERO1, "chat": ZERO3})]
+)
+def test_sft_with_sharded_state(tmp_path, start, plain, layouts):
     check_equal(in_layout(tmp_path, start, layouts), tmp_path, plain)
 
 
@@ -117,17 +120,26 @@ def check_preferences(logged, folder, plain):
     check_equal(logged, folder, plain)
 
 
-def test_preferences_and_rewards(tmp_path, start, plain):
-    layouts = {"kto": {}, "dpo_adapter": {}, "reward": ZERO1, "reward_adapter": ZERO2}
-    layouts |= {"dpo": ZERO3, "kto_adapter": ZERO3}
+# DPO under ZeRO-3 is in test_reference_models, too.
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"kto": {}, "dpo_adapter": {}, "reward": ZERO1, "kto_adapter": ZERO3},
+        many({"reward_adapter": ZERO2, "dpo": ZERO3}),
+    ],
+)
+def test_preferences_and_rewards(tmp_path, start, plain, layouts):
     check_preferences(in_layout(tmp_path, start, layouts), tmp_path, plain)
 
 
-def test_fsdp2(tmp_path, start, plain):
-    logged = in_layout(tmp_path, start, dict.fromkeys(("text", "sft_adapter"), FSDP2))
-    check_equal(logged, tmp_path, plain)
-    logged = in_layout(tmp_path, start, dict.fromkeys(("dpo", "kto", "reward", "reward_adapter"), FSDP2))
-    check_preferences(logged, tmp_path, plain)
+@pytest.mark.parametrize("name", [many("text"), "sft_adapter"])
+def test_sft_with_fsdp2(tmp_path, start, plain, name):
+    check_equal(in_layout(tmp_path, start, {name: FSDP2}), tmp_path, plain)
+
+
+@pytest.mark.parametrize("names", [("dpo", "reward_adapter"), many(("kto", "reward"))])
+def test_preferences_and_rewards_with_fsdp2(tmp_path, start, plain, names):
+    check_preferences(in_layout(tmp_path, start, dict.fromkeys(names, FSDP2)), tmp_path, plain)
 
 
 def make_mixtral():
@@ -193,13 +205,19 @@ def check_drawn_alike(ours, theirs):
         assert [line["num_tokens"] for line in steps] == sorted(line["num_tokens"] for line in steps)
 
 
-def test_what_is_drawn_depends_on_the_number_of_processes_alone(tmp_path, start):
-    names = ("grpo", "rloo", "grpo_adapter", "grpo_adapter_and_reference", "rloo_adapter")
+@pytest.mark.parametrize(
+    ("names", "of_fsdp2"),
+    [
+        (("rloo", "grpo_adapter_and_reference"), ("rloo",)),
+        many(("grpo", "grpo_adapter", "rloo_adapter"), ("grpo", "grpo_adapter")),
+    ],
+)
+def test_what_is_drawn_depends_on_the_number_of_processes_alone(tmp_path, start, names, of_fsdp2):
     first, zero3 = (
         run_ranks(draw, 2, tmp_path / name, start, layout, names)[0] for name, layout in (("ddp", {}), ("zero3", ZERO3))
     )
     check_drawn_alike(zero3, first)
-    fsdp2 = run_ranks(draw, 2, tmp_path / "fsdp2", start, FSDP2, ("grpo", "rloo", "grpo_adapter"))[0]
+    fsdp2 = run_ranks(draw, 2, tmp_path / "fsdp2", start, FSDP2, of_fsdp2)[0]
     check_drawn_alike(fsdp2, {name: first[name] for name in fsdp2})
 
 

@@ -17,6 +17,7 @@ from hfdist.errors import CheckpointError
 from hfdist.models.build import initialize_by_name
 from hfdist.testing import run_ranks
 from tests.distributed.trainers import TINY, make_strategy, make_trainer, on_ranks
+from tests.marks import many
 from tests.zoo.models import tiny_model
 
 pytestmark = pytest.mark.distributed
@@ -33,8 +34,10 @@ LAYOUTS = {
 }
 MESHES = {
     "pipeline x fsdp2": {"pipeline": 2, "sharding": "fsdp2"},
-    "pipeline x tensor": {"pipeline": 2, "tensor": 2},
     "tensor x fsdp2": {"tensor": 2, "sharding": "fsdp2"},
+}
+MORE_MESHES = {
+    "pipeline x tensor": {"pipeline": 2, "tensor": 2},
     "pipeline x zero1": {"pipeline": 2, "sharding": "zero1"},
 }
 
@@ -112,7 +115,10 @@ def check(folder, name, before, whole):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("num_ranks", "layouts"), [(2, LAYOUTS), (4, MESHES)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"),
+    [pytest.param(2, LAYOUTS, id="2"), pytest.param(4, MESHES, id="4"), many(4, MORE_MESHES, id="4, more")],
+)
 def test_what_no_gradient_reaches_is_saved_as_it_was(tmp_path, num_ranks, layouts):
     before = with_spare().state_dict()
     run_ranks(train, 1, tmp_path, {"whole": {}}, timeout_seconds=300)
