@@ -1,6 +1,6 @@
 """CPU seconds of tests by folder and of the dearest files, ranks and commands that they start included: `make test`.
 
-Wall time depends on what else the machine does; these hardly do.
+Wall time depends on what else the machine does; these hardly do. A process counts for the test in which it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import pytest
 
 _NAME = "cpu_seconds"
 _NUM_FILES = 25
+_FEWEST_SECONDS = 60
+"""Of few tests nothing is printed."""
+_BEFORE = pytest.StashKey[float]()
 
 
 def _used() -> float:
@@ -29,9 +32,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report.user_properties.append((_NAME, used - item.config.stash.get(_BEFORE, used)))
     item.config.stash[_BEFORE] = used
     return report
-
-
-_BEFORE = pytest.StashKey[float]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             path = PurePosixPath(report.nodeid.partition("::")[0])
             folders["/".join(path.parts[:2])] += seconds
             files[str(path)] += seconds
-    if folders.total() < 60:
+    if folders.total() < _FEWEST_SECONDS:
         return
     terminalreporter.section(f"{folders.total():,.0f} CPU seconds")
     for name, seconds in [*folders.most_common(), *files.most_common(_NUM_FILES)]:

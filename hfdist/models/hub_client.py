@@ -245,4 +245,6 @@ def _reason_of_other(error: BaseException) -> tuple[type[HfdistError], str, str 
     said = lines[0] if lines else ""
     # Some say but the name of a key, or nothing.
     said = said if isinstance(error, _FAILURES) and said else f"{type(error).__name__}: {said}".rstrip(": ")
+    if "backend tokenizer" in said:
+        return ConfigError, "there are no files of a tokenizer", "save_pretrained(FOLDER) of the tokenizer writes them"
     return ConfigError, f"cannot be read: {said}", None

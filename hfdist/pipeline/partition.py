@@ -319,12 +319,14 @@ def explicit(counts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[r
 
 def _check_enough_blocks(num_blocks: int, num_stages: int) -> None:
     if num_blocks < num_stages:
+        # One that the ranks divide by.
+        fits = next(number for number in range(num_blocks, 0, -1) if num_stages % number == 0)
         raise PartitionError(
             "the model has fewer blocks than the pipeline has stages",
             where="strategy.pipeline, strategy.stages_per_rank",
             found=f"{num_blocks} blocks for {num_stages} stages",
             allowed=f"at most {num_blocks} stages (strategy.pipeline x strategy.stages_per_rank)",
-            hint=f"strategy.pipeline={num_blocks}, with one stage a rank",
+            hint=f"strategy.pipeline={fits}, with one stage a rank",
         )
 
 

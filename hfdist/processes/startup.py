@@ -6,10 +6,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 8.0
+T = TypeVar("T")
+
 _is_on = False
 _progress = ""
 
@@ -20,17 +23,21 @@ def switch_reports(is_on: bool) -> None:
     _is_on = is_on
 
 
-def report_progress(done: int, of: int, unit: str) -> None:
-    """Say how far the work is that `reporting` tells of: its next lines end with `done of of unit`."""
+def counted(items: Iterable[T], total: int, unit: str) -> Iterator[T]:
+    """Give the items on; meanwhile the lines of `reporting` say how many of all there were, such as `3 of 12 files`."""
     global _progress
-    _progress = f", {done:,} of {of:,} {unit}"
+    try:
+        for number, item in enumerate(items):
+            _progress = f", {number:,} of {total:,} {unit}"
+            yield item
+    finally:
+        _progress = ""
 
 
 @contextmanager
 def reporting(text: str) -> Iterator[threading.Event]:
     """Print `text` and its seconds on standard error, again and again, until the block or the given event ends it."""
-    global _progress
-    ended, _progress = threading.Event(), ""
+    ended = threading.Event()
     # Without a standard error, the number 2 may be another file.
     if _is_on and sys.stderr is not None:
         threading.Thread(target=_say, args=(text, ended), name="hfdist-startup", daemon=True).start()

@@ -90,7 +90,8 @@ def write(runs: Sequence[RunFiles], out: Path, sweeps: Sequence[Path] = ()) -> P
 def parse_request(arguments: Sequence[str]) -> ReportRequest:
     """Read the command line; ConfigError: an unknown key, a wrong value, or no such run."""
     # A folder's name may hold anything.
-    arguments = [one.removeprefix("run=") for one in arguments]  # as audit, plan and job have it
+    # As audit, plan and job have it.
+    arguments = [one if Path(one).is_dir() else one.removeprefix("run=") for one in arguments]
     names = [one for one in arguments if not one.startswith("-") and ("=" not in one or Path(one).is_dir())]
     values = read_arguments([one for one in arguments if one not in names], _KEYS)
     if not 1 <= len(names) <= _MOST_RUNS:

@@ -190,7 +190,7 @@ def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any])
         try:
             bound = signature.bind(None, *args, **kwargs)
         except TypeError as error:
-            hint = "processing_class=TOKENIZER" if "tokenizer" in kwargs else None
+            hint = "processing_class=TOKENIZER" if "'tokenizer'" in str(error) else None
             where, allowed = f"{kind.__name__}(...)", ", ".join(parameter.name for parameter in own)
             raise ConfigError(first_line(error), where=where, allowed=allowed, hint=hint) from error
         arguments = dict(list(bound.arguments.items())[1:])

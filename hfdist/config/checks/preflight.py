@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
+import re
+import shlex
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,8 +25,6 @@ from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, nearest
 from hfdist.topology import Topology
 
-_OF_TOKENIZERS = ("token", "vocab", "spiece", "bpe", ".gguf", ".model", ".py")
-"""Parts of the names of a tokenizer's files, of any kind."""
 OFFLINE_FLAG = "--offline"
 _LOCAL_TRACKERS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": (),
@@ -80,13 +81,6 @@ def check_model_paths(config: RunConfig) -> None:
         if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
             what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
-    folder = config.model.tokenizer.name
-    if folder is not None and os.path.isdir(os.path.expanduser(folder)):
-        names = " ".join(os.listdir(os.path.expanduser(folder))).lower()
-        if names and not any(part in names for part in _OF_TOKENIZERS):
-            what, allowed = "the folder has no tokenizer", "a folder with tokenizer.json, or a Hub id"
-            hint = "save_pretrained(FOLDER) of the tokenizer, or model.tokenizer.name=OWNER/NAME"
-            raise ConfigError(what, where="model.tokenizer.name", found=folder, allowed=allowed, hint=hint)
     key, path = "adapter.path", config.adapter.path
     if path is not None and (_is_local(path) or path.count("/") > 1 or os.path.isdir(path)):
         full = Path(path).expanduser()
@@ -201,17 +195,18 @@ def _is_local(name: str) -> bool:
     return name.startswith((".", "/", "~"))
 
 
-def take_all(files: Iterable[str]) -> str:
+def mixture_hint(files: Iterable[str]) -> str:
     """Say how several files are given, of which each is to be read."""
-    sources = (f"'+data.sources.part{number}={{path: {file}}}'" for number, file in enumerate(files, 1))
+    quoted = (json.dumps(file) if re.search(r"[^\w./-]", file) else file for file in files)
+    sources = (shlex.quote(f"+data.sources.part{number}={{path: {file}}}") for number, file in enumerate(quoted, 1))
     return f"data=mixture {' '.join(sources)}, or a folder or a glob that holds them"
 
 
 def _near(key: str, path: str) -> str | None:
     """Give what is in the same folder under a similar name; of several files with commas, how they are given."""
     files = [part.strip() for part in path.strip("[]").split(",")]
-    if len(files) > 1 and all(os.path.lexists(os.path.expanduser(file)) for file in files):
-        return take_all(files)
+    if key.startswith("data.") and len(files) > 1 and all(os.path.lexists(os.path.expanduser(file)) for file in files):
+        return mixture_hint(files)
     full = Path(os.path.expanduser(path))
     try:
         names = [other.name for other in full.parent.iterdir()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -133,11 +134,10 @@ def _check_adapter(config: RunConfig) -> None:
         for name in (field.name for field in dataclasses.fields(adapter)):
             kept = ("path", "merge", "quantization") if adapter.is_used else ("path", "merge")
             if name not in kept and getattr(adapter, name) != getattr(default, name):
-                at_first = getattr(default, name)
-                allowed = "null" if at_first is None else str(at_first)
-                hint = "adapter=lora"
+                allowed, hint = json.dumps(plain(getattr(default, name))), "adapter=lora"
                 if adapter.is_used:
-                    hint = "adapter=none, with its adapter.path" if name == "type" else f"adapter.{name}={allowed}"
+                    is_option = name == "type"
+                    hint = f"adapter=none adapter.path={adapter.path}" if is_option else f"adapter.{name}={allowed}"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
         what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"

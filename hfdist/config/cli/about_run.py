@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG
-from hfdist.config.cli.arguments import as_config_flags, find_run
+from hfdist.config.cli.arguments import as_config_flags, find_run, value_after
 from hfdist.config.cli.own_config import as_recipe
 from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task
 from hfdist.config.composition.aliases import override_for
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.files import refuse_references
+from hfdist.config.composition.files import is_run_folder, refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
@@ -123,7 +123,7 @@ def _divide(
         name, equals, value = argument.partition("=")
         if not equals and argument in NAMES:
             name, value = "recipe", argument
-        elif not equals and (Path(argument) / "config.yaml").is_file():
+        elif not equals and is_run_folder(argument):
             name, value = "run", argument
         if name in words:
             if name in own or not value:
@@ -155,7 +155,7 @@ def _split_flags(
                 raise ConfigError("this flag takes a value", where=COMMAND_LINE, found=argument)
         elif argument.startswith("-"):
             known, key = (*without_value, *_VALUE_FLAGS), name.lstrip("-").replace("-", "_")
-            called = override_for(f"{group}.{key}", value or next(rest, None))
+            called = override_for(f"{group}.{key}", value or value_after(next(rest, "")))
             hint = called or nearest(name, known) or "--help"
             raise ConfigError(
                 "there is no such flag", where=COMMAND_LINE, found=argument, allowed=", ".join(known), hint=hint

@@ -55,10 +55,15 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
             near = nearest(name.lstrip("-"), keys)
             hint = "--help"
             if near is not None:
-                hint = f"--{near}" if keys[near] == FLAG else f"{near}={value or following or '...'}"
+                hint = f"--{near}" if keys[near] == FLAG else f"{near}={value or value_after(following) or '...'}"
             raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
         values[name] = value
     return values
+
+
+def value_after(following: str) -> str | None:
+    """Give the argument after a flag, where it may be its value."""
+    return following if following and not following.startswith("-") and "=" not in following else None
 
 
 def read_flag(values: Mapping[str, str], name: str) -> bool:

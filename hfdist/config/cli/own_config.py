@@ -61,7 +61,7 @@ def _find_recipe(path: Path, seen: set[Path]) -> str | None:
     names = [str(item).removesuffix(".yaml") for item in items if isinstance(item, str)]
     for name in names:
         if name in RECIPES:
-            if "_self_" in names[: names.index(name)]:
+            if "_self_" in names[: names.index(name)] and values.keys() - {"defaults"}:
                 what, hint = f"the values of {name} come after those of the file, and win", f"`[{name}, _self_]`"
                 raise ConfigError(what, where=f"defaults ({display(path)})", found=f"_self_ before {name}", hint=hint)
             return name

@@ -101,7 +101,7 @@ _OVERRIDES = {
     "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta",
     "task.loss={value}": "loss_type pref_loss",
-    "'task.rewards={arithmetic: 1.0}'": "reward_funcs reward_functions",
+    "'task.rewards={{value}: 1.0}'": "reward_funcs reward_functions",
     "task.max_new_tokens={value}": "max_completion_length",
     "train.arguments.use_liger_kernel={value}": "use_liger_kernel",
     "train.arguments.ddp_timeout={value}": "ddp_timeout",
@@ -168,6 +168,7 @@ _OPPOSITES = {
     "adapter=lora": "adapter=none",
     "adapter=qlora": "adapter=none",
     "strategy=zero3_offload": "strategy.offload=none",
+    "strategy=fsdp2": "strategy=ddp",
     "adapter=lora adapter.targets=[all-linear]": "adapter.targets=[q_proj,v_proj]",
     "export.push_to=OWNER/NAME": "export.push_to=null",
     "report.progress=false": "report.progress=true",
@@ -180,7 +181,6 @@ VALUES = {
     "optimizer.schedule": {
         **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr"), "cosine"),
         "constant_with_warmup": "constant",
-        "polynomial": "linear",
         "warmup_stable_decay": "wsd",
     },
 }
@@ -199,7 +199,7 @@ def override_for(name: str, value: object = None) -> str | None:
         # As LLaMA-Factory has `stage: sft`.
         value = None
     value = str(value).lower() if isinstance(value, bool) else value
-    if str(value).lower() == "false":
+    if str(value).lower() in ("false", "none", "null", "no_shard"):
         template = _OPPOSITES.get(template, template)
     if template == "optimizer.name={value}" and value in _ADAMW:
         value = "adamw"

@@ -60,15 +60,13 @@ def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
     """Raise a CheckpointError on changes since the checkpoint `where` that change the training, unless allowed."""
     unsafe = [change for change in changes if not change.is_safe]
     if unsafe and not allowed:
-        # Weights of another shape cannot go on.
-        is_other_model = any(change.key.startswith(("model.type", "model.config")) for change in unsafe)
-        allowing = "" if is_other_model else "checkpoint.allow_changes=true to go on with the new ones; or "
         raise CheckpointError(
             "the config has changed since the checkpoint, and with it the training",
             where=where,
             found=tuple(map(str, unsafe)),
             allowed="what leaves the training as it is: the layout, when to save, evaluate and report, where files lie",
-            hint=f"the values of before; {allowing}another run.name",
+            hint="the values of before; checkpoint.allow_changes=true to go on with the new ones, where no weight has "
+            "another shape; or another run.name",
         )
 
 

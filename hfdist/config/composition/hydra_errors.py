@@ -21,7 +21,7 @@ from omegaconf.errors import (
 
 from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options
-from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, in_a_file
+from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file
 from hfdist.config.run import TRACKERS
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
@@ -200,9 +200,11 @@ def _bad_value(
     place = _place(error, override, key, request)
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
     if options and isinstance(value, str):
-        hint = (in_a_file(key, value) if is_in_file else None) or nearest(value, options, key + "={}")
+        hint = (hint_for_file(key, value) if is_in_file else None) or nearest(value, options, key + "={}")
     else:
         hint = None if allowed is None else _hint_for_value(key, value, allowed)
+    if hint and is_in_file and not options and hint.startswith(f"{key}="):
+        hint = f"`{key.rpartition('.')[2]}: {hint.partition('=')[2]}` in {place}"
     if hint and options and is_in_file and hint.startswith(f"{key}="):
         hint = f"`- override /{key}: {hint.partition('=')[2]}` in the defaults list of the file, in place of this line"
     what = "the value has the wrong type or is not among the allowed"
@@ -228,9 +230,8 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
     twice = re.match(r"(\S+) appears more than once in the final|Multiple values for (\S+)\.", message)
     if twice:
         group = (twice[1] or twice[2]).partition("@")[0]
-        value = request.value_of(group) or "..."
-        what, of_line = f"two options of the group `{group}` are chosen", request.value_of(group)
-        if of_line is None:
+        what, value = f"two options of the group `{group}` are chosen", request.value_of(group)
+        if value is None:
             place = _file_place(error, request, group) or "a defaults list"
             hint = f"`- override /{group}: OPTION` in place of `- {group}: OPTION`"
             return ConfigError(what, where=f"{group} ({place})", hint=hint)

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,9 +13,9 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
-from hfdist.config.checks.preflight import take_all
+from hfdist.config.checks.preflight import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
-from hfdist.config.composition.files import refuse_target
+from hfdist.config.composition.files import is_run_folder, refuse_target
 from hfdist.config.schema import all_keys, find_key, flatten
 from hfdist.errors import ConfigError, nearest
 
@@ -68,16 +67,15 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
     """
-    given = dict.fromkeys(text.removeprefix("data=") for text in texts if text.startswith("data="))
-    files = [value for value in given if re.search(_OF_PATHS["data"].looks, value)]
-    if len(files) > 1:
+    files = [text.removeprefix("data=").strip("\"'") for text in texts if text.startswith("data=")]
+    if len({*files}) > 1 and all(re.search(_OF_PATHS["data"].looks, file) for file in files):
         # The last one would win, as of any key; but who names two files wants both.
-        where = f"data ({COMMAND_LINE})"
-        raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=take_all(files))
+        where, hint = f"data ({COMMAND_LINE})", mixture_hint(dict.fromkeys(files))
+        raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=hint)
     return [_prepare(part) for text in texts for part in _name_files(text)]
 
 
-def in_a_file(key: str, value: str) -> str | None:
+def hint_for_file(key: str, value: str) -> str | None:
     """Say what a file has in place of a path that the command line takes for a group; None: it is no path of one."""
     if key not in _OF_PATHS or not re.search(_OF_PATHS[key].looks, value):
         return None
@@ -167,8 +165,8 @@ def _not_an_override(text: str) -> ConfigError:
     known = all_keys().get(key)
     if not equals and text.endswith((".yaml", ".yml")):
         hint = f"--config {text}, if that is a config"
-    elif not equals and (Path(text) / "config.yaml").is_file():
-        hint = f"--config {Path(text) / 'config.yaml'} has the config of that run"
+    elif not equals and is_run_folder(text):
+        hint = f"--config {text.rstrip('/')}/config.yaml has the config of that run"
     elif not equals and known:
         hint = f"{key}=... without spaces around the ="
     elif not equals and ":" in text:

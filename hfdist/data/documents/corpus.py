@@ -178,8 +178,8 @@ class Corpus:
                         yield written
 
     @property
-    def holds_out_one(self) -> bool:
-        """Whether so few documents are held out on average that one is searched for, unless all are alike."""
+    def searches_held_out(self) -> bool:
+        """Whether so few documents are held out on average that one is searched for: some are, unless all are alike."""
         is_few = 0 < self._eval_fraction * self.num_documents < _FEW_HELD_OUT
         return is_few and self._eval_fraction != 1 and self.num_documents <= _MOST_SEARCHED
 
@@ -187,7 +187,7 @@ class Corpus:
     def _held_out_below(self) -> int:
         """What the digests of held-out documents lie below."""
         below = round(self._eval_fraction * 2**64)
-        if not self.holds_out_one:
+        if not self.searches_held_out:
             return below
         found: set[int] = set()
         for digest in self._digests():

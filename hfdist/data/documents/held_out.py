@@ -182,8 +182,8 @@ def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> Data
             found = f"{found}, of which {tally.fates[Status.bad]:,} were left out as bad"
             if tally.fates[Status.bad] == corpus.num_documents:
                 return DataError(what, where=where, found=found, hint="data.on_bad_rows=error shows what is wrong")
-        elif corpus.holds_out_one:
-            found = f"{found}, which are all alike" if corpus.num_documents > 1 else found
+        elif corpus.searches_held_out:
+            found = f"{found}, which are all alike or empty" if corpus.num_documents > 1 else found
             return DataError(what, where=where, found=found, allowed="documents that differ", hint=none)
         wanted = _LIKELY_DOCUMENTS / max(corpus.num_documents, 1)
         allowed = "a share that holds some documents; 0: no held-out set"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import islice
+from typing import Any
 
 from hfdist.config.data import DataConfig, TooLong
 from hfdist.data.documents.corpus import Corpus
@@ -15,20 +15,23 @@ _MOST_LOOKED_AT = 200
 _ANSWERS = "assistant"
 
 
-def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str | None]:
-    """Look at the first examples: give what was found in them, and a hint; None: they are no conversations."""
+def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
+    """Look at the first examples: give the roles that were found in them ("": no conversations), and a hint."""
     roles: Counter[str] = Counter()
-    for number in islice(range(corpus.num_documents), _MOST_LOOKED_AT):
-        try:
-            example = json.loads(corpus.text(number))
-        except (DataError, ValueError):
-            continue
-        turns = example.get("messages") or []
-        roles.update(str(turn.get("role")) for turn in turns if isinstance(turn, dict))
-    if not roles:
-        return "", None
+    for number in range(min(corpus.num_documents, _MOST_LOOKED_AT) if corpus.has_examples else 0):
+        roles.update(_roles(corpus, number))
     found = f"turns of the roles {', '.join(f'{role} ({count:,})' for role, count in roles.most_common(5))}"
-    if _ANSWERS not in roles:
+    if roles and _ANSWERS not in roles:
         return found, f"a turn of the role `{_ANSWERS}` is what is learned: rename the role of the answers in the rows"
     cut = "data.too_long=truncate_start" if config.too_long is TooLong.truncate_end else "a larger data.sequence_length"
-    return found, f"{cut} where answers were cut off; data.chat.train_on=all where the template does not mark them"
+    return found if roles else "", f"{cut} where answers were cut off; report.preview=2 shows what is learned"
+
+
+def _roles(corpus: Corpus, number: int) -> list[str]:
+    try:
+        example: Any = json.loads(corpus.text(number))
+    # One that cannot be read has no roles; a text may be any JSON, or none.
+    except (DataError, ValueError, RecursionError):
+        return []
+    turns = example.get("messages") if isinstance(example, dict) else None
+    return [str(turn.get("role")) for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []

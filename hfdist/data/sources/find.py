@@ -26,7 +26,7 @@ from hfdist.data.storage.files import (
     thread_map,
 )
 from hfdist.errors import DataError
-from hfdist.processes.startup import report_progress
+from hfdist.processes.startup import counted
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_b
     shards: list[Shard] = []
     left_out: list[str] = []
     first_by_identity: dict[str, DataFile] = {}
-    for number, (file, opened) in enumerate(zip(files, thread_map(try_open, files, identities), strict=True), 1):
-        report_progress(number, len(files), f"files of {key}")
+    all_opened = zip(files, thread_map(try_open, files, identities), strict=True)
+    for file, opened in counted(all_opened, len(files), f"files of {key}"):
         if not isinstance(opened, ContentError):
             first = first_by_identity.setdefault(opened.identity, file)
             # Text files are documents, which may repeat, as rows may.

@@ -312,6 +312,7 @@ _NAMED = {format: form.needed for format, form in _FORMS_BY_NAME.items()} | {
     RowFormat.preference: ("prompt", "chosen", "rejected"),
 }
 """What the hint says of columns whose names tell nothing, in their order."""
+_NUMBERS = ("id", "idx", "index")
 
 
 @dataclass(frozen=True)
@@ -392,7 +393,7 @@ class RowReader:
                 example = _canonical(form, present, where)
                 is_kept = self.keeps_columns and isinstance(example, str)
                 return f"{example}\n{self._others(form, row)}" if is_kept else example
-        return BadRow(self._no_format(list(present), where))
+        return BadRow(self._no_format(list(present), where, is_row=True))
 
     def _others(self, form: _Form, row: Mapping[str, Any]) -> str:
         """Write what the format does not read of a row, if JSON has it."""
@@ -425,10 +426,11 @@ class RowReader:
             hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"
         return ContentError(f"there is no column {self.text}", where=where, allowed=", ".join(present), hint=hint)
 
-    def _no_format(self, present: Sequence[str], where: str) -> ContentError:
+    def _no_format(self, present: Sequence[str], where: str, *, is_row: bool = False) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)
         as_text = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
-        names = _NAMED[self.format]
+        missing = [name for name in _NAMED[self.format] if name not in present]
+        free = [column for column in present if column not in (*_NAMED[self.format], *_NUMBERS)]
         if self.format is RowFormat.auto and set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
             hint = "hfdist tune task=dpo learns from preferences, with the same model and data"
         elif self.format is RowFormat.preference and set(_NAMED[RowFormat.unpaired_preference]) <= set(present):
@@ -443,12 +445,13 @@ class RowReader:
             hint = f"{named}; data.format=prompt, where rewards need none"
         elif self.format is RowFormat.preference and any(set(form.needed) <= set(present) for form in _FORMS.values()):
             hint = "hfdist sft learns from such rows; dpo and reward compare a chosen answer with a rejected one"
-        elif len(present) >= len(names):
-            pairs = ", ".join(f"{name}: {column}" for name, column in zip(names, present, strict=False))
+        # Of a row, columns without a value are not here.
+        elif len(free) >= len(missing) > 0 and not is_row:
+            pairs = ", ".join(f"{name}: {column}" for name, column in zip(missing, free, strict=False))
             hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
             hint = f"{hint}; {as_text}" if self.format is RowFormat.auto else hint
         else:
-            hint = as_text if self.format is RowFormat.auto else f"rows with {' and '.join(names)}"
+            hint = as_text if self.format is RowFormat.auto else f"rows with {' and '.join(missing)}"
         return ContentError(
             "the columns fit no format of examples" if self.format is RowFormat.auto else "columns are missing",
             where=where,

@@ -42,7 +42,7 @@ def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
         return None
     alike = [path for path in paths if path.name.endswith(kind)]
     if kind == ".json" and not _has_rows(alike[0]):
-        return "rows as JSON objects, a line each, in a file NAME.jsonl; take a list out of the object around it"
+        return "rows as JSON objects, a line each, in a file NAME.jsonl, without an object or a list around them"
     command = _COMMANDS[kind]
     if len(alike) == 1:
         file = shlex.quote(str(alike[0]))
@@ -61,8 +61,8 @@ def _has_rows(path: Path) -> bool:
             head = file.read(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
         if head.startswith(b"["):
             return True
-        line, _, rest = head.partition(b"\n")
-        # One object that fills the file is no row.
-        return isinstance(json.loads(line), dict) and bool(rest.strip())
+        row = json.loads(head.partition(b"\n")[0])
+        # One list in an object holds the rows, most likely.
+        return isinstance(row, dict) and [*map(type, row.values())] != [list]
     except (OSError, ValueError, RecursionError):
         return False

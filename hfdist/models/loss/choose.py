@@ -35,6 +35,8 @@ class LossHead:
         chunk_logits: logits that may exist at a time; None: by the kind of device.
     """
 
+    description = "chunked"
+
     def __init__(self, chunk_logits: int | None = None) -> None:
         self._chunk_logits = chunk_logits
         self._chunked: dict[torch.device, ChunkedLoss] = {}

@@ -103,7 +103,7 @@ def describe_kernels(trainer: Trainer) -> str:
     """Say in one line what computes attention and the loss, and how ranks share parameters."""
     assert trainer.engine is not None
     head = trainer.options.loss_head
-    return f"{trainer.engine.description}; loss {'of all logits' if head is None else 'chunked'}"
+    return f"{trainer.engine.description}; loss {'of all logits' if head is None else head.description}"
 
 
 def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:

@@ -52,7 +52,7 @@ def test_what_cannot_be_converted_is_said_without_a_command(tmp_path):
     for text in ('{\n"data": []}', '{"data": [{"text": "one"}]}'):
         (tmp_path / "one.json").write_text(text)
         assert refusal(tmp_path / "one.json", tmp_path / "cache") == (
-            "rows as JSON objects, a line each, in a file NAME.jsonl; take a list out of the object around it"
+            "rows as JSON objects, a line each, in a file NAME.jsonl, without an object or a list around them"
         )
     (tmp_path / "page.html").write_text("<p>")
     assert refusal(tmp_path / "page.html", tmp_path / "cache") is None
