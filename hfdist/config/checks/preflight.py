@@ -25,6 +25,8 @@ from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, nearest
 from hfdist.topology import Topology
 
+_OF_MODELS = ("config.json", "model/config.json")
+"""What a model's folder has, and that of a run with a model in it."""
 OFFLINE_FLAG = "--offline"
 _LOCAL_TRACKERS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": (),
@@ -52,6 +54,7 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
     for key, source in _sources(config).items():
         _check_source(f"{key}.path", source)
     check_model_paths(config)
+    _check_resume(config.checkpoint.resume)
     _check_writable("run.dir", config.run.dir)
     _check_trackers(config.report.to)
     check_budgets(config)
@@ -81,18 +84,35 @@ def check_model_paths(config: RunConfig) -> None:
         if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
             what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
-    key, path = "adapter.path", config.adapter.path
-    if path is not None and (_is_local(path) or path.count("/") > 1 or os.path.isdir(path)):
-        full = Path(path).expanduser()
-        if not (full / "adapter_config.json").is_file():
-            what = "the folder has no adapter" if full.is_dir() else "there is no such folder"
-            allowed = "a folder with adapter_config.json, or a Hub id"
-            near = f"model={path}, without an adapter.path" if (full / "config.json").is_file() else _near(key, path)
-            raise ConfigError(what, where=key, found=path, allowed=allowed, hint=near)
+    name = config.model.name or ""
+    is_model, holds_model = (os.path.isfile(os.path.expanduser(f"{name}/{file}")) for file in _OF_MODELS)
+    if name and holds_model and not is_model:
+        what, hint = "this is the folder of a run; its model is in it", f"model={name.rstrip('/')}/model"
+        raise ConfigError(what, where="model.name", found=name, hint=hint)
+    _check_adapter_path(config.adapter.path)
     key, path = "task.reward_model", config.task.reward_model
     if path is not None and not os.path.isdir(os.path.expanduser(path)):
         what, allowed = "there is no such folder", "the folder of a reward model"
         raise ConfigError(what, where=key, found=path, allowed=allowed, hint=_near(key, path))
+
+
+def _check_adapter_path(path: str | None) -> None:
+    if path is None or not (_is_local(path) or path.count("/") > 1 or os.path.isdir(path)):
+        return
+    key, full = "adapter.path", Path(path).expanduser()
+    if not (full / "adapter_config.json").is_file():
+        what = "the folder has no adapter" if full.is_dir() else "there is no such folder"
+        allowed = "a folder with adapter_config.json, or a Hub id"
+        hint = f"model={path}, without an adapter.path" if (full / "config.json").is_file() else _near(key, path)
+        raise ConfigError(what, where=key, found=path, allowed=allowed, hint=hint)
+
+
+def _check_resume(path: str) -> None:
+    steps = sorted(glob.glob(f"{glob.escape(path)}/checkpoints/step-*"))
+    if steps:
+        what, key = "this is the folder of a run, and not one of its checkpoints", "checkpoint.resume"
+        allowed = "auto, never, or the folder of a checkpoint"
+        raise ConfigError(what, where=key, found=path, allowed=allowed, hint=f"{key}={steps[-1]}")
 
 
 def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:
@@ -207,6 +227,8 @@ def _near(key: str, path: str) -> str | None:
     files = [part.strip() for part in path.strip("[]").split(",")]
     if key.startswith("data.") and len(files) > 1 and all(os.path.lexists(os.path.expanduser(file)) for file in files):
         return mixture_hint(files)
+    if key == "data.sources.files.path" and re.fullmatch(r"[\w-][\w.-]*/[\w-]+", path):
+        return f"data=hub data.sources.hub.path={path}"
     full = Path(os.path.expanduser(path))
     try:
         names = [other.name for other in full.parent.iterdir()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hfdist.config.task import TaskName
+from hfdist.config.task import PreferenceLoss, TaskName
 from hfdist.errors import ConfigError
 
 RECIPES = ("pretrain", "finetune", "tune")
@@ -47,6 +47,8 @@ def with_task(name: str, arguments: Sequence[str]) -> list[str]:
     other = next((argument for argument in arguments if argument.startswith("task=")), None)
     if overrides and other is not None:
         what, found, where = "the task is given twice", f"{name}, and {other}", "task (command line)"
-        hint = f"hfdist tune {other}, or hfdist {name} alone"
+        loss = other.partition("=")[2]
+        is_loss = loss in PreferenceLoss.__members__ and loss not in TaskName.__members__
+        hint = f"hfdist {name} task.loss={loss}" if is_loss else f"hfdist tune {other}, or hfdist {name} alone"
         raise ConfigError(what, where=where, found=found, hint=hint)
     return [*overrides, *arguments]

@@ -38,7 +38,7 @@ _OVERRIDES = {
     "optimizer.schedule={value}": "lr_scheduler_type lr_scheduler scheduler",
     "optimizer.warmup_steps={value}": "num_warmup_steps lr_warmup_steps warmup_iters",
     "optimizer.warmup_fraction={value}": "warmup_ratio",
-    "data.sequence_length={value}": "block_size seq_length sequence_len max_length max_seq_length "
+    "data.sequence_length={value}": "block_size seq_length sequence_len max_length max_seq_length max_seq_len "
     "model_max_length context_length cutoff_len",
     "data={value}": "data.path data.file data.files data_path data_files",
     "data=hub data.sources.hub.path={value}": "dataset dataset_name",
@@ -79,12 +79,12 @@ _OVERRIDES = {
     "strategy=zero2 strategy.deepspeed={value}": "deepspeed deepspeed_config",
     "strategy=zero3_offload": "cpu_offload offload_optimizer offload_param offload_params",
     "strategy=fsdp2": "fsdp fsdp_config sharding_strategy fsdp_sharding_strategy",
-    "strategy.tensor={value}": "tp_size tensor_parallel_size tensor_model_parallel_size",
-    "strategy.pipeline={value}": "strategy.stages num_stages pp_size pipeline_parallel_size "
+    "strategy.tensor={value}": "tp tp_size tensor_parallel_size tensor_model_parallel_size",
+    "strategy.pipeline={value}": "strategy.stages num_stages pp pp_size pipeline_parallel_size "
     "pipeline_model_parallel_size",
-    "strategy.data={value}": "dp_size data_parallel_size",
-    "strategy.context={value}": "cp_size context_parallel_size",
-    "strategy.expert={value}": "ep_size expert_parallel_size expert_model_parallel_size",
+    "strategy.data={value}": "dp dp_size data_parallel_size",
+    "strategy.context={value}": "cp cp_size context_parallel_size",
+    "strategy.expert={value}": "ep ep_size expert_parallel_size expert_model_parallel_size",
     "launch.processes={value}": "num_processes nproc_per_node num_gpus gpus devices world_size",
     "plan.processes={value}": "plan.gpus plan.num_gpus plan.devices plan.world_size",
     "launch.max_restarts={value}": "max_restarts",
@@ -96,10 +96,11 @@ _OVERRIDES = {
     "report.log_every={value}": "logging_steps log_interval",
     "report.progress=false": "disable_tqdm",
     "report.to=[{value}]": "report_to",
-    "report.to=[wandb]": "report.wandb use_wandb",
+    "report.to=[wandb]": "report.wandb use_wandb wandb",
     "report.project={value}": "project",
     "report.to=[wandb] report.project={value}": "wandb_project",
-    "task.beta={value}": "pref_beta dpo_beta",
+    "task.beta={value}": "pref_beta dpo_beta kl_coef kl_coeff",
+    "cluster.hours=1": "cluster.time cluster.walltime cluster.time_limit",
     "task.loss={value}": "loss_type pref_loss",
     "'task.rewards={{value}: 1.0}'": "reward_funcs reward_functions",
     "task.max_new_tokens={value}": "max_completion_length",
@@ -118,6 +119,8 @@ REASONS = {
     **dict.fromkeys(
         ("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches", "grad_accum"), _BATCH
     ),
+    **dict.fromkeys(("betas", "adam_betas"), "optimizer.beta1=0.9 optimizer.beta2=0.95"),
+    "config_file": "--config FILE.yaml, if it is one of hfdist; accelerate launch takes accelerate's own",
     "do_train": "the command says what is done: `hfdist pretrain` trains",
     "do_eval": "the run evaluates at the end; train.eval_every=100 does it before, too; data.eval_fraction=0: never",
     "streaming": "data is always streamed",
@@ -178,6 +181,7 @@ _OPPOSITES = {
 }
 VALUES = {
     "model.loss": dict.fromkeys(("liger", "cut_cross_entropy"), "chunked"),
+    "optimizer.name": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW"), "adamw"),
     "optimizer.schedule": {
         **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr"), "cosine"),
         "constant_with_warmup": "constant",
@@ -186,7 +190,6 @@ VALUES = {
 }
 """Values of keys as others call them, or as they were called."""
 _HUB_DATA = "data=hub data.sources.hub.path={value}"
-_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW")
 
 
 def override_for(name: str, value: object = None) -> str | None:
@@ -201,8 +204,6 @@ def override_for(name: str, value: object = None) -> str | None:
     value = str(value).lower() if isinstance(value, bool) else value
     if str(value).lower() in ("false", "none", "null", "no_shard"):
         template = _OPPOSITES.get(template, template)
-    if template == "optimizer.name={value}" and value in _ADAMW:
-        value = "adamw"
     value = VALUES.get(template.removesuffix("={value}"), {}).get(str(value), value)
     if template == "checkpoint.resume={value}" and str(value).lower() == "true":
         value = "auto"
@@ -221,7 +222,7 @@ _OPTIONS = {
     "strategy": {"deepspeed": "strategy=zero2", "zero": "strategy=zero2", "fsdp": "strategy=fsdp2",
                  "tp": "strategy=tensor", "pp": "strategy=pipeline", "cp": "strategy=long_context",
                  "ep": "strategy=moe", "dp": "strategy=ddp"},
-    "task": {"ppo": "task=grpo", "sft": "task=causal_lm"},
+    "task": {"ppo": "task=grpo", "sft": "task=causal_lm", "ipo": "task=dpo task.loss=ipo"},
     "evaluate": {**_EVALUATES, "yes": _EVALUATES["true"], "no": _EVALUATES["false"]},
     "train": {"fp16": "train.precision=fp16", "fp32": "train.precision=fp32"},
 }  # fmt: skip

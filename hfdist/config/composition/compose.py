@@ -59,7 +59,9 @@ def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | No
         if not own.is_dir():
             raise ConfigError("there is no such config folder", where="--config-dir", found=extra_dir)
         folders = (own, *folders)
-    return Request(config_name=name.removesuffix(".yaml"), overrides=prepare_overrides(overrides), folders=folders)
+    recipe = name if (shipped_folder() / f"{name}.yaml").is_file() else "pretrain"
+    prepared = prepare_overrides(overrides, recipe)
+    return Request(config_name=name.removesuffix(".yaml"), overrides=prepared, folders=folders)
 
 
 def compose_untyped(request: Request) -> DictConfig:

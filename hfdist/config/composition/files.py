@@ -156,7 +156,8 @@ def read_config_text(path: Path) -> str:
 def _check_text(text: str, place: str) -> None:
     root = _parse(text, place)
     if root is None:
-        raise ConfigError("the config file is empty", where=place, allowed=_MAPPING, hint=f"delete {place}")
+        hint = f"delete {place}, or begin a config with `defaults: [finetune, _self_]`"
+        raise ConfigError("the config file is empty", where=place, allowed=_MAPPING, hint=hint)
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError("the config file is not a mapping", where=_at(root, place), allowed=_MAPPING)
     _check_size(root, place)

@@ -82,6 +82,11 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
     where, reason, groups = f"{key} ({place})", reason_against(key), request.groups()
     if reason is not None:
         return ConfigError("there is no such key", where=where, found=value, hint=reason)
+    if find_key(key) is not None and place != COMMAND_LINE:
+        first, *names = key.split(".")
+        nested = f"{{{': {'.join(names)}: {value}{'}' * len(names)}"
+        what = "a key with dots is a name of its own in a file"
+        return ConfigError(what, where=where, found=key, hint=f"`{first}: {nested}`")
     what = f"there is no key `{key}`" if "." in key else f"there is no key or group `{key}`"
     section = key.rpartition(".")[0]
     parent = find_key(section)
@@ -157,6 +162,9 @@ def _option_hint(group: str, option: str, options: list[str]) -> str | None:
     called = override_for_option(group, option)
     if called is not None:
         return called
+    if group == "data":
+        own = f"data=FILE.jsonl, or data=hub data.sources.hub.path=OWNER/{option}"
+        return nearest(option, options, "data={}", cutoff=0.7) or own
     if group == "report" and option in TRACKERS:
         return f"report=default report.to=[{option}]"
     if group == "model":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from hydra.errors import HydraException
 from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
 from hfdist.config.checks.preflight import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
-from hfdist.config.composition.files import is_run_folder, refuse_target
+from hfdist.config.composition.files import is_run_folder, list_groups, list_options, refuse_target, shipped_folder
 from hfdist.config.schema import all_keys, find_key, flatten
 from hfdist.errors import ConfigError, nearest
 
@@ -55,8 +56,8 @@ _OF_PATHS = {
 }
 
 
-def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
-    """Parse and check the overrides.
+def prepare_overrides(texts: Sequence[str], recipe: str = "pretrain") -> list[GivenOverride]:
+    """Parse and check the overrides of a recipe.
 
     Five things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
     `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, text stays text
@@ -72,7 +73,7 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
         # The last one would win, as of any key; but who names two files wants both.
         where, hint = f"data ({COMMAND_LINE})", mixture_hint(dict.fromkeys(files))
         raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=hint)
-    return [_prepare(part) for text in texts for part in _name_files(text)]
+    return [_prepare(part, recipe) for text in texts for part in _name_files(text)]
 
 
 def hint_for_file(key: str, value: str) -> str | None:
@@ -109,7 +110,7 @@ def _in_words(value: Any) -> str:
     return f"'{value}'" if isinstance(value, str) else json.dumps(value)
 
 
-def _prepare(text: str) -> GivenOverride:
+def _prepare(text: str, recipe: str) -> GivenOverride:
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError) as error:
@@ -124,7 +125,7 @@ def _prepare(text: str) -> GivenOverride:
         raise ConfigError(what, where=where, found=text, hint=hint)
     if override.is_sweep_override():
         given = text.partition("=")[2]
-        hint, known = f"hfdist sweep sweep=grid {key}={given} for a run of each", find_key(key)
+        hint, known = f"hfdist sweep sweep=grid recipe={recipe} {key}={given} for a run of each", find_key(key)
         if known is not None and known.takes_list:
             hint += f"; a list is '{key}=[{given}]'"
         if known is not None and known.is_text:
@@ -160,11 +161,22 @@ def _for_hydra(override: Override, text: str) -> str:
     return f"{'++' if is_free_member else _PREFIXES[override.type]}{key}={value}"
 
 
+def _groups_with(option: str) -> list[str]:
+    folder = shipped_folder()
+    return [group for group in list_groups(folder) if option in list_options(folder, group)]
+
+
 def _not_an_override(text: str) -> ConfigError:
     key, equals, value = text.partition("=")
     known = all_keys().get(key)
     if not equals and text.endswith((".yaml", ".yml")):
         hint = f"--config {text}, if that is a config"
+    elif not equals and text.endswith(":"):
+        hint = f"{text[:-1]}=VALUE, without a space"
+    elif not equals and os.path.isfile(text):
+        hint = f"data={text}"
+    elif not equals and (groups := _groups_with(text)):
+        hint = ", or ".join(f"{group}={text}" for group in groups)
     elif not equals and is_run_folder(text):
         hint = f"--config {text.rstrip('/')}/config.yaml has the config of that run"
     elif not equals and known:

@@ -197,7 +197,9 @@ def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list
 def _message(item: Any, where: str) -> dict[str, Any]:
     """A message without keys that are null, its content as one text, the arguments of its calls as objects."""
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        _refuse("a message has no role", where, item, '{"role": "user", "content": "..."}')
+        is_named_else = isinstance(item, dict) and "from" in item
+        what = "a message has no role, but `from`, as turns of a column `conversations` have" if is_named_else else None
+        _refuse(what or "a message has no role", where, item, '{"role": "user", "content": "..."}')
     message = {name: value for name, value in item.items() if value is not None}
     _check_weight(message, where)
     if "content" in message:
@@ -426,6 +428,15 @@ class RowReader:
             hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"
         return ContentError(f"there is no column {self.text}", where=where, allowed=", ".join(present), hint=hint)
 
+    def _mapping(self, found: Mapping[str, str]) -> str:
+        """Propose columns; pairs that may be of a chat are proposed as turns, too."""
+        pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
+        hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
+        if self.format is RowFormat.auto and found.keys() == {"prompt", "completion"}:
+            turns = f"{{instruction: {found['prompt']}, output: {found['completion']}}}"
+            hint = f"{hint}; '{self.columns_key}={turns}' makes them turns of a chat"
+        return hint
+
     def _no_format(self, present: Sequence[str], where: str, *, is_row: bool = False) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)
         as_text = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
@@ -438,8 +449,7 @@ class RowReader:
         elif found := next(
             filter(None, (guess_columns(form.needed, form.optional, present) for form in self._forms)), None
         ):
-            pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
-            hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
+            hint = self._mapping(found)
         elif self.keeps_columns and "prompt" in present:
             named = f"'{self.columns_key}={{completion: COLUMN}}' names the answers"
             hint = f"{named}; data.format=prompt, where rewards need none"
@@ -447,8 +457,7 @@ class RowReader:
             hint = "hfdist sft learns from such rows; dpo and reward compare a chosen answer with a rejected one"
         # Of a row, columns without a value are not here.
         elif len(free) >= len(missing) > 0 and not is_row:
-            pairs = ", ".join(f"{name}: {column}" for name, column in zip(missing, free, strict=False))
-            hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
+            hint = self._mapping(dict(zip(missing, free, strict=False)))
             hint = f"{hint}; {as_text}" if self.format is RowFormat.auto else hint
         else:
             hint = as_text if self.format is RowFormat.auto else f"rows with {' and '.join(missing)}"

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import io
 import json
+import logging
 import os
 import threading
 import time
@@ -32,6 +33,8 @@ from hfdist.data.storage.conversion import hint_for
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.network import Details, RangeError, details_in
 from hfdist.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 # Read of each end for the identity, and at least of a remote file, so that the identity and the footer of a table take
 # one request each.
@@ -373,7 +376,13 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
         check_address(path, key=key)
     files: Sequence[DataFile]
     if scheme is None or scheme == "file":
-        files = _find_local(Path(path if scheme is None else unquote(path[len("file://") :])).expanduser(), suffixes)
+        here = Path(path if scheme is None else unquote(path[len("file://") :])).expanduser()
+        found = _find_local(here, (*suffixes, *OTHER_SUFFIXES))
+        files = [file for file in found if file.name.endswith(suffixes)] if here.is_dir() else found
+        if files and len(files) < len(found):
+            other = next(file.name for file in found if not file.name.endswith(suffixes))
+            num_others = len(found) - len(files)
+            logger.warning("%s: files of other kinds are left out: %d, such as %s", key, num_others, other)
     else:
         files = _find_remote(path, suffixes, cache, key)
     if not files:

@@ -43,7 +43,7 @@ MISTAKES = {
         "train: {precision: bf15}\n",
         f"train.precision ({FILE})",
         "fp32, bf16, fp16, fp8",
-        "precision=bf16",
+        "precision: bf16",
     ),
     "null": ("optimizer:\n  beta1:\n", f"optimizer.beta1 ({FILE}, line 3)", "needs a value, not null", None),
     "list for a section": ("train: [1, 2]\n", None, "train", None),
