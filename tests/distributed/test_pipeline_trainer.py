@@ -94,7 +94,7 @@ def test_what_needs_logits_is_refused(tmp_path):
     for wish in (lambda: trainer.predict(items(2)), lambda: make_trainer(tmp_path, 2, compute_metrics=len)):
         with pytest.raises(ConfigError, match="needs the logits") as refused:
             wish()
-        assert refused.value.where == "strategy.pipeline, strategy.context"
+        assert refused.value.where == "make_strategy(pipeline, context)"
     with pytest.raises(PartitionError, match="cannot be called by itself"):
         trainer.model(input_ids=items(1)[0]["input_ids"][None])
 

@@ -240,9 +240,7 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
         group = (twice[1] or twice[2]).partition("@")[0]
         what, value = f"two options of the group `{group}` are chosen", request.value_of(group)
         if value is None:
-            place = _file_place(error, request, group) or "a defaults list"
-            hint = f"`- override /{group}: OPTION` in place of `- {group}: OPTION`"
-            return ConfigError(what, where=f"{group} ({place})", hint=hint)
+            return _twice_in_a_file(what, group, _file_place(error, request, group) or "a defaults list")
         hint = f"{group}={value} (without the +), or `override /{group}: {value}` in a file's defaults list"
         return ConfigError(what, where=f"{group} ({COMMAND_LINE})", found=f"+{group}={value}", hint=hint)
     for override in request.overrides:
@@ -253,6 +251,11 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
             return _no_option(group, option, options, COMMAND_LINE, hint)
     place = _file_place(error, request) or request.config_name
     return ConfigError(f"the config cannot be composed: {message}", where=place)
+
+
+def _twice_in_a_file(what: str, group: str, place: str) -> ConfigError:
+    hint = f"`- override /{group}: OPTION` in place of `- {group}: OPTION`"
+    return ConfigError(what, where=f"{group} ({place})", hint=hint)
 
 
 def _omegaconf_cause(error: BaseException) -> OmegaConfBaseException | None:

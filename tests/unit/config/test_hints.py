@@ -24,6 +24,7 @@ OTHERS = {
     "own_config.py": "a file is named, or mended in an editor",
     "finished.py": "the files of a run that has ended",
     "unnamed.py": "twenty folders of runs that have no name",
+    "_twice_in_a_file": "a defaults list is mended in an editor",
     # Of values that only files have.
     "explain_interpolation": "the value is to be written out",
 }
@@ -35,9 +36,22 @@ def make_files(folder):
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 100)
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100)
     (folder / "prompts.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' * 100)
-    for name in ("folder/model", "texts", "web", "unreadable", "runs/first"):
+    for name in (
+        "folder/model",
+        "texts",
+        "web",
+        "unreadable",
+        "runs/first/checkpoints/step-00000001",
+        "runs/first/model",
+    ):
         (folder / name).mkdir(parents=True)
-    for name in ("val.jsonl", "texts/a.txt", "web/a.parquet", "folder/tokenizer.json", "folder/adapter_config.json"):
+    for name in (
+        "val.jsonl",
+        "texts/a.txt",
+        "web/a.parquet",
+        "folder/adapter_config.json",
+        "runs/first/model/config.json",
+    ):
         (folder / name).touch()
     (folder / "own").mkdir()
     (folder / "own/mine.yaml").write_text("defaults: [pretrain, optimzer: adamw]\n")

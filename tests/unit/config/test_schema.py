@@ -14,6 +14,7 @@ from hfdist.config.plan import SECTION as PLAN
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import all_keys, find_key, from_plain, members, nearest_key, plain, unknown_keys
 from hfdist.errors import ConfigError
+from hfdist.jobs.cluster import cluster_keys
 from tests.unit.config.shipped import CONF, GROUPS
 from tests.unit.config.test_hints import exists
 from tests.unit.config.test_mistakes import outcome
@@ -73,7 +74,7 @@ def test_a_synonyms_value_fits_its_key(name):
 def test_each_synonym_leads_to_keys_that_exist():
     for override in {part for name in OVERRIDES for part in override_for(name, 2).strip("'").split(" ") if "=" in part}:
         key, _, value = override.partition("=")
-        assert exists(key) or key in GROUPS or key in PLAN.keys, override
+        assert exists(key) or key in GROUPS or key in PLAN.keys or key in cluster_keys(), override
         # `data` and `model` take a path, too.
         assert key not in GROUPS or value in ("2", *list_options(CONF, key)), override
 
