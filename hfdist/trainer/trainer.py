@@ -160,7 +160,8 @@ class DistributedTrainerMixin(_Trainer):
         self.args.include_num_input_tokens_seen = "no"
         self.throughput = Throughput(self.args.device)
         if self.compute_metrics is not None:
-            check_has_logits(self.engine, "compute_metrics")
+            with self.options.telling():
+                check_has_logits(self.engine, "compute_metrics")
         # The class may have switched it on.
         model = cast(nn.Module, self.model)
         if self._sums_targets and adds_router_loss(model):
