@@ -248,8 +248,8 @@ MUTATIONS = [
     ),
     Mutation(
         "held-out documents are trained, too",
-        "fates[self.corpus.are_held_out(columns.digests) != self._wants_held_out] = ",
-        "fates[~self.corpus.are_held_out(columns.digests) & self._wants_held_out] = ",
+        "is_elsewhere = self.corpus.are_held_out(columns.digests) != self._wants_held_out",
+        "is_elsewhere = ~self.corpus.are_held_out(columns.digests) & self._wants_held_out",
         f"{UNIT}/data/test_masked_stream.py -k one_side_of_the_split",
     ),
     Mutation(

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from tests.distributed.runs import eval_losses, losses, pretrain, weights
 from tests.marks import many
@@ -97,11 +98,12 @@ def test_ways_to_save_memory_or_time_change_nothing(single, tmp_path, aot_eager,
     assert eval_losses(run)[-1] == pytest.approx(eval_losses(reference)[-1], rel=1e-5)
 
 
-def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path, monkeypatch):
+def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
     """With the compiler that a user gets, but for its other processes, each of which imports torch."""
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     settings = ("strategy=single", *STEPS, "train.compile=blocks", "model.loss=chunked")
-    run = pretrain(tmp_path, 1, *settings, timeout_seconds=280)
+    # Not by monkeypatch, which would leave the config without this key.
+    with inductor_config.patch(compile_threads=1):
+        run = pretrain(tmp_path, 1, *settings, timeout_seconds=280)
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
 
 

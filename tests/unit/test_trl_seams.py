@@ -121,5 +121,5 @@ def test_positional_arguments_are_found_where_the_class_has_them():
     assert arguments_by_name(mixed(HasItsOwn), (2,), {"model": "m"}) == {"weight": 2, "model": "m"}
     with pytest.raises(ConfigError, match="which of these arguments is the model"):
         arguments_by_name(mixed(HasItsOwn), (2, "m"), {})
-    with pytest.raises(TypeError, match="modle"):
+    with pytest.raises(ConfigError, match="modle"):
         arguments_by_name(mixed(trl.SFTTrainer), (), {"model": "m", "modle": 1})
