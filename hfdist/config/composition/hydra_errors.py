@@ -21,7 +21,7 @@ from omegaconf.errors import (
 
 from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options
-from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file
+from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import TRACKERS
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
@@ -83,10 +83,8 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
     if reason is not None:
         return ConfigError("there is no such key", where=where, found=value, hint=reason)
     if find_key(key) is not None and place != COMMAND_LINE:
-        first, *names = key.split(".")
-        nested = f"{{{': {'.join(names)}: {value}{'}' * len(names)}"
         what = "a key with dots is a name of its own in a file"
-        return ConfigError(what, where=where, found=key, hint=f"`{first}: {nested}`")
+        return ConfigError(what, where=where, found=key, hint=f"`{in_yaml(key, '...' if value is None else value)}`")
     what = f"there is no key `{key}`" if "." in key else f"there is no key or group `{key}`"
     section = key.rpartition(".")[0]
     parent = find_key(section)
@@ -211,10 +209,10 @@ def _bad_value(
         hint = (hint_for_file(key, value) if is_in_file else None) or nearest(value, options, key + "={}")
     else:
         hint = None if allowed is None else _hint_for_value(key, value, allowed)
-    if hint and is_in_file and not options and hint.startswith(f"{key}="):
-        hint = f"`{key.rpartition('.')[2]}: {hint.partition('=')[2]}` in {place}"
-    if hint and options and is_in_file and hint.startswith(f"{key}="):
-        hint = f"`- override /{key}: {hint.partition('=')[2]}` in the defaults list of the file, in place of this line"
+    if hint and is_in_file and hint.startswith(f"{key}="):
+        fits, leaf = hint.partition("=")[2], key.rpartition(".")[2]
+        of_group = f"`- override /{key}: {fits}` in the defaults list of the file, in place of this line"
+        hint = of_group if options else f"`{leaf}: {fits}` in {place}"
     what = "the value has the wrong type or is not among the allowed"
     found = repr(value) if isinstance(value, str) else value
     if re.search(r"not Optional|Incompatible value 'None'", str(cause)):

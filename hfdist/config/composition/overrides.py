@@ -76,16 +76,21 @@ def prepare_overrides(texts: Sequence[str], recipe: str = "pretrain") -> list[Gi
     return [_prepare(part, recipe) for text in texts for part in _name_files(text)]
 
 
+def in_yaml(key: str, value: object) -> str:
+    """Write a key with dots as a file has it: `train: {max_steps: 2}`."""
+    first, *names = key.split(".")
+    nested = str(value)
+    for name in reversed(names):
+        nested = f"{{{name}: {nested}}}"
+    return f"{first}: {nested}"
+
+
 def hint_for_file(key: str, value: str) -> str | None:
     """Say what a file has in place of a path that the command line takes for a group; None: it is no path of one."""
     if key not in _OF_PATHS or not re.search(_OF_PATHS[key].looks, value):
         return None
     option, path_key, _ = _OF_PATHS[key]
-    first, *names = path_key.split(".")
-    nested = value
-    for name in reversed(names):
-        nested = f"{{{name}: {nested}}}"
-    return f"`{first}: {nested}`, and `- override /{key}: {option}` in the defaults list"
+    return f"`{in_yaml(path_key, value)}`, and `- override /{key}: {option}` in the defaults list"
 
 
 def _name_files(text: str) -> list[str]:
