@@ -159,13 +159,7 @@ class DistributedTrainerMixin(_Trainer):
         self.args.logging_nan_inf_filter = False
         self.args.include_num_input_tokens_seen = "no"
         self.throughput = Throughput(self.args.device)
-        if self.compute_metrics is not None:
-            with self.options.telling():
-                check_has_logits(self.engine, "compute_metrics")
-        # The class may have switched it on.
-        model = cast(nn.Module, self.model)
-        if self._sums_targets and adds_router_loss(model):
-            check_router_loss(model)
+        self._check_what_the_class_set()
         self._optimizers = Optimizers(self)
         if self.options.objective is not None:
             self.weighted_loss.convention = self.options.objective.convention
@@ -178,6 +172,15 @@ class DistributedTrainerMixin(_Trainer):
             self.add_callback(self.islands)
 
     # ---- setting up ----
+
+    def _check_what_the_class_set(self) -> None:
+        assert self.engine is not None
+        if self.compute_metrics is not None:
+            with self.options.telling():
+                check_has_logits(self.engine, "compute_metrics")
+        model = cast(nn.Module, self.model)
+        if self._sums_targets and adds_router_loss(model):
+            check_router_loss(model)
 
     def _fit_sft(self) -> None:
         assert self.engine is not None
