@@ -86,13 +86,13 @@ def size(num_bytes: float) -> str:
     """Give bytes, such as `1.6 MiB`."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.{0 if num_bytes >= 100 * 1024**power else 1}f} {unit}"
-    return f"{num_bytes:.0f} bytes"
+            return f"{num_bytes / 1024**power:,.{0 if num_bytes >= 100 * 1024**power else 1}f} {unit}"
+    return f"{num_bytes:,.0f} bytes"
 
 
 def share(value: float) -> str:
     """Give a share from 0 to 1 in percent."""
-    return f"{100 * value:.{0 if value >= 0.1 or value == 0 else 1}f} %"
+    return f"{100 * value:,.{0 if value >= 0.1 or value == 0 else 1}f} %"
 
 
 def count(number_of: int, word: str) -> str:

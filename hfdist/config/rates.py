@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hfdist.config.model import Init
+from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
 
@@ -28,6 +30,9 @@ def default_learning_rate(config: RunConfig) -> float:
 
 def explain_learning_rate(config: RunConfig) -> str:
     """Say where the default rate comes from; empty: the run has another rate."""
+    is_pretraining = config.optimizer.lr == OptimizerConfig.lr and config.model.init is Init.pretrained
+    if is_pretraining and config.task.name is TaskName.causal_lm and not config.adapter.is_used:
+        return " (of a pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
     if config.optimizer.lr != default_learning_rate(config):
         return ""
     _, trainer = _ALL_WEIGHTS[config.task.name]

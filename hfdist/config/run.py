@@ -80,7 +80,8 @@ class EvaluateConfig:
     Evaluations are made every `train.eval_every` steps, and at the end.
     """
 
-    at_start: bool = False
+    at_start: bool | None = None
+    """None: of a model that is trained already, until the config is complete."""
     prompts: list[str] = field(default_factory=list)
     chat: Chat = Chat.auto
     max_new_tokens: int = limited(64, at_least=1)

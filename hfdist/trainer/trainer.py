@@ -482,7 +482,12 @@ class DistributedTrainerMixin(_Trainer):
         """Add its figures to a training line, for all trackers alike. Users may call it on one rank: no collective."""
         figures, is_due = self._figures if "loss" in logs else {}, self.control.should_log
         logs |= figures
+        epoch = self.state.epoch
+        if self.token_stream is not None:
+            # The original takes all of a stream for one epoch: this would be the share of the steps.
+            self.state.epoch = cast(Any, None)
         super().log(logs, *args, **kwargs)
+        self.state.epoch = epoch
         if figures:
             self._figures = {}
         elif self.engine is not None:

@@ -27,8 +27,8 @@ PRETRAINED = Ending(
     step=20,
     loss=6.7944,
     without_context=5.6237,
-    pools=[PoolReport("all", 320, 1.0, 40_960, 0.034, 1.0)],
-    left_out="61 documents read, 1 empty",
+    pools=[PoolReport("all", 320, 1.0, 40_960, 0.034, 1800, 1.0)],
+    left_out="1 empty",
     peak_bytes=[{"host": 714 << 20}],
     graded={
         "peak memory": (708 << 20, 714 << 20),
@@ -43,7 +43,7 @@ def tuned(task="causal_lm", **values):
     """A run of a pretrained model on examples."""
     model = replace(CONFIG.model, name="HuggingFaceTB/SmolLM2-135M-Instruct", init=type(CONFIG.model.init).pretrained)
     config = replace(CONFIG, model=model, task=replace(CONFIG.task, name=TaskName(task)), **values)
-    return replace(PRETRAINED, config=config, without_context=None, has_template=True)
+    return replace(PRETRAINED, config=config, without_context=None, is_chat=True)
 
 
 def test_a_pretraining_of_few_steps():
@@ -53,13 +53,13 @@ def test_a_pretraining_of_few_steps():
         == """\
 first has ended: 20 steps
   trained   a llama of 139,584 parameters, from random weights
-  on        stdlib: 40,960 tokens, 0.03 epochs; 61 documents read, 1 empty
+  on        stdlib: 40,960 tokens, from 61 of 1,800 documents; 1 empty
   layout    1 process; sharding none
   quality   held-out loss 6.7944, perplexity 892.8; a model without context (unigram) has 5.6237, which is better: \
 20 steps are few
-  plan      memory of a rank 714 MiB (planned: 708 MiB), a step 169 ms (planned: 44 ms), energy 7.65 mWh (planned: \
-2 mWh)
-  memory    host 714 MiB
+  plan      in training: memory of a rank 714 MiB (planned: 708 MiB), a step 169 ms (planned: 44 ms), energy 7.65 mWh \
+(planned: 2 mWh)
+  peak      host 714 MiB, with evaluations and exports
   used      14.8 s, 7.65 mWh (an estimate)
   model     runs/first/model
 to use it:
@@ -95,27 +95,36 @@ def test_an_adapter_that_is_not_merged_is_opened_by_peft(tmp_path):
     assert "without context" not in said
     assert "held-out loss 6.7944 (7.1000 before training), perpl" in describe_end(replace(end, loss_before=7.1))
     (tmp_path / "config.json").touch()
-    assert "peft" not in describe_end(end), "it is merged"
+    end = replace(end, adapter_folder=tmp_path.with_name("adapter"))
+    said = describe_end(end)
+    assert "peft" not in said, "it is merged"
+    assert f"  adapter   {end.adapter_folder}, which" in said
 
 
 def test_preferences_have_another_measure():
-    said = describe_end(replace(tuned("dpo"), loss=0.61, accuracy=0.75))
-    assert "held-out loss 0.6100 (0.6931 before training), accuracy 75 % (50 % by chance)\n" in said
+    said = describe_end(replace(tuned("dpo"), loss=0.61, accuracy=0.75, num_held_out=8, margin=0.31))
+    assert said.startswith("first has ended: 20 steps of dpo\n")
+    assert "(0.6931 before training), accuracy 75 % of 8 pairs (50 % by chance), margin 0.310\n" in said
     assert "perplexity" not in said
     assert "(0.7000 before training)" in describe_end(replace(tuned("dpo"), loss=0.61, loss_before=0.7))
     assert "AutoModelForSequenceClassification" in describe_end(tuned("reward"))
-    assert "held-out reward 0.2500\n" in describe_end(replace(tuned("grpo"), loss=-0.25))
+
+
+def test_answers_are_counted_by_their_prompts():
+    said = describe_end(replace(tuned("grpo"), loss=-0.25, left_out=None, cut_off=0.5))
+    assert "held-out reward 0.2500\n" in said
+    prompts = "stdlib: 320 prompts, from 61 of 1,800 documents"
+    assert f"{prompts}; 8 answers to each, 50 % of the last ones cut off at task.max_new_tokens\n" in said
+    assert "head runs/first/rollouts.jsonl " in said
 
 
 def test_a_run_that_a_budget_has_stopped_says_how_it_goes_on():
     record = replace(RECORD, step=12, seconds=7200, cost=0.001, energy_kwh=None)
     said = describe_end(replace(PRETRAINED, record=record, step=12, stopped_by="max_hours"))
     assert said.startswith("first has stopped at step 12 of 20: train.max_hours is used up\n")
-    assert "the same command with a larger train.max_hours" in said
     assert "used      2 h 0 min, less than 0.01 USD\n" in said
     said = describe_end(replace(PRETRAINED, record=record, step=12, stopped_by="deadline"))
     assert "train.deadline has come\n" in said
-    assert "# the same command with a later train.deadline" in said
 
 
 def test_what_is_not_known_is_not_said():
@@ -123,15 +132,15 @@ def test_what_is_not_known_is_not_said():
     said = describe_end(end)
     assert "quality   not measured: the run has no held-out data\n" in said
     assert "on        40,960 tokens\n" in said
-    assert not any(word in said for word in ("plan ", "memory "))
+    assert not any(word in said for word in ("plan ", "peak "))
 
 
 def test_many_ranks_and_pools_stay_one_screen():
-    pools = [PoolReport(f"source-{number}", 1, 0.1, 100, 1.5, 0.9) for number in range(10)]
+    pools = [PoolReport(f"source-{number}", 1, 0.1, 100, 1.5, 60, 0.9) for number in range(10)]
     peaks = [{"host": 1 << 30, "device": (number + 1) << 30} for number in range(64)]
     said = describe_end(replace(PRETRAINED, pools=pools, peak_bytes=peaks, record=replace(RECORD, processes=64)))
-    assert "source-3: 100 tokens, 1.50 epochs, sequences filled to 90 %; 6 more; 61 documents" in said
-    assert "device 1.0 GiB to 64.0 GiB, by rank" in said
+    assert "source-3: 100 tokens, 1.50 epochs of 60 documents, sequences filled to 90 %; 6 more; 1 empty" in said
+    assert "device 1.0 GiB to 64.0 GiB, by rank, with evaluations" in said
     assert "hfdist prove" not in said
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -11,6 +12,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import parse_time
 from hfdist.errors import BudgetError, ConfigError
 from hfdist.records import EVENTS, RUN_FILE, Event, RunRecord, read_lines, read_run
+from hfdist.units import count
 
 BUDGETS = ("max_hours", "max_cost", "max_kwh", "deadline")
 """Keys of `train.*`. A deadline is seconds since 1970, as `time.time` gives them."""
@@ -61,13 +63,13 @@ def check_budgets(config: RunConfig) -> None:
     for name, limit in limits.items():
         now = used[name]
         if limit <= ended_at.get(name, 0) or (now is not None and now >= limit):
-            raise used_up(config, name, now, num_starts=record.start)
+            raise used_up(config, name, now, record)
 
 
-def used_up(config: RunConfig, name: str, used: float | None, *, num_starts: int) -> BudgetError:
+def used_up(config: RunConfig, name: str, used: float | None, record: RunRecord) -> BudgetError:
     """Give the error of a budget, with the override that lets the run go on."""
     limit = find_limits(config)[name]
-    starts = f"after {num_starts} start{'s' * (num_starts > 1)}"
+    starts = f"after {count(record.start, 'start')}"
     if name == "deadline":
         found = f"{config.train.deadline}, {starts}; it is {describe(name, used, config)}"
         hint = "train.deadline=null or a later time; the same command with it goes on from the last checkpoint"
@@ -75,8 +77,19 @@ def used_up(config: RunConfig, name: str, used: float | None, *, num_starts: int
         found = f"{describe(name, used, config)} of {describe(name, limit, config)}, {starts}"
         if used is not None and used < limit:
             found += "; the rest is kept for the save, the evaluation and the export"
-        hint = f"train.{name}={2 * limit:g}; the same command with it goes on from the last checkpoint"
+        hint = (
+            f"train.{name}={_enough(limit, used, record):g}; the same command with it goes on from the last checkpoint"
+        )
     return BudgetError("the budget of the run is used up", where=f"train.{name}", found=found, hint=hint)
+
+
+def _enough(limit: float, used: float | None, record: RunRecord) -> float:
+    """Give a limit, of two digits, for all steps of a run with a tenth more; twice the limit where no step was done."""
+    if not record.step or not record.max_steps or not used:
+        return 2 * limit
+    needed = max(1.1 * used * record.max_steps / record.step, 1.1 * limit)
+    digit = 10.0 ** (math.floor(math.log10(needed)) - 1)
+    return math.ceil(needed / digit) * digit
 
 
 def describe(name: str, value: float | None, config: RunConfig) -> str:

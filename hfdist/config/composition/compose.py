@@ -18,6 +18,7 @@ from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searc
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
 from hfdist.config.data import Packing, RowFormat
+from hfdist.config.model import Init
 from hfdist.config.rates import default_learning_rate
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten, plain
@@ -154,6 +155,8 @@ def _fit_to_task(config: RunConfig) -> None:
         data.format = own or RowFormat.auto
     if data.keep_columns is None:
         data.keep_columns = task.is_reinforcement
+    if config.evaluate.at_start is None:
+        config.evaluate.at_start = config.model.init is Init.pretrained
     if data.packing is Packing.auto:
         is_text = data.format is RowFormat.text
         data.packing = Packing.none if task.is_reinforcement else Packing.concat if is_text else Packing.best_fit

@@ -26,6 +26,8 @@ from hfdist.config.run import TRACKERS
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
 
+_REWARDS = "task.rewards"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -66,7 +68,9 @@ def explain(error: Exception, request: Request) -> ConfigError:
         return ConfigError("keys cannot be deleted, only set", where=where, found=override.text, hint=hint)
     if override is not None and isinstance(cause, ConfigTypeError):
         what, where = f"this override does not fit: {first_line(cause)}", f"{override.key} ({COMMAND_LINE})"
-        return ConfigError(what, where=where, found=override.text, allowed=_allowed(override.key))
+        allowed, names = _allowed(override.key), str(override.value_text).strip("[]").split(",")
+        way_out = _weighted(names) if override.key == _REWARDS else None
+        return ConfigError(what, where=where, found=override.text, allowed=allowed, hint=way_out)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
         key = override.key if override is not None and f"{override.key}.".startswith(f"{key}.") else key
@@ -317,10 +321,16 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"{key}={int(value)}"
     if str(value) in VALUES.get(key, {}):
         return f"{key}={VALUES[key][str(value)]}"
-    if key == "task.rewards" and isinstance(value, str):
-        return f"'{key}={{{value}: 1.0}}'"
+    if key == _REWARDS and isinstance(value, str | list):
+        return _weighted([value] if isinstance(value, str) else value)
     words = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
     return nearest(str(value), words, key + "={}")
+
+
+def _weighted(names: Iterable[str]) -> str:
+    """Give the override for rewards; a function that is named by its file has its own name."""
+    own = [re.split(r"[:./]", name.strip(" '\"").removesuffix(".py"))[-1] for name in names]
+    return f"'{_REWARDS}={{{', '.join(f'{name}: 1.0' for name in own)}}}'"
 
 
 def _allowed(key: str) -> str | None:

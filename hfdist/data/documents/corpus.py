@@ -277,7 +277,7 @@ def open_corpus(
             num_processes = read_launcher().world_size
             lanes = min(pool.num_documents for pool in corpus.pools) // num_processes * num_processes
             raise DataError(
-                "there are fewer documents than lanes",
+                "there are fewer documents than lanes, the positions from which a stream is read",
                 where=", ".join(f"{section}.{name}" for name in names),
                 found=f"{pool.num_documents} documents, {config.lanes} lanes",
                 allowed="a document or more for each lane",

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig, cache_dir
 from hfdist.data.cache import digest_of, load_array, write_once
 from hfdist.data.documents.corpus import Corpus, open_corpus
-from hfdist.data.documents.no_targets import explain_no_targets
+from hfdist.data.documents.first_examples import explain_no_targets
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Status, numbers_of

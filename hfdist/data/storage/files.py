@@ -33,6 +33,7 @@ from hfdist.data.storage.conversion import hint_for
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.network import Details, RangeError, details_in
 from hfdist.errors import ConfigError, DataError
+from hfdist.units import count
 
 logger = logging.getLogger(__name__)
 
@@ -386,11 +387,13 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
     else:
         files = _find_remote(path, suffixes, cache, key)
     if not files:
-        others = [] if scheme else _find_local(Path(path).expanduser(), OTHER_SUFFIXES)
+        there = [] if scheme else _find_local(Path(path).expanduser(), ("",))
+        others = [file for file in there if file.name.endswith(OTHER_SUFFIXES)]
+        names = f", with {count(len(there), 'file')}, such as {there[0].name}" if there else ""
         raise ConfigError(
-            "no file of a kind that can be read is there" if others else "no file is there",
+            "no file of a kind that can be read is there" if there else "no file is there",
             where=key,
-            found=redact(path) if scheme else str(Path(path).expanduser()),
+            found=redact(path) if scheme else f"{Path(path).expanduser()}{names}",
             allowed=f"a file, a folder, or a glob (quote it) of {', '.join(suffixes)}",
             hint=hint_for([Path(file.url) for file in others], path, key),
         )

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig, Packing, TooLong, cache_dir
 from hfdist.data.cache import digest_of, write_once
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.documents.no_targets import explain_no_targets
+from hfdist.data.documents.first_examples import explain_no_targets
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain, numbers_of
@@ -610,6 +610,8 @@ class PoolReport(NamedTuple):
     tokens: int
     epochs: float
     """Documents begun or passed over, divided by those that are there; the audit counts the same."""
+    num_documents: int
+    """Those that are there."""
     filled: float
     """Share of its sequences' places that held tokens."""
 
@@ -623,7 +625,7 @@ def report(cursor: Cursor, plan: Plan) -> list[PoolReport]:
         sequences, tokens, documents = (sum(column) for column in zip(*counts, strict=True))
         epochs = documents / max(pool.num_documents, 1)
         share, filled = sequences / max(num_sequences, 1), tokens / max(sequences * plan.shape.length, 1)
-        reports.append(PoolReport(pool.name, sequences, share, tokens, epochs, filled))
+        reports.append(PoolReport(pool.name, sequences, share, tokens, epochs, pool.num_documents, filled))
     return reports
 
 
@@ -632,16 +634,14 @@ def describe_losses(ledger: Iterable[Records], config: DataConfig) -> str | None
 
     Documents of the held-out split do not count.
     """
-    num_read = num_cut = 0
+    num_cut = 0
     counts = dict.fromkeys(_LOSSES, 0)
     for records in ledger:
         for status in _LOSSES:
             counts[status] += int((records["fate"] == status).sum())
         begins = (records["fate"] == Status.trained) & (records["first_token"] == 0)
-        num_read += int(begins.sum())
         num_cut += int((begins & (records["of_tokens"] > config.sequence_length)).sum())
     if config.packing is not Packing.none and config.too_long is TooLong.split:
         num_cut = 0
     described = {f"cut to {config.sequence_length:,} tokens": num_cut} | {_LOSSES[one]: n for one, n in counts.items()}
-    losses = ", ".join(f"{count:,} {what}" for what, count in described.items() if count)
-    return f"{num_read:,} documents read, {losses}" if losses else None
+    return ", ".join(f"{count:,} {what}" for what, count in described.items() if count) or None

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.config.checks.budgets import BUDGETS, describe, find_limits, to_iso, used_up
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
-from hfdist.records import EVENTS, METRICS, Event, RunRecorder, read_lines
+from hfdist.records import EVENTS, METRICS, Event, RunRecord, RunRecorder, read_lines
 from hfdist.trainer.budget.usage import Usage
 from hfdist.trainer.fault_tolerance.rank_flags import stop_after_step
 
@@ -206,5 +206,5 @@ class Budget(TrainerCallback):
     def check(self) -> None:
         """Raise a BudgetError, if the run was stopped by one."""
         if self.stopped_by is not None:
-            num_starts = 1 if self._recorder is None else self._recorder.record.start
-            raise used_up(self._config, self.stopped_by, self._used, num_starts=num_starts)
+            record = RunRecord(start=1) if self._recorder is None else self._recorder.record
+            raise used_up(self._config, self.stopped_by, self._used, record)

@@ -7,10 +7,12 @@ import os
 import re
 import sys
 import warnings
+from typing import TextIO
 
 import datasets
 import torch
 import transformers
+from tqdm import tqdm
 
 from hfdist.errors import printable
 from hfdist.topology import Topology
@@ -21,7 +23,7 @@ def set_up_logging(topology: Topology) -> None:
     logger = logging.getLogger("hfdist")
     logger.propagate = False
     logger.setLevel(logging.INFO if topology.is_main else logging.ERROR)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _BesideBars(sys.stderr)
     handler.setFormatter(_Plain())
     logger.handlers[:] = [handler]
 
@@ -46,6 +48,14 @@ def _without_queries(record: logging.LogRecord) -> bool:
     """Addresses of the Hub's storage are signed: who has one may read the file."""
     record.msg, record.args = re.sub(r"(://[^\s?]+)\?[^\s:]+", r"\1", record.getMessage()), ()
     return True
+
+
+class _BesideBars(logging.StreamHandler[TextIO]):
+    """Takes progress bars off the screen for a message, so that it has lines of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
 
 
 class _Plain(logging.Formatter):

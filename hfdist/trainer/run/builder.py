@@ -99,7 +99,7 @@ from hfdist.trainer.reporting.traffic import Traffic
 from hfdist.trainer.run.end_of_run import finish
 from hfdist.trainer.run.own_plan import OwnPlan, begin_plan, naming_lack_of_memory, runtime_bytes, take_plan
 from hfdist.trainer.run.run_lock import RunLock
-from hfdist.trainer.run.summary import describe_run, preview, survey
+from hfdist.trainer.run.summary import advise_template, describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 from hfdist.trainer.trainer import RunOptions, Trainer
 from hfdist.watch.callback import Watch
@@ -288,6 +288,8 @@ class Run:
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
                 logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
+                if (advice := advise_template(data.corpus, data.tokenizer, config)) is not None:
+                    logger.warning("%s", advice)
             for text in preview(data.stream, data.tokenizer, config.report.preview):
                 logger.info("%s", text)
         if config.optimizer.changes:
@@ -364,7 +366,7 @@ class Run:
                 on_rank_zero(lambda: shutil.rmtree(Path(config.run.dir) / REFERENCE, ignore_errors=True))
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, goes_on=start.goes_on))
-            trainer.args.eval_on_start = config.evaluate.at_start and start.checkpoint is None
+            trainer.args.eval_on_start = bool(config.evaluate.at_start) and start.checkpoint is None
             with naming_lack_of_memory(self.plan), reporting("before the end of the first step") as ended:
                 trainer.add_callback(_FirstStep(ended))
                 trainer.train(resume_from_checkpoint=start.checkpoint)

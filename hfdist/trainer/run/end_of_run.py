@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.config.model import Init
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.task import TaskName
-from hfdist.data import LEDGER, HeldOut, HeldOutSources, describe_losses
+from hfdist.data import LEDGER, HeldOut, HeldOutSources, are_chats, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
 from hfdist.records import GRADE, RunRecord
@@ -131,10 +131,11 @@ def _sum_up(
         folder=folder,
         loss_before=_loss_before(trainer.state.log_history),
         without_context=baseline,
-        accuracy=_accuracy_of(trainer.state.log_history, found["step"]),
+        adapter_folder=Path(run.run.dir) / ADAPTER if run.adapter.is_used else None,
+        **_find_figures(trainer, held_out, found["step"]),
         left_out=left_out,
         graded=graded,
-        has_template=bool(getattr(trainer.processing_class, "chat_template", None)),
+        is_chat=bool(getattr(trainer.processing_class, "chat_template", None)) and bool(are_chats(stream.corpus)),
         **found,
     )
 
@@ -145,9 +146,22 @@ def _loss_before(log_history: Sequence[Mapping[str, Any]]) -> float | None:
     )
 
 
-def _accuracy_of(log_history: Sequence[Mapping[str, Any]], step: int) -> float | None:
-    keys, of_step = ("eval_rewards/accuracies", "eval_accuracies"), [e for e in log_history if e["step"] == step]
-    return next((float(entry[key]) for entry in reversed(of_step) for key in keys if key in entry), None)
+def _find_figures(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, step: int) -> dict[str, Any]:
+    """Give what the task measures beside the loss."""
+    figures = {"accuracy": ("eval_rewards/accuracies", "eval_accuracies"), "margin": ("eval_rewards/margins",)}
+    of_step = [entry for entry in reversed(trainer.state.log_history) if entry["step"] == step]
+    found: dict[str, Any] = {
+        name: next((float(entry[key]) for entry in of_step for key in keys if key in entry), None)
+        for name, keys in figures.items()
+    }
+    found["cut_off"] = next(
+        (entry["cut_off"] for entry in reversed(trainer.state.log_history) if "cut_off" in entry), None
+    )
+    objective = trainer.options.objective
+    if objective is not None and held_out is not None and found["accuracy"] is not None:
+        items = (default_data_collator([held_out[k]]) for k in range(len(held_out)))
+        found["num_held_out"] = sum(int(objective.count(item)) for item in items)
+    return found
 
 
 def _read_grade(path: Path) -> dict[str, tuple[float, float]]:

@@ -39,6 +39,7 @@ class Ending:
     num_trained: int
     folder: Path
     """What a user opens."""
+    adapter_folder: Path | None = None
     step: int
     """Of the weights in the folder."""
     stopped_by: str | None = None
@@ -51,6 +52,12 @@ class Ending:
     """Loss of a unigram model on the same data, where it means something."""
     accuracy: float | None = None
     """Share of the held-out pairs whose chosen answer is preferred."""
+    margin: float | None = None
+    """By how much, in the mean: the difference of their rewards."""
+    num_held_out: int | None = None
+    """Held-out pairs."""
+    cut_off: float | None = None
+    """Share of the last answers that were cut at `task.max_new_tokens`."""
     pools: Sequence[PoolReport] = ()
     left_out: str | None = None
     """How many documents were cut or left out, in words."""
@@ -58,8 +65,8 @@ class Ending:
     """The most memory that each rank has used, by kind."""
     graded: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """What was planned, and what was measured, by the names of `planning.grade`."""
-    has_template: bool = False
-    """Whether the tokenizer has a chat template."""
+    is_chat: bool = False
+    """Whether it has learned turns of a chat, so that it is asked in its chat template."""
 
 
 def describe_end(end: Ending) -> str:
@@ -78,7 +85,9 @@ def _title(end: Ending) -> str:
         of = "" if record.max_steps is None else f" of {record.max_steps:,}"
         why = "has come" if end.stopped_by == "deadline" else "is used up"
         return f"{name} has stopped at step {record.step:,}{of}: train.{end.stopped_by} {why}"
-    return f"{name} has ended: {count(record.step, 'step')}"
+    task = end.config.task.name
+    how = "" if task is TaskName.causal_lm else f" of {task.value}"
+    return f"{name} has ended: {count(record.step, 'step')}{how}"
 
 
 def _rows(end: Ending) -> Iterator[tuple[str, str]]:
@@ -87,33 +96,44 @@ def _rows(end: Ending) -> Iterator[tuple[str, str]]:
     yield "layout", f"{end.layout}; sharding {end.config.strategy.sharding.value}"
     yield "quality", _quality(end)
     yield "plan", _plan(end)
-    yield "memory", _memory(end.peak_bytes)
+    yield "peak", _memory(end.peak_bytes)
     yield "used", describe_usage(end.record, end.config.cost)
     later = "" if end.step == end.record.step else f", of step {end.step:,}, whose held-out loss was the lowest"
     yield "model", f"{end.folder}{later}"
+    if end.adapter_folder not in (None, end.folder):
+        yield "adapter", f"{end.adapter_folder}, which the model holds merged"
 
 
 def _trained(end: Ending) -> str:
     config = end.config
-    how = {TaskName.causal_lm: ""}.get(config.task.name, f", by {config.task.name.value}")
     start = "from random weights" if config.model.init is Init.random else f"from {config.model.name}"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
     what = f"{adapter}, {end.num_trained:,} parameters beside " if config.adapter.is_used else ""
     others = end.num_parameters - (end.num_trained if config.adapter.is_used else 0)
-    return f"{what}a {end.model_type} of {others:,} parameters, {start}{how}"
+    return f"{what}a {end.model_type} of {others:,} parameters, {start}"
 
 
 def _data(end: Ending) -> str:
+    task = end.config.task
+
     def words(pool: PoolReport) -> str:
         part = f"{share(pool.share)} " if len(end.pools) > 1 else ""
         filled = f", sequences filled to {share(pool.filled)}" if pool.filled < _LEAST_FILLED else ""
         # The one pool of all sources has no name of its own.
         name = pool.name if len(end.pools) > 1 else ", ".join(end.config.data.sources)
-        return f"{part}{name}: {pool.tokens:,} tokens, {pool.epochs:.2f} epochs{filled}"
+        there, begun = f"{pool.num_documents:,} documents", round(pool.epochs * pool.num_documents)
+        # Of a document that is read in parts, no more is known.
+        read = f"from {begun:,} of {there}" if pool.epochs < 1 else f"{pool.epochs:.2f} epochs of {there}"
+        if task.name.is_reinforcement:
+            return f"{part}{name}: {count(pool.sequences, 'prompt')}, {read}"
+        return f"{part}{name}: {pool.tokens:,} tokens, {read}{filled}"
 
     shown = [words(pool) for pool in end.pools[:_SHOWN_POOLS]] or [f"{end.record.tokens:,} tokens"]
     more = len(end.pools) - _SHOWN_POOLS
     parts = [*shown, *([f"{more} more"] if more > 0 else []), *([end.left_out] if end.left_out else [])]
+    if task.name.is_reinforcement:
+        cut = "" if not end.cut_off else f", {share(end.cut_off)} of the last ones cut off at task.max_new_tokens"
+        parts.append(f"{task.num_generations} answers to each{cut}")
     return "; ".join(parts)
 
 
@@ -132,7 +152,10 @@ def _quality(end: Ending) -> str:
     if task.name is TaskName.causal_lm:
         words += f", perplexity {perplexity(loss):,.1f}"
         return words if end.without_context is None else f"{words}; {_beside(loss, end.without_context, end.step)}"
-    return words if end.accuracy is None else f"{words}, accuracy {share(end.accuracy)} (50 % by chance)"
+    if end.accuracy is not None:
+        pairs = "" if end.num_held_out is None else f" of {count(end.num_held_out, 'pair')}"
+        words += f", accuracy {share(end.accuracy)}{pairs} (50 % by chance)"
+    return words if end.margin is None else f"{words}, margin {end.margin:.3f}"
 
 
 def _beside(loss: float, without_context: float, steps: int) -> str:
@@ -146,13 +169,13 @@ def _beside(loss: float, without_context: float, steps: int) -> str:
 def _plan(end: Ending) -> str:
     currency = end.config.cost.currency
     forms = {PEAK: size, STEP: duration, "energy": energy, "cost": lambda value: money(value, currency)}
-    names = {PEAK: "memory of a rank", STEP: "a step"}
+    names = {PEAK: "memory of a rank", STEP: "a step", "energy": "energy", "cost": "cost"}
     parts = [
         f"{names.get(name, name)} {form(end.graded[name][1])} (planned: {form(end.graded[name][0])})"
         for name, form in forms.items()
         if name in end.graded
     ]
-    return ", ".join(parts)
+    return f"in training: {', '.join(parts)}" if parts else ""
 
 
 def _memory(peaks: Sequence[Mapping[str, float]]) -> str:
@@ -163,7 +186,7 @@ def _memory(peaks: Sequence[Mapping[str, float]]) -> str:
             parts.append(f"{kind} {size(min(values))} to {size(max(values))}, by rank")
         else:
             parts.append(f"{kind} {', '.join(map(size, values))}{' by rank' if len(values) > 1 else ''}")
-    return "; ".join(parts)
+    return f"{'; '.join(parts)}, with evaluations and exports" if parts else ""
 
 
 def _usage(end: Ending) -> list[str]:
@@ -182,7 +205,7 @@ def _usage(end: Ending) -> list[str]:
         return [*lines, 'print(model(**tokenizer("A good answer.", return_tensors="pt")).logits)']
     prompt = json.dumps(end.config.report.sample_prompt or _PROMPT)
     inputs = f'tokenizer({prompt}, return_tensors="pt")'
-    if end.has_template and end.config.model.init is Init.pretrained:
+    if end.is_chat:
         lines.append('chat = [{"role": "user", "content": "Who are you?"}]')
         inputs = 'tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")'
     return [*lines, f"print(tokenizer.decode(model.generate(**{inputs}, max_new_tokens=50)[0]))"]
@@ -190,10 +213,9 @@ def _usage(end: Ending) -> list[str]:
 
 def _next(end: Ending) -> Iterator[tuple[str, str]]:
     run_dir, folder = shlex.quote(end.config.run.dir), shlex.quote(str(end.folder))
-    if end.stopped_by is not None:
-        word = "later" if end.stopped_by == "deadline" else "larger"
-        yield f"# the same command with a {word} train.{end.stopped_by}", "goes on from the last checkpoint"
     yield f"hfdist report {run_dir}", "makes a page with its curves"
+    if end.config.task.name.is_reinforcement:
+        yield f"head {run_dir}/rollouts.jsonl", "shows answers with their rewards"
     yield f"hfdist audit run={run_dir}", "proves that it read the data as planned"
     if end.record.processes == 1:
         yield "hfdist prove strategy=zero2 launch.processes=2", "shows that two processes train as one does"

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hfdist.config.batch import BatchPlan
 from hfdist.config.data import DataConfig
 from hfdist.config.islands import IslandMethod, IslandsConfig
+from hfdist.config.model import Init
 from hfdist.config.rates import explain_learning_rate
 from hfdist.config.run import RunConfig
-from hfdist.config.task import TaskConfig
-from hfdist.data import Corpus, TokenStream
+from hfdist.config.task import TaskConfig, TaskName
+from hfdist.data import Corpus, TokenStream, are_chats
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.marks import are_targets
 from hfdist.data.order.records import Status
@@ -34,6 +35,8 @@ from hfdist.trainer.trainer import Trainer
 _OPEN, _SHUT = "\u27e6", "\u27e7"
 _MOST_CHARACTERS = 600
 _SURVEYED_DOCUMENTS = 256
+_TURNS = {"instruction": "prompt", "output": "completion"}
+"""Columns of one turn each, and those of plain text."""
 
 
 def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan | None = None) -> str:
@@ -161,3 +164,14 @@ def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfi
     told = "".join(f"; {count} {what}" for count, what in notes if count)
     mean = num_tokens / max(len(trained), 1)
     return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them targets{told}"
+
+
+def advise_template(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> str | None:
+    """Say that a model of chats learns plain text, and what makes it turns of a chat; None: it does not."""
+    if config.model.init is not Init.pretrained or tokenizer.chat_template is None or are_chats(corpus) is not False:
+        return None
+    data, hint = config.data, "rows whose prompt and answers are lists of messages"
+    if config.task.name is TaskName.causal_lm and not any(source.columns for source in data.sources.values()):
+        names = {ours: data.columns.get(theirs, theirs) for ours, theirs in _TURNS.items()}
+        hint = "'data.columns={" + ", ".join(f"{ours}: {theirs}" for ours, theirs in names.items()) + "}'"
+    return f"prompts and answers are learned as plain text, without the model's chat template; turns of a chat: {hint}"

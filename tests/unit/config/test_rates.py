@@ -5,6 +5,8 @@ import pytest
 from hfdist.config.composition.compose import compose_config, to_values
 from hfdist.config.rates import explain_learning_rate
 
+PRETRAINING = " (of a pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
+
 
 @pytest.mark.parametrize(
     ("primary", "overrides", "rate", "why"),
@@ -25,6 +27,7 @@ from hfdist.config.rates import explain_learning_rate
         ("finetune", ["adapter=lora", "optimizer.lr=3e-5"], 3e-5, ""),
         ("finetune", ["optimizer=adamw"], 3e-4, ""),
         ("pretrain", [], 3e-4, ""),
+        ("pretrain", ["model=hub", "model.name=OWNER/NAME"], 3e-4, PRETRAINING),
     ],
 )
 def test_a_rate_follows_from_the_task_and_the_adapter(primary, overrides, rate, why):

@@ -127,7 +127,7 @@ class TestTooLong:
         records = np.concatenate([packed.records for _, _, packed in given])
         read = [len(encoded(messages)) for messages in (conversation(1), conversation(1), self.LONG)]
         assert sorted(records["of_tokens"][records["fate"] == Status.trained]) == sorted(read)
-        losses = f"3 documents read, 1 cut to {LENGTH} tokens, 2 left out without a target"
+        losses = f"1 cut to {LENGTH} tokens, 2 left out without a target"
         assert describe_losses([records], config) == losses
         assert describe_losses([records[records["document"] == 0]], config) is None
         told = survey(stream.corpus, tokenizer(), config)

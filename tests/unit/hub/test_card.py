@@ -17,7 +17,7 @@ LINES = [
     {"step": 9, "loss": 2.25},
     {"step": 9, "eval_loss": 2.5},
 ]
-REPORTS = [PoolReport("web", 90, 0.9, 12345, 0.5, 0.99), PoolReport("books", 10, 0.1, 678, 1.5, 0.9)]
+REPORTS = [PoolReport("web", 90, 0.9, 12345, 0.5, 40, 0.99), PoolReport("books", 10, 0.1, 678, 1.5, 20, 0.9)]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Why examples have no target: what an error says of the roles that were found, and what to change."""
+"""What the first examples of a corpus are: whether they are turns of a chat, and why none has a target."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from hfdist.errors import DataError
 
 _MOST_LOOKED_AT = 200
 """Examples whose roles are counted."""
+_MOST_TRIED = 16
+"""Examples until one can be read."""
 _ANSWERS = "assistant"
 
 
@@ -27,11 +29,23 @@ def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
     return found if roles else "", f"{cut} where answers were cut off; report.preview=2 shows what is learned"
 
 
+def are_chats(corpus: Corpus) -> bool | None:
+    """Whether examples are turns of a chat, by the first one that can be read; None: plain text, or tokens."""
+    if not corpus.has_examples:
+        return None
+    examples = (_example(corpus, number) for number in range(min(corpus.num_documents, _MOST_TRIED)))
+    return next(("messages" in example for example in examples if {"messages", "prompt"} & example.keys()), None)
+
+
 def _roles(corpus: Corpus, number: int) -> list[str]:
+    turns = _example(corpus, number).get("messages")
+    return [str(turn.get("role")) for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+
+
+def _example(corpus: Corpus, number: int) -> dict[str, Any]:
     try:
         example: Any = json.loads(corpus.text(number))
-    # One that cannot be read has no roles; a text may be any JSON, or none.
+    # A text may be any JSON, or none.
     except (DataError, ValueError, RecursionError):
-        return []
-    turns = example.get("messages") if isinstance(example, dict) else None
-    return [str(turn.get("role")) for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+        return {}
+    return example if isinstance(example, dict) else {}
