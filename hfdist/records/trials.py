@@ -99,16 +99,17 @@ class TrialLog:
             self.trials[line["trial"]].results.append(result)
 
 
-def rank_trials(trials: Sequence[Trial], *, sign: int) -> list[Trial]:
-    """Give the furthest first, of these the best first, and last those without a value.
+def rank_trials(trials: Sequence[Trial], *, sign: int, has_lengths: bool) -> list[Trial]:
+    """Give the best first, and last those without a value; where trials have several lengths, the furthest first.
 
     Args:
         trials: of one sweep.
         sign: 1 where lower values are better, -1 where higher ones are.
+        has_lengths: whether a trial that has read more has come further; else its batch is larger.
     """
 
     def place(trial: Trial) -> tuple[bool, int, float, int]:
         value = trial.value
-        return value is None, -trial.tokens, 0.0 if value is None else sign * value, trial.number
+        return value is None, -trial.tokens * has_lengths, 0.0 if value is None else sign * value, trial.number
 
     return sorted(trials, key=place)

@@ -23,9 +23,11 @@ _LOG_RANGE = 30.0
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Read the trials of a sweep, the furthest first, and of these the best first."""
-    sign = -1 if _settings(folder).get("direction") == "maximize" else 1
-    return rank_trials(TrialLog(folder).trials, sign=sign)
+    """Read the trials of a sweep, the best first; where they have several lengths, the furthest first."""
+    settings = _settings(folder)
+    sign = -1 if settings.get("direction") == "maximize" else 1
+    has_lengths = settings.get("rungs", 1) != 1 or settings.get("sampler") == "pbt"
+    return rank_trials(TrialLog(folder).trials, sign=sign, has_lengths=has_lengths)
 
 
 def sweep(folder: Path) -> str:

@@ -228,11 +228,19 @@ def _sweep(arguments: list[str]) -> None:
     best = controller.best()
     if best is not None:
         history = controller.history(best)
-        _say(f"best: {sweep.folder_of(best)}: {' '.join(as_overrides(best.values))}")
+        folder = sweep.folder_of(best)
+        _say(f"best: {folder}: {' '.join(as_overrides(best.values))}")
         for one in history[:-1]:
             _say(f"  up to step {one.results[-1].step}, trial {one.number}: {' '.join(as_overrides(one.values))}")
         path = write_best(sweep, history)
-        _say(f"to train it again: hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}")
+        for name in ("model", "adapter"):
+            if (folder / name).is_dir():
+                _say(f"its {name}: {folder / name}")
+        _say("what comes next:")
+        _say(f"  hfdist report {sweep.folder}  # makes a page of all trials")
+        _say(
+            f"  hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}  # trains the best one again"
+        )
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")

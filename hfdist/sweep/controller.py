@@ -289,8 +289,10 @@ class Controller:
         if trials and self._config.sampler is Sampler.pbt:
             newest = generation_of(self._config, trials[-1].number)
             trials = [trial for trial in trials if generation_of(self._config, trial.number) == newest]
-        best = rank_trials(trials, sign=self._config.direction.sign)[:1]
-        return best[0] if best else None
+        return next(iter(self._ranked(trials)), None)
+
+    def _ranked(self, trials: Sequence[Trial]) -> list[Trial]:
+        return rank_trials(trials, sign=self._config.direction.sign, has_lengths=self.sweep.has_lengths)
 
     def history(self, trial: Trial) -> list[Trial]:
         """Give a trial after its parents, the earliest first: its steps had the values of these, in this order."""
@@ -302,7 +304,7 @@ class Controller:
     def table(self) -> str:
         """All trials, the best first."""
         rows: list[list[str]] = [["trial", self._config.metric, "tokens", "rung", "values"]]
-        for trial in rank_trials(self.log.trials, sign=self._config.direction.sign):
+        for trial in self._ranked(self.log.trials):
             shown = "failed" if trial.failure is not None else "-"
             value = shown if trial.value is None else f"{trial.value:.4f}"
             values = " ".join(as_overrides(trial.values))

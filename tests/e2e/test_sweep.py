@@ -1,6 +1,7 @@
 """Sweeps of real runs, each in processes of its own."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,8 +31,8 @@ def hfdist(folder, *arguments):
 
 def train_again(folder, said):
     """Follow what a sweep says in its end, and give the run folder."""
-    (again,) = [line for line in said.splitlines() if line.startswith("to train it again: hfdist ")]
-    words = again.removeprefix("to train it again: hfdist ").split()
+    (again,) = [line for line in said.splitlines() if line.endswith("# trains the best one again")]
+    words = shlex.split(again.removeprefix("  hfdist "), comments=True)
     replay = hfdist(folder, *words)
     _, problem = replay.communicate(timeout=60)
     assert replay.returncode == 0, problem
@@ -60,6 +61,7 @@ def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
     # The same mathematics, so the same loss.
     assert trials[0].value == pytest.approx(trials[1].value, rel=1e-5)
     assert "best: runs/grid/trial-000" in said
+    assert "its model: runs/grid/trial-000" in said
 
 
 def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path):

@@ -350,12 +350,14 @@ def thread_map(function: Callable[..., T], *columns: Sequence[Any]) -> Iterator[
 
     items = list(zip(*columns, strict=True))
     length = min(max(len(items) // (_THREADS * _CHUNKS_A_THREAD), 1), _LARGEST_CHUNK)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            for results in pool.map(run, (items[start : start + length] for start in range(0, len(items), length))):
-                yield from results
-        finally:
-            is_over.set()
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        for results in pool.map(run, (items[start : start + length] for start in range(0, len(items), length))):
+            yield from results
+    finally:
+        is_over.set()
+        # No wait: after an error, the garbage collector may come here in one of these threads.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # Folders of an index page that links to itself have no end.

@@ -14,7 +14,7 @@ from hfdist.report.sweep import read_trials, sweep
 def write_sweep(folder, trials, **settings):
     """Trials: values, and the results of their rungs, or a failure."""
     folder.mkdir(parents=True)
-    (folder / "sweep.json").write_text(json.dumps({"metric": "eval_loss", "sampler": "tpe", **settings}))
+    (folder / "sweep.json").write_text(json.dumps({"metric": "eval_loss", "sampler": "tpe", "rungs": 2, **settings}))
     lines = []
     for number, (values, results) in enumerate(trials):
         lines.append({"trial": number, "values": values})

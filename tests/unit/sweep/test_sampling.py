@@ -142,5 +142,7 @@ def test_hyperband_s_brackets_begin_at_later_rungs_and_stay_among_themselves():
 
 def test_the_furthest_are_ranked_first():
     trials = asha([[3.0], [2.0, 9.0], [None], [1.0], [2.0, 8.0, 7.0]])
-    assert [trial.number for trial in rank_trials(trials, sign=1)] == [4, 1, 3, 0, 2]
-    assert [trial.number for trial in rank_trials(trials, sign=-1)] == [4, 1, 0, 3, 2]
+    assert [trial.number for trial in rank_trials(trials, sign=1, has_lengths=True)] == [4, 1, 3, 0, 2]
+    assert [trial.number for trial in rank_trials(trials, sign=-1, has_lengths=True)] == [4, 1, 0, 3, 2]
+    best_first = rank_trials(trials, sign=1, has_lengths=False)
+    assert [trial.number for trial in best_first] == [3, 0, 4, 1, 2], "a larger batch reads more, and is no further"
