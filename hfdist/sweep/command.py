@@ -238,9 +238,8 @@ def _sweep(arguments: list[str]) -> None:
                 _say(f"its {name}: {folder / name}")
         _say("what comes next:")
         _say(f"  hfdist report {sweep.folder}  # makes a page of all trials")
-        _say(
-            f"  hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}  # trains the best one again"
-        )
+        again = f"hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}"
+        _say(f"  {again}  # trains the best one again")
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")

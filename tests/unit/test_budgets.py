@@ -7,14 +7,25 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from hfdist.config.checks.budgets import BUDGETS, check_budgets, find_limits
+from hfdist.config.checks.budgets import BUDGETS, check_budgets, find_limits, used_up
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.diff import find_changes
 from hfdist.config.run import CostConfig
 from hfdist.config.train import parse_time
 from hfdist.energy.estimates import ProcessLoad
 from hfdist.errors import BudgetError, ConfigError
-from hfdist.records import EVENTS, METRICS, RUN_FILE, Event, RunRecorder, State, add_event, read_lines, read_run
+from hfdist.records import (
+    EVENTS,
+    METRICS,
+    RUN_FILE,
+    Event,
+    RunRecord,
+    RunRecorder,
+    State,
+    add_event,
+    read_lines,
+    read_run,
+)
 from hfdist.records.lines import append_line
 from hfdist.records.run_file import write_run
 from hfdist.trainer.budget.budget import Budget, Pace, find_reached
@@ -335,3 +346,18 @@ def test_every_budget_has_its_key_and_its_rate(tmp_path):
     run = Run(tmp_path)
     assert set(run.usage.find_rates()) == set(run.usage.find_used()) == set(BUDGETS)
     assert [name for name in BUDGETS if not hasattr(run.config.train, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("step", "used", "limit", "enough"),
+    [
+        (0, 1.0, 1.0, 2.0),  # nothing is known
+        (25, 0.5, 0.6, 2.2),
+        (9, 0.003361, 0.006, 0.17),
+        (399, 1.0, 1.2, 1.4),  # more than before, whatever is left
+    ],
+)
+def test_the_next_budget_is_enough_for_the_steps_that_are_left(step, used, limit, enough, tmp_path):
+    record = RunRecord(start=1, step=step, max_steps=100 if step == 25 else 400)
+    error = used_up(config(tmp_path, f"train.max_hours={limit}"), "max_hours", used, record)
+    assert error.hint.startswith(f"train.max_hours={enough:g};")

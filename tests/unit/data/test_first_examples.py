@@ -1,0 +1,53 @@
+"""What the first examples of a corpus are: turns of a chat, or plain text that a model of chats is warned of."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.data import are_chats, open_corpus
+from hfdist.trainer.run.summary import advise_template
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+PAIR = {"prompt": "a", "completion": "b"}
+MODEL = ("model=hub", "model.name=OWNER/NAME", "data.lanes=1")
+WITH_TEMPLATE, WITHOUT = SimpleNamespace(chat_template="{{ messages }}"), SimpleNamespace(chat_template=None)
+
+
+def open_rows(tmp_path, rows, *overrides, name="finetune"):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = compose_config([*MODEL, f"data={path}", *overrides], name=name)
+    return open_corpus(config.data), config
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([CHAT], True),
+        ([{"instruction": "a", "output": "b"}], True),
+        ([PAIR], False),
+        ([{"messages": []}, PAIR], False),  # the first that can be read
+        ([{"text": '{"messages": []}'}], None),
+    ],
+)
+def test_a_chat_is_told_from_text(tmp_path, rows, found):
+    corpus, _ = open_rows(tmp_path, rows)
+    assert are_chats(corpus) is found
+
+
+def test_plain_text_for_a_model_of_chats_is_warned_of_with_what_makes_it_turns(tmp_path):
+    corpus, config = open_rows(tmp_path, [PAIR])
+    hint = "data.columns={instruction: prompt, output: completion}"
+    assert advise_template(corpus, WITH_TEMPLATE, config).endswith(f"'{hint}'")
+    assert advise_template(corpus, WITHOUT, config) is None
+    corpus, config = open_rows(tmp_path, [PAIR], hint)
+    assert advise_template(corpus, WITH_TEMPLATE, config) is None, "the hint leads to turns"
+    named = [{"question": "a", "answer": "b"}]
+    corpus, config = open_rows(tmp_path, named, "data.columns={prompt: question, completion: answer}")
+    assert "{instruction: question, output: answer}" in advise_template(corpus, WITH_TEMPLATE, config)
+    corpus, config = open_rows(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}], name="tune")
+    assert advise_template(corpus, WITH_TEMPLATE, config).endswith("lists of messages")
+    corpus, config = open_rows(tmp_path, [PAIR], "model.init=random")
+    assert advise_template(corpus, WITH_TEMPLATE, config) is None
