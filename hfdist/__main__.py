@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -66,6 +67,9 @@ def main() -> None:
         known = [*{**recipes, **NAMES}, RUN, "completion bash"]
         after = next((word for word in arguments if word in NAMES), RECIPES[0])
         called = HINTS[name].format(name=after) if name in HINTS else None
+        # Such as `train_dpo`.
+        part = next((part for part in re.split("[-_]", name) if part in NAMES), None)
+        called = called if part is None else f"hfdist {part}"
         error = ConfigError(
             "there is no such command",
             where="command line",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -181,6 +182,18 @@ def _typed(hint: Any, value: Any, key: Key) -> Any:
         found = printable(repr(value), _MOST_SHOWN)
         raise ConfigError("this value is not possible", where=key.name, found=found, allowed=key.allowed)
     return made
+
+
+def fits(key: Key, text: str) -> bool:
+    """Whether a key takes what a command line says so: text, a number or a name of its own values."""
+    kind, is_optional = _without_none(key.type)
+    if kind is str or key.is_free or key.takes_list or (is_optional and text == "null"):
+        return True
+    try:
+        _typed(key.type, text if issubclass(kind, Enum) else json.loads(text.lower()), key)
+    except (ConfigError, ValueError, TypeError):
+        return text == "..."
+    return True
 
 
 def _unescaped(value: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -206,12 +206,14 @@ def _shards(index: Path, found: str) -> list[str]:
     raise ConfigError(f"{_INDEX} is damaged", where="model.name", found=found, hint="copy or download it again")
 
 
-def _without_weights(names: Collection[str], found: str, is_complete: bool) -> ConfigError:
+def _without_weights(names: Set[str], found: str, is_complete: bool) -> ConfigError:
     # Only safetensors are read, since a pickle can run code.
     pickles = sorted(name for name in names if name.endswith(_PICKLES) and name != "training_args.bin")
     gguf = sorted(name for name in names if name.endswith(".gguf"))
     what, hint = "it holds no weights", "model.init=random takes its architecture alone"
-    if "adapter_config.json" in names:
+    if is_complete and not names & {"config.json", "adapter_config.json"} and not gguf:
+        what, hint = "it holds no model: there is no config.json", "a folder that save_pretrained has written"
+    elif "adapter_config.json" in names:
         what, hint = "it holds an adapter, not a model", "model.name=ID of the adapter's base model"
     elif gguf:
         what, hint = "its weights are GGUF", f"model.gguf_file={gguf[0]}"

@@ -84,7 +84,13 @@ def load_rewards(
     Raises:
         ConfigError: a weight is no finite number, or no installed package offers a reward of this name.
     """
+    if not isinstance(names, Mapping):
+        what, allowed, hint = "rewards are given with their weights", "{NAME: WEIGHT}", f"{{{_name_in(names)!r}: 1.0}}"
+        raise ConfigError(what, where=where, found=f"{names!r:.80}", allowed=allowed, hint=hint)
     for name, weight in names.items():
+        if isinstance(weight, str):
+            what, hint = "the weight of a reward is text", f"{{{name!r}: {weight}}}"
+            raise ConfigError(what, where=f"{where}.{name}", found=repr(weight), allowed="a number", hint=hint)
         if not _is_finite(weight):
             what = "the weight of a reward is no finite number"
             raise ConfigError(what, where=f"{where}.{name}", found=weight, hint=f"{where}.{name}=1.0")
@@ -93,6 +99,11 @@ def load_rewards(
         Reward(name=name, weight=float(weight), score=known[name] if name in known else _load(name, where))
         for name, weight in names.items()
     ]
+
+
+def _name_in(given: Any) -> str:
+    one = next(iter(given), "NAME") if isinstance(given, list | tuple | set) else given
+    return one if isinstance(one, str) else getattr(one, "__name__", "NAME").strip("<>")
 
 
 def _load(name: str, where: str) -> Score:

@@ -91,6 +91,7 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     raise_limit()
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments, strategy)
+    _check_half_weights(arguments["model"], arguments.get("args"))
     check_trl_arguments(kind, arguments, strategy)
     arguments = with_adapter(arguments, kind, strategy)
     if getattr(arguments["model"], "peft_config", None):
@@ -142,6 +143,18 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
         what = "it deals rows to all processes, and here several of them must read the same rows"
         where, hint = "args.train_sampling_strategy", "group_by_length, or a strategy such as zero3 or fsdp2 alone"
         raise ConfigError(what, where=where, found="batch_rebalance", hint=hint)
+
+
+def _check_half_weights(model: nn.Module, args: Any) -> None:
+    """Refuse weights of float16 where their gradients are to be scaled: GradScaler takes those of float32 alone."""
+    if getattr(args, "fp16", False) and any(
+        one.requires_grad and one.dtype == torch.float16 for one in model.parameters()
+    ):
+        what, hint = (
+            "fp16=True trains weights of float32 in float16",
+            'from_pretrained(..., dtype="float32"), or bf16=True',
+        )
+        raise ConfigError(what, where="model", found="weights of float16", allowed="float32", hint=hint)
 
 
 def _check_loss_of_parts(kind: type, arguments: dict[str, Any]) -> None:

@@ -111,6 +111,11 @@ class DistributedTrainerMixin(_Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        mixin = next(n for n, base in enumerate(cls.__bases__) if issubclass(base, DistributedTrainerMixin))
+        if any(issubclass(base, transformers.Trainer) for base in cls.__bases__[:mixin]):
+            what, names = "the mixin comes after the class that it changes", [base.__name__ for base in cls.__bases__]
+            hint = f"class {cls.__name__}({', '.join([names[mixin], *names[:mixin], *names[mixin + 1 :]])})"
+            raise ConfigError(what, where=f"class {cls.__name__}", found=", ".join(names), hint=hint)
         if not issubclass(cls, EngineTrainer):
             # Under all classes that it is mixed into, so that their overrides come first and `super()` ends here.
             cls.__bases__ = (*(base for base in cls.__bases__ if base is not transformers.Trainer), EngineTrainer)

@@ -65,8 +65,10 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
 def _check_packages(config: RunConfig) -> None:
     """Check that the package is installed of each value that needs one besides hfdist's own."""
     precision, generators = config.train.precision, config.task.generators
+    liger = "train.arguments.use_liger_kernel"
     needs = [
         (precision is Precision.fp8, "train.precision", precision.value, "torchao", "'torchao>=0.18,<0.19'", "bf16"),
+        (bool(config.train.arguments.get("use_liger_kernel")), liger, "true", "liger_kernel", "liger-kernel", "false"),
         (generators > 0, "task.generators", generators, "zmq", "'pyzmq>=26'", "0"),
     ]
     for is_needed, key, value, module, package, instead in needs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import os
 import re
@@ -100,7 +101,7 @@ def _check_model(config: RunConfig) -> None:
     model, both = config.model, "model.name, model.type"
     if model.name is None and model.type is None:
         allowed = "a Hub id or folder in model.name, or an architecture in model.type"
-        hint = "model=small, or model=hub model.name=HuggingFaceTB/SmolLM2-135M"
+        hint = "model=HuggingFaceTB/SmolLM2-135M, model=FOLDER, or model=small, which begins with random weights"
         raise ConfigError("no model is named", where=both, found="both null", allowed=allowed, hint=hint)
     if model.name is not None and model.type is not None:
         what = "two models are named: the architecture of a model.name is known, so it takes no model.type"
@@ -547,7 +548,9 @@ def _check_checkpoints(config: RunConfig) -> None:
     if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
         what = "this is neither auto, nor never, nor a folder that exists"
         allowed = "auto, never, or the folder of a checkpoint"
-        hint = nearest(resume.lower(), words, "checkpoint.resume={}") or "checkpoint.resume=auto"
+        beside = sorted(glob.glob(f"{glob.escape(os.path.dirname(resume))}/step-*"))
+        hint = f"checkpoint.resume={beside[-1]}" if beside else "checkpoint.resume=auto"
+        hint = nearest(resume.lower(), words, "checkpoint.resume={}") or hint
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
 
 

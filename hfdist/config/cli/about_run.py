@@ -10,7 +10,7 @@ from hfdist.config.checks.preflight import OFFLINE_FLAG
 from hfdist.config.cli.arguments import as_config_flags, find_run, value_after
 from hfdist.config.cli.own_config import as_recipe
 from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task
-from hfdist.config.composition.aliases import override_for
+from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import is_run_folder, refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
@@ -156,7 +156,7 @@ def _split_flags(
         elif argument.startswith("-"):
             known, key = (*without_value, *_VALUE_FLAGS), name.lstrip("-").replace("-", "_")
             called = override_for(f"{group}.{key}", value or value_after(next(rest, "")))
-            hint = called or nearest(name, known) or "--help"
+            hint = called or reason_against(key) or nearest(name, known) or "--help"
             raise ConfigError(
                 "there is no such flag", where=COMMAND_LINE, found=argument, allowed=", ".join(known), hint=hint
             )

@@ -13,7 +13,7 @@ from hfdist.config.cli.recipe_names import NAMES, RECIPES
 from hfdist.config.composition.files import display, read_config_text, refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.task import TaskName
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 from hfdist.records import RUN_FILE
 
 _OF_RUN = "config.yaml"
@@ -41,7 +41,8 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         refuse_references(path)
     if not path.is_file():
         what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {_OF_RUN}"
-        hint = "hfdist run FILE.yaml key=value ..."
+        runs = [str(other.parent) for other in Path(given).parent.glob(f"*/{_OF_RUN}")]
+        hint = nearest(given, runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ..."
         raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
     recipe = _find_recipe(path, set())
     if recipe is None:

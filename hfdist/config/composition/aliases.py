@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hfdist.config.optimizer import OptimizerName
 
+_MODEL, _TEMPLATE, _HUB_DATA = "model={value}", "data.chat.template={value}", "data=hub data.sources.hub.path={value}"
 _OVERRIDES = {
     "train.global_batch_size={value}": "batch_size train_batch_size effective_batch_size",
     "train.micro_batch_size={value}": "per_device_train_batch_size per_device_batch_size "
@@ -13,7 +14,7 @@ _OVERRIDES = {
     "train.eval_micro_batch_size={value}": "per_device_eval_batch_size",
     "train.max_steps={value}": "steps num_steps max_train_steps train_iters max_iters total_steps",
     "train.epochs={value}": "num_train_epochs num_epochs max_epochs",
-    "train.eval_every={value}": "eval_steps",
+    "train.eval_every={value}": "eval_steps eval_interval",
     "evaluate.patience={value}": "early_stopping_patience",
     "evaluate.min_delta={value}": "early_stopping_threshold",
     "evaluate.export=best checkpoint.keep_best=true": "load_best_model_at_end",
@@ -41,11 +42,11 @@ _OVERRIDES = {
     "data.sequence_length={value}": "block_size seq_length sequence_len max_length max_seq_length max_seq_len "
     "model_max_length context_length cutoff_len",
     "data={value}": "data.path data.file data.files data_path data_files",
-    "data=hub data.sources.hub.path={value}": "dataset dataset_name",
+    _HUB_DATA: "dataset dataset_name",
     "data=hub data.sources.hub.subset={value}": "dataset_config_name",
     "data=files data.sources.files.path={value}": "train_file",
     "data.sources.files.text={value}": "text_column dataset_text_field",
-    "data.chat.template={value}": "chat_template chat_template_path",
+    _TEMPLATE: "chat_template chat_template_path template",
     "'data.chat.template_arguments={enable_thinking: false}'": "chat_template_kwargs",
     # These are said with true or false: see `override_for`.
     "data.chat.train_on=assistant": "assistant_only_loss completion_only_loss",
@@ -56,18 +57,19 @@ _OVERRIDES = {
     "export.push_to={value}": "hub_model_id",
     "export.private={value}": "hub_private_repo",
     "export.revision={value}": "hub_revision",
-    "model={value}": "model_name model_name_or_path pretrained_model_name_or_path base_model model_id",
+    _MODEL: "model_name model_name_or_path pretrained_model_name_or_path base_model model_id",
     "model.type={value}": "model_type",
     "model.config.hidden_size=512": "config_overrides",
     "model.tokenizer.name={value}": "tokenizer_name",
-    "model.dtype={value}": "torch_dtype",
+    "model.dtype={value}": "torch_dtype dtype",
     "model.attention={value}": "attn_implementation",
     "model.attention=flash_attention_2": "flash_attention flash_attn use_flash_attention_2",
     "model.attention=sdpa": "sdp_attention sdpa_attention",
-    "model.config.hidden_size={value}": "hidden_size",
+    "model.config.hidden_size={value}": "hidden_size n_embd d_model",
     "model.config.intermediate_size={value}": "intermediate_size",
-    "model.config.num_hidden_layers={value}": "num_hidden_layers num_layers",
-    "model.config.num_attention_heads={value}": "num_attention_heads",
+    "model.config.num_hidden_layers={value}": "num_hidden_layers num_layers n_layer n_layers",
+    "model.config.num_attention_heads={value}": "num_attention_heads n_head n_heads",
+    "model.config.attention_dropout={value}": "dropout attention_dropout",
     "adapter=lora adapter.rank={value}": "lora_r lora_rank adapter.r",
     "adapter=lora adapter.alpha={value}": "lora_alpha",
     "adapter=lora adapter.dropout={value}": "lora_dropout",
@@ -100,6 +102,7 @@ _OVERRIDES = {
     "report.project={value}": "project",
     "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta kl_coef kl_coeff",
+    "cluster.nodes={value}": "cluster.nodes cluster.num_nodes cluster.nnodes cluster.machines",
     "cluster.hours=1": "cluster.time cluster.walltime cluster.time_limit",
     "task.loss={value}": "loss_type pref_loss",
     "'task.rewards={{value}: 1.0}'": "reward_funcs reward_functions",
@@ -112,6 +115,8 @@ _OVERRIDES = {
 OVERRIDES = {name: override for override, names in _OVERRIDES.items() for name in names.split()}
 
 _QUANTIZED = "adapter=qlora has the frozen weights in 4 bits"
+_PROCESSES = "launch.processes=2 starts two processes on this machine"
+_TOKENS = "special tokens are the tokenizer's own: save_pretrained of a changed one, and model.tokenizer.name=FOLDER"
 _NO_GPU = "a machine without a GPU trains on the CPU; launch.processes=2 starts two ranks on it"
 _UPLOAD = "export.push_to=OWNER/NAME uploads the model at the end"
 _BATCH = "it follows from train.global_batch_size / (train.micro_batch_size x data ranks): set train.global_batch_size"
@@ -153,9 +158,21 @@ REASONS = {
     "max_prompt_length": "data.sequence_length=1024 holds a prompt, or a prompt with its answers",
     **dict.fromkeys(("ref_model", "reference_model"), "the reference is the model that the run begins with"),
     **dict.fromkeys(("saves_per_epoch", "evals_per_epoch"), "checkpoint.every=100 train.eval_every=100 count steps"),
-    "local_rank": "launch.processes=2 starts two processes; a launcher gives each its place",
-    "no_cuda": _NO_GPU,
-    "use_cpu": _NO_GPU,
+    "local_rank": f"{_PROCESSES}; a launcher gives each its place",
+    **dict.fromkeys(("no_cuda", "use_cpu", "device", "device_map"), _NO_GPU),
+    **dict.fromkeys(
+        ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_TOKEN"),
+        "a variable of the environment stands before the command",
+    ),
+    **dict.fromkeys(
+        ("training_args", "training_arguments", "TrainingArguments", "trainer"),
+        "`train: {max_steps: 20}` and `optimizer: {lr: 1e-4}`; other TrainingArguments in `train: {arguments: {}}`",
+    ),
+    "config": "--config FILE.yaml",
+    "init_from": "model=FOLDER begins with its weights; the same command again goes on with its own run",
+    "always_save_checkpoint": "checkpoint.every=100; the model is always written at the end",
+    "standalone": _PROCESSES,
+    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _TOKENS),
 }
 _OPPOSITES = {
     "data.packing=best_fit": "data.packing=none",
@@ -182,6 +199,8 @@ _OPPOSITES = {
 VALUES = {
     "model.loss": dict.fromkeys(("liger", "cut_cross_entropy"), "chunked"),
     "optimizer.name": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW"), "adamw"),
+    "model.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
+    "adapter=lora adapter.targets=[{value}]": {"all": "all-linear"},
     "optimizer.schedule": {
         **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr"), "cosine"),
         "constant_with_warmup": "constant",
@@ -189,7 +208,6 @@ VALUES = {
     },
 }
 """Values of keys as others call them, or as they were called."""
-_HUB_DATA = "data=hub data.sources.hub.path={value}"
 
 
 def override_for(name: str, value: object = None) -> str | None:
@@ -202,13 +220,20 @@ def override_for(name: str, value: object = None) -> str | None:
         # As LLaMA-Factory has `stage: sft`.
         value = None
     value = str(value).lower() if isinstance(value, bool) else value
-    if str(value).lower() in ("false", "none", "null", "no_shard"):
+    if isinstance(value, dict | list):
+        value = None
+    if value is not None and str(value).lower() in ("false", "none", "null", "no_shard"):
         template = _OPPOSITES.get(template, template)
     value = VALUES.get(template.removesuffix("={value}"), {}).get(str(value), value)
     if template == "checkpoint.resume={value}" and str(value).lower() == "true":
         value = "auto"
     if template == _HUB_DATA and Path(str(value)).suffix:
         template = "data={value}"
+    if template == _TEMPLATE and value != "chatml" and not Path(str(value)).is_file():
+        value = "chatml"
+    if template in (_MODEL, "data={value}") and "/" not in str(value) and Path(str(value)).exists():
+        # As it stands, it would be an option of the group.
+        value = f"./{value}"
     return template.replace("{value}", "..." if value is None else str(value))
 
 

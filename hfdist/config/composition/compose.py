@@ -77,7 +77,7 @@ def compose_untyped(request: Request) -> DictConfig:
     if OmegaConf.get_type(config) is not RunConfig:
         what = "the primary config is not typed, so mistakes in it would pass"
         where = f"--config-name {request.config_name}"
-        hint = f"begin it with `defaults: [pretrain, _self_]`, or another recipe; a whole config with `- {SCHEMA}`"
+        hint = f"begin it with its recipe, `defaults: [finetune, _self_]`, or pretrain, or tune; or with `- {SCHEMA}`"
         raise ConfigError(what, where=where, hint=hint)
     check_keys(config, request)
     for key, text in _texts(config):

@@ -23,7 +23,7 @@ from hfdist.config.composition.aliases import VALUES, override_for, override_for
 from hfdist.config.composition.files import display, list_groups, list_options
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import TRACKERS
-from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
+from hfdist.config.schema import all_keys, find_key, fits, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
 
 _REWARDS = "task.rewards"
@@ -96,7 +96,25 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
     allowed = (
         f"in {section}: {', '.join(known)}" if known else f"groups and sections: {_listed([*groups, *members('')])}"
     )
-    return ConfigError(what, where=where, found=value, allowed=allowed, hint=_hint_for_unknown(key, value, groups))
+    hint = _hint_for_unknown(key, value, groups)
+    if hint is not None and place != COMMAND_LINE:
+        hint = _in_file(hint)
+    return ConfigError(what, where=where, found=value, allowed=allowed, hint=hint)
+
+
+def _in_file(hint: str) -> str:
+    """Write overrides as a file has them, if the hint is nothing else."""
+    words = hint.split()
+    if not all(re.match(r"'?[\w.]+=", word) for word in words):
+        return hint
+    pairs = [word.strip("'").partition("=") for word in words]
+
+    def line(key: str, value: str) -> str:
+        is_option = "." not in key and hint_for_file(key, value) is None
+        of_group = f"`- override /{key}: {value}` in the defaults list"
+        return of_group if is_option else hint_for_file(key, value) or f"`{in_yaml(key, value)}`"
+
+    return ", and ".join(line(key, value) for key, _, value in pairs)
 
 
 def check_keys(config: DictConfig, request: Request) -> None:
@@ -132,6 +150,10 @@ def explain_interpolation(error: OmegaConfBaseException) -> ConfigError:
     message = first_line(error)
     missing = re.search(r"Interpolation key '([^']+)' not found", message)
     near = nearest_key(missing[1]) if missing else None
+    if missing and missing[1].isupper():
+        what, key = "no config reads the environment", error.full_key or None
+        hint = f"{key}=${missing[1]} on the command line, where the shell puts it in"
+        return ConfigError(what, where=key, found=f"${{{missing[1]}}}", hint=hint)
     what, allowed = f"an interpolation cannot be resolved: {message}", "${section.key} of a key that has a value"
     return ConfigError(what, where=error.full_key or None, allowed=allowed, hint=f"${{{near}}}" if near else None)
 
@@ -303,6 +325,9 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
     if hint is not None:
         return hint
     text = "..." if value is None or isinstance(value, (dict, list)) else value
+    leaf = key.rpartition(".")[2]
+    if leaf != key and not members(key.rpartition(".")[0] + f".{leaf}") and leaf in members("") and members(leaf):
+        return f"`{leaf}:` is a section of its own, beside `{key.partition('.')[0]}:`"
     if "." not in key:
         near = nearest(key, groups, cutoff=0.7)
         if near is not None:
@@ -311,7 +336,7 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
     known = None if near is None else find_key(near)
     if known is not None and members(known.name):
         return f"{near}.{members(known.name)[0]}=..."
-    return None if near is None else f"{near}={text}"
+    return None if near is None or (known is not None and not fits(known, str(text))) else f"{near}={text}"
 
 
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,6 +17,7 @@ from hydra.errors import HydraException
 from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
 from hfdist.config.checks.preflight import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
+from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import is_run_folder, list_groups, list_options, refuse_target, shipped_folder
 from hfdist.config.schema import all_keys, find_key, flatten
 from hfdist.errors import ConfigError, nearest
@@ -56,6 +58,10 @@ _OF_PATHS = {
 }
 
 
+_ALLOWED = "key=value or group=option"
+_OF_MODELS = ("config.json", "adapter_config.json", "tokenizer.json", "model.safetensors")
+
+
 def prepare_overrides(texts: Sequence[str], recipe: str = "pretrain") -> list[GivenOverride]:
     """Parse and check the overrides of a recipe.
 
@@ -73,6 +79,12 @@ def prepare_overrides(texts: Sequence[str], recipe: str = "pretrain") -> list[Gi
         # The last one would win, as of any key; but who names two files wants both.
         where, hint = f"data ({COMMAND_LINE})", mixture_hint(dict.fromkeys(files))
         raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=hint)
+    bare = [text for text in texts if "=" not in text and os.path.exists(text) and not is_run_folder(text)]
+    if bare and not any(text.endswith((".yaml", ".yml")) for text in bare):
+        what, found = "this is not an override", " ".join(bare)
+        paths = {"model" if _is_model(text) else "data": text if "/" in text else f"./{text}" for text in bare}
+        hint = " ".join(f"{key}={path}" for key, path in paths.items())
+        raise ConfigError(what, where=COMMAND_LINE, found=found, allowed=_ALLOWED, hint=hint)
     return [_prepare(part, recipe) for text in texts for part in _name_files(text)]
 
 
@@ -99,11 +111,17 @@ def _name_files(text: str) -> list[str]:
     if key.lstrip("+") == PLACE and value.endswith(".json"):
         where = f"{PLACE} ({COMMAND_LINE})"
         return [f"{PLACE}={_in_words(read_deepspeed_file(value, where))}"]
-    if key not in _OF_PATHS or not re.search(_OF_PATHS[key].looks, value):
+    if key not in _OF_PATHS or not (re.search(_OF_PATHS[key].looks, value) or _is_there(key, value)):
         return [text]
     option, path_key, _ = _OF_PATHS[key]
     path = value.strip("\"'").replace("'", "\\'")
     return [f"{key}={option}", f"{path_key}='{path}'"]
+
+
+def _is_there(group: str, name: str) -> bool:
+    """Whether a name without a slash is that of a file or folder here, and of no option."""
+    is_one = _is_model(name) if group == "model" else os.path.exists(name)
+    return is_one and name not in list_options(shipped_folder(), group)
 
 
 def _in_words(value: Any) -> str:
@@ -166,6 +184,10 @@ def _for_hydra(override: Override, text: str) -> str:
     return f"{'++' if is_free_member else _PREFIXES[override.type]}{key}={value}"
 
 
+def _is_model(path: str) -> bool:
+    return path.endswith(".gguf") or any((Path(path) / name).exists() for name in _OF_MODELS)
+
+
 def _groups_with(option: str) -> list[str]:
     folder = shipped_folder()
     return [group for group in list_groups(folder) if option in list_options(folder, group)]
@@ -178,12 +200,10 @@ def _not_an_override(text: str) -> ConfigError:
         hint = f"--config {text}, if that is a config"
     elif not equals and text.endswith(":"):
         hint = f"{text[:-1]}=VALUE, without a space"
-    elif not equals and os.path.isfile(text):
-        hint = f"data={text}"
-    elif not equals and (groups := _groups_with(text)):
-        hint = ", or ".join(f"{group}={text}" for group in groups)
     elif not equals and is_run_folder(text):
         hint = f"--config {text.rstrip('/')}/config.yaml has the config of that run"
+    elif not equals and (groups := _groups_with(text)):
+        hint = ", or ".join(f"{group}={text}" for group in groups)
     elif not equals and known:
         hint = f"{key}=... without spaces around the ="
     elif not equals and ":" in text:
@@ -192,9 +212,10 @@ def _not_an_override(text: str) -> ConfigError:
         hint = "write each override as an argument of its own"
     elif equals and known and not known.is_text:
         hint = f"{key}=... with {known.allowed}"
+    elif equals and find_key(key) is None and (instead := reason_against(key) or override_for(key)) is not None:
+        hint = instead
     elif equals and key.strip(" +~") and value:
         hint = f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
     else:
         hint = nearest(key, all_keys(), "{}=...") or "optimizer.lr=1e-3 or strategy=zero2"
-    allowed = "key=value or group=option"
-    return ConfigError("this is not an override", where=COMMAND_LINE, found=text, allowed=allowed, hint=hint)
+    return ConfigError("this is not an override", where=COMMAND_LINE, found=text, allowed=_ALLOWED, hint=hint)

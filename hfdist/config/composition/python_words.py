@@ -40,7 +40,6 @@ _PHRASES = (
     (r"strategy\.deepspeed\.(?=\w)", "deepspeed."),
     (r"train\.compile=none or model", "train.compile=none"),
     (r"train\.arguments\.(\w+)", r"args.\1"),
-    (r"\bstrategy=(\w+)", r'make_strategy("\1")'),
     (r"\bmodel\.name\b", "model"),
 )
 _KEY = re.compile(
@@ -67,10 +66,18 @@ def speaking_python() -> Iterator[None]:
 
 def in_python(text: str) -> str:
     """Write keys and values in a text as Python has them."""
+    text = re.sub(r"\bstrategy=(\w+)((?: strategy\.\w+=\w+)*)", _call, text)
     for pattern, by in _PHRASES:
         text = re.sub(pattern, by, text)
     text = re.sub(r"(=[^\s,()]+) (?=[a-z_]+=)", r"\1, ", _KEY.sub(_argument, text))
     return re.sub(r"\b(true|false|null)\b", lambda match: _VALUES[match[1]], text)
+
+
+def _call(match: re.Match[str]) -> str:
+    """Write a preset, and the degrees that stand beside it, as one call."""
+    degrees = [f"{name}={_literal(name, value)}" for name, value in re.findall(r"strategy\.(\w+)=(\w+)", match[2])]
+    arguments = ", ".join([f'"{match[1]}"', *degrees])
+    return f"make_strategy({arguments})"
 
 
 def _argument(match: re.Match[str]) -> str:

@@ -25,6 +25,8 @@ def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
     found = f"turns of the roles {', '.join(f'{role} ({count:,})' for role, count in roles.most_common(5))}"
     if roles and _ANSWERS not in roles:
         return found, f"a turn of the role `{_ANSWERS}` is what is learned: rename the role of the answers in the rows"
+    if roles and not any(_answers(corpus, number) for number in range(min(corpus.num_documents, _MOST_LOOKED_AT))):
+        return f"{found}, all without a text", "the answers in the rows, which are learned"
     cut = "data.too_long=truncate_start" if config.too_long is TooLong.truncate_end else "a larger data.sequence_length"
     return found if roles else "", f"{cut} where answers were cut off; report.preview=2 shows what is learned"
 
@@ -37,9 +39,26 @@ def are_chats(corpus: Corpus) -> bool | None:
     return next(("messages" in example for example in examples if {"messages", "prompt"} & example.keys()), None)
 
 
+def are_alike(corpus: Corpus) -> bool:
+    """Whether the two answers of each of the first pairs are the same, so that nothing tells them apart."""
+    numbers = range(min(corpus.num_documents, _MOST_TRIED) if corpus.has_examples else 0)
+    examples = [_example(corpus, number) for number in numbers]
+    pairs = [example for example in examples if isinstance(example.get("rejected"), str | list)]
+    return bool(pairs) and all(_chosen(example) == example["rejected"] for example in pairs)
+
+
+def _chosen(example: dict[str, Any]) -> Any:
+    return example["messages"][example["learned_from"] :] if "messages" in example else example["completion"]
+
+
 def _roles(corpus: Corpus, number: int) -> list[str]:
     turns = _example(corpus, number).get("messages")
     return [str(turn.get("role")) for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+
+
+def _answers(corpus: Corpus, number: int) -> bool:
+    turns = _example(corpus, number).get("messages", [])
+    return any(turn.get("role") == _ANSWERS and (turn.get("content") or turn.get("tool_calls")) for turn in turns)
 
 
 def _example(corpus: Corpus, number: int) -> dict[str, Any]:

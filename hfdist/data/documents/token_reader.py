@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.config.data import BadRows, DataConfig, TooLong, cache_dir
+from hfdist.data.documents.bad_rows import with_way_out
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_cache import TokenCache, shard_key
 from hfdist.data.marks import are_targets
@@ -104,7 +104,8 @@ class Documents:
         if self._config.on_bad_rows is BadRows.error:
             for place, error in bad.items():
                 if int(numbers[place]) not in self.corpus.quarantined:
-                    raise self._with_way_out(error, int(numbers[place]))
+                    shard, _ = self.corpus.shard_of(int(numbers[place]))
+                    raise with_way_out(error, shard, str(self.corpus.origin(int(numbers[place]))))
         starts, lengths = columns.starts, columns.lengths
         if too_long is not TooLong.split:
             lengths = np.minimum(lengths, length)
@@ -126,13 +127,6 @@ class Documents:
         lengths = np.where(is_given, lengths, 0)
         cut_tokens = np.where(is_given, columns.lengths - lengths, 0)
         return DocumentBatch(numbers, columns.tokens, columns.arrays, starts, lengths, cut_tokens, fates, bad)
-
-    def _with_way_out(self, error: DataError, number: int) -> DataError:
-        way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"
-        # A copy: the rows of a damaged file share one.
-        error = copy.copy(error)
-        error.hint = way_out if error.hint is None else f"{error.hint}, or {way_out}"
-        return error
 
     def _tokenized(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
         key = shard_key(shard.local_identity, self._encoders.digest(examples=shard.gives_examples))

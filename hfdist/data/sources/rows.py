@@ -127,7 +127,7 @@ def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 def _from_unpaired(row: Mapping[str, Any]) -> dict[str, Any]:
     """An answer that was liked or not."""
-    if not isinstance(row["label"], bool):
+    if row["label"] not in (True, False):
         _refuse(
             "this says neither that the answer was liked nor that it was not", "label", row["label"], "true or false"
         )
@@ -205,7 +205,9 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     if "content" in message:
         message["content"] = _content(message["content"], where)
     elif not message.get("tool_calls"):
-        _refuse("a message has no content", where, item, "content, or tool_calls of the assistant")
+        instead = next((name for name in ("text", "value") if name in message), None)
+        what = "a message has no content" if instead is None else f"a message has `{instead}` in place of `content`"
+        _refuse(what, where, item, "content, or tool_calls of the assistant")
     if "tool_calls" in message:
         calls = _parsed(message["tool_calls"])
         message["tool_calls"] = [_call(call, where) for call in _list(calls, f"{where}.tool_calls")]

@@ -29,6 +29,11 @@ _COMMANDS = {
 SUFFIXES = tuple(_COMMANDS)
 
 
+def command_for(kind: str) -> str:
+    """Give the command that reads a file with this ending, one of `SUFFIXES`, and writes rows of JSON."""
+    return _COMMANDS[kind]
+
+
 def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
     """Give what to do with files that cannot be read as they are; None: they are of no kind that is known.
 

@@ -380,6 +380,7 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
     files: Sequence[DataFile]
     if scheme is None or scheme == "file":
         here = Path(path if scheme is None else unquote(path[len("file://") :])).expanduser()
+        _refuse_splits(here, key)
         found = _find_local(here, (*suffixes, *OTHER_SUFFIXES))
         files = [file for file in found if file.name.endswith(suffixes)] if here.is_dir() else found
         if files and len(files) < len(found):
@@ -411,6 +412,15 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
         if isinstance(file, LocalFile) and not os.access(file.url, os.R_OK):
             raise ConfigError("the file cannot be read: permission denied", where=key, found=file.url)
     return sorted(files, key=lambda file: file.name)
+
+
+def _refuse_splits(folder: Path, key: str) -> None:
+    """Refuse what a DatasetDict has saved: its splits are not for training alike."""
+    splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+    if len(splits) > 1 and (folder / "dataset_dict.json").is_file():
+        first = "train" if "train" in splits else splits[0]
+        what, hint = "this folder holds several splits, of which one is to be trained on", f"{key}={folder / first}"
+        raise ConfigError(what, where=key, found=", ".join(splits), allowed="the folder of one split", hint=hint)
 
 
 def _find_local(pattern: Path, suffixes: tuple[str, ...]) -> list[LocalFile]:

@@ -99,7 +99,7 @@ from hfdist.trainer.reporting.traffic import Traffic
 from hfdist.trainer.run.end_of_run import finish
 from hfdist.trainer.run.own_plan import OwnPlan, begin_plan, naming_lack_of_memory, runtime_bytes, take_plan
 from hfdist.trainer.run.run_lock import RunLock
-from hfdist.trainer.run.summary import advise_template, describe_run, preview, survey
+from hfdist.trainer.run.summary import advise, describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 from hfdist.trainer.trainer import RunOptions, Trainer
 from hfdist.watch.callback import Watch
@@ -288,7 +288,7 @@ class Run:
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
                 logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
-                if (advice := advise_template(data.corpus, data.tokenizer, config)) is not None:
+                if (advice := advise(data.corpus, data.tokenizer, config)) is not None:
                     logger.warning("%s", advice)
             for text in preview(data.stream, data.tokenizer, config.report.preview):
                 logger.info("%s", text)

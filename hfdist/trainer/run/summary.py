@@ -17,7 +17,7 @@ from hfdist.config.model import Init
 from hfdist.config.rates import explain_learning_rate
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskConfig, TaskName
-from hfdist.data import Corpus, TokenStream, are_chats
+from hfdist.data import Corpus, TokenStream, are_alike, are_chats
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.marks import are_targets
 from hfdist.data.order.records import Status
@@ -166,8 +166,10 @@ def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfi
     return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them targets{told}"
 
 
-def advise_template(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> str | None:
-    """Say that a model of chats learns plain text, and what makes it turns of a chat; None: it does not."""
+def advise(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> str | None:
+    """Say that pairs have nothing to learn, or that a model of chats learns plain text; None: neither."""
+    if are_alike(corpus):
+        return "chosen and rejected are the same in each of the first pairs: they tell nothing apart"
     if config.model.init is not Init.pretrained or tokenizer.chat_template is None or are_chats(corpus) is not False:
         return None
     data, hint = config.data, "rows whose prompt and answers are lists of messages"

@@ -73,13 +73,14 @@ def follow(line: str, error: HfdistError, command: str | None, words: list[str])
     keys = {_key(word) for word in words} | {_key(str(error.found))}
     if re.search(_REPLACED, error.what):
         keys.add(_key((error.where or "").partition(" (")[0]))
+    gone = str(error.found).split() if "not an override" in error.what else [error.found]
     kept: list[str] = []
     skips = False
     for word in rest:
         was_skipped, skips = skips, word.startswith("--") and "=" not in word and word not in ("--offline",)
         if skips or (was_skipped and "=" not in word) or (word.startswith("--") and "=" in word):
             continue
-        if _key(word) not in keys and word != error.found:
+        if _key(word) not in keys and word not in gone:
             kept.append(word)
     if "data.sources.files.path" in keys and "data.sources.files.path" not in map(_key, rest) and _path_of_data(rest):
         # As it was said in one word.

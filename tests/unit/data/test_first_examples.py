@@ -7,7 +7,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import are_chats, open_corpus
-from hfdist.trainer.run.summary import advise_template
+from hfdist.trainer.run.summary import advise
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 PAIR = {"prompt": "a", "completion": "b"}
@@ -37,17 +37,26 @@ def test_a_chat_is_told_from_text(tmp_path, rows, found):
     assert are_chats(corpus) is found
 
 
+def test_pairs_whose_answers_are_alike_are_warned_of(tmp_path):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    alike = [pair, {name: [{"role": "assistant", "content": text}] for name, text in pair.items()} | {"prompt": "a"}]
+    corpus, config = open_rows(tmp_path, alike, name="tune")
+    assert "the same in each of the first pairs" in advise(corpus, WITHOUT, config)
+    corpus, config = open_rows(tmp_path, [*alike, pair | {"rejected": "c"}], name="tune")
+    assert advise(corpus, WITHOUT, config) is None
+
+
 def test_plain_text_for_a_model_of_chats_is_warned_of_with_what_makes_it_turns(tmp_path):
     corpus, config = open_rows(tmp_path, [PAIR])
     hint = "data.columns={instruction: prompt, output: completion}"
-    assert advise_template(corpus, WITH_TEMPLATE, config).endswith(f"'{hint}'")
-    assert advise_template(corpus, WITHOUT, config) is None
+    assert advise(corpus, WITH_TEMPLATE, config).endswith(f"'{hint}'")
+    assert advise(corpus, WITHOUT, config) is None
     corpus, config = open_rows(tmp_path, [PAIR], hint)
-    assert advise_template(corpus, WITH_TEMPLATE, config) is None, "the hint leads to turns"
+    assert advise(corpus, WITH_TEMPLATE, config) is None, "the hint leads to turns"
     named = [{"question": "a", "answer": "b"}]
     corpus, config = open_rows(tmp_path, named, "data.columns={prompt: question, completion: answer}")
-    assert "{instruction: question, output: answer}" in advise_template(corpus, WITH_TEMPLATE, config)
+    assert "{instruction: question, output: answer}" in advise(corpus, WITH_TEMPLATE, config)
     corpus, config = open_rows(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}], name="tune")
-    assert advise_template(corpus, WITH_TEMPLATE, config).endswith("lists of messages")
+    assert advise(corpus, WITH_TEMPLATE, config).endswith("lists of messages")
     corpus, config = open_rows(tmp_path, [PAIR], "model.init=random")
-    assert advise_template(corpus, WITH_TEMPLATE, config) is None
+    assert advise(corpus, WITH_TEMPLATE, config) is None

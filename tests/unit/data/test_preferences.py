@@ -134,7 +134,7 @@ def test_all_texts_are_there_for_what_wants_text():
     [
         ({"prompt": "a", "chosen": "b"}, RowFormat.preference, "columns are missing"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, RowFormat.preference, "no list"),
-        ({"prompt": "a", "completion": "b", "label": 1}, RowFormat.unpaired_preference, "true or false"),
+        ({"prompt": "a", "completion": "b", "label": 2}, RowFormat.unpaired_preference, "true or false"),
         ({"prompt": 4}, RowFormat.prompt, "no list"),
     ],
 )

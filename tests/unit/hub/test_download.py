@@ -142,7 +142,7 @@ def test_gated(hub, fetch, model_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "more", "words"),
     [
-        ({"README.md": b""}, {}, "holds no weights"),
+        ({"README.md": b""}, {}, "holds no model: there is no config.json"),
         ({"README.md": b""}, {"revision": "v9"}, "no such revision"),
         ({"model.safetensors": b"x"}, {}, "has no config.json"),
         ({"config.json": b"{}"}, {}, "holds no weights"),

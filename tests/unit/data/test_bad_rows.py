@@ -1,0 +1,60 @@
+"""What an error of a row proposes: to leave the row out, or, where all are so, to write them in another way."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.data import TokenStream, open_corpus
+from hfdist.errors import DataError
+from tests.unit.data.corpora import tokenizer
+
+ROWS = [{"text": f"row {number}"} for number in range(4)]
+LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
+
+
+def read(path, lanes=1):
+    config = compose_config([f"data={path}", f"data.lanes={lanes}", "model=tiny", "data.sequence_length=8"]).data
+    stream = TokenStream(open_corpus(config), tokenizer(), config, global_batch_size=1)
+    for _, batch in zip(range(9), stream, strict=False):
+        assert batch
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (LINES + b'{"text": 3}\n', "data.on_bad_rows=skip, or 'data.quarantine="),
+        (LINES + b'{"text": "\xe9"}\n', "iconv -f ISO-8859-1 -t UTF-8 .* > NEW, if .*, or data.on_bad_rows=skip"),
+        (b'{"text": "\xe9"}\n' * 4, "iconv -f ISO-8859-1 -t UTF-8 .* > NEW, if that is its encoding$"),
+        (json.dumps(ROWS).encode(), "python -c .* > NEW.jsonl$"),
+        (json.dumps(ROWS, indent=1).encode(), "python -c .* > NEW.jsonl$"),
+        ("\n".join(json.dumps(row, indent=1) for row in ROWS).encode(), "jq -c . .* > NEW.jsonl, which"),
+        (b"question,answer\n1,2\n3,4\n", "python -c .*read_csv.* > NEW.jsonl$"),
+        (b"{'text': 'a'}\n" * 4, "json.dumps"),
+        (b"plain text\n" * 4, "rows as JSON objects, a line each$"),
+        (b'{"text": 3}\n' * 4, None),
+    ],
+)
+@pytest.mark.parametrize("lanes", [1, 9])
+def test_a_hint_fits_the_file(tmp_path, content, hint, lanes):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read(path, lanes)
+    if lanes == 9 and content.startswith(LINES):
+        assert caught.value.hint.startswith("data.lanes=")
+        return
+    assert re.search(hint, caught.value.hint) if hint else caught.value.hint is None
+    is_here = shutil.which("jq") or not (hint or "").startswith("jq")
+    if "> NEW.jsonl" in (hint or "") and lanes == 1 and is_here:
+        command = caught.value.hint.removesuffix(", which writes each row on one line")
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path, env=environment)
+        rows = [json.loads(line) for line in (tmp_path / "NEW.jsonl").read_text().splitlines()]
+        assert rows == ROWS or rows == [{"question": "1", "answer": "2"}, {"question": "3", "answer": "4"}]
