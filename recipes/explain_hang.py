@@ -10,9 +10,8 @@ import sys
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, printable
-from hfdist.records import RUN_FILE
+from hfdist.records.run_folder import IN_RUN
 from hfdist.watch.explain import explain
-from hfdist.watch.snapshot import FOLDER
 
 _HELP = """\
 Say why a run hangs, or why the watch has ended it: who is silent, which rank left which collective out, and at which
@@ -33,7 +32,7 @@ def _explain(arguments: list[str]) -> None:
         raise ConfigError(
             "which run?", where=COMMAND_LINE, allowed="a run's folder", hint="hfdist explain-hang runs/NAME"
         )
-    found = explain(find_run(values["run"], (RUN_FILE, FOLDER)))
+    found = explain(find_run(values["run"], (IN_RUN.record, IN_RUN.watch)))
     lines = [json.dumps(found.to_json(), indent=1)] if as_json else [printable(line) for line in found.lines()]
     sys.stdout.write("\n".join(lines) + "\n")
 

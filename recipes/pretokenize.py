@@ -11,8 +11,6 @@ from hfdist.config.run import RunConfig
 def main(config: RunConfig) -> None:
     """Open the corpus, find or train its tokenizer, and write the token files."""
     # Imported here, so that --help and a misspelt key need no torch.
-    from pathlib import Path
-
     from hfdist.config.data import cache_dir
     from hfdist.data import open_corpus
     from hfdist.data.pretokenize import pretokenize, report_tokenized
@@ -27,7 +25,7 @@ def main(config: RunConfig) -> None:
         config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
     )
     adopt_template(tokenizer, config.data.chat)
-    folder = Path(config.run.dir) / "tokens"
+    folder = config.run.folder.tokens
     made = pretokenize(
         corpus.shards,
         tokenizer,

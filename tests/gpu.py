@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.table import describe_run, last_said, markdown, write_section
 from hfdist.config.train import Precision
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.verify.parity import BOUNDS, Bounds, Row, compare_runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -297,7 +297,7 @@ def _measure(folder: Path, name: str, overrides: tuple[str, ...], end: float) ->
     run_dir = run_folder(folder, f"large {name}")
     try:
         items = {item["name"]: item for item in json.loads((run_dir / "grade.json").read_text())["items"]}
-        last = read_lines(run_dir / METRICS)[-2]
+        last = read_lines(RunFolder(run_dir).metrics)[-2]
     except (OSError, ValueError, LookupError):
         return ["-"] * len(FIGURES) + ["-", why or "no records"]
     cells = [

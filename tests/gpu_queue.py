@@ -27,7 +27,7 @@ from benchmarks.gpu_contender import QUICK as QUICK_SHAPE
 from benchmarks.gpu_contender import SIZES
 from benchmarks.table import MEASURED, markdown, write_section
 from hfdist.config.train import Precision
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import append_line
 from hfdist.verify.parity import BOUNDS, compare_runs
 from tests.gpu import LARGE, OF_TUNING, ROOT, SMALL, run, run_folder
@@ -231,7 +231,7 @@ def _measure(line: Line, place: Place) -> Outcome:
     if why is not None:
         return Outcome({}, why)
     items = {item["name"]: item for item in json.loads((run_dir / "grade.json").read_text())["items"]}
-    measured = [one for one in read_lines(run_dir / METRICS) if "tokens_per_second" in one]
+    measured = [one for one in read_lines(RunFolder(run_dir).metrics) if "tokens_per_second" in one]
     figures = {"tokens/s": float(measured[-1]["tokens_per_second"])} if measured else {}
     for name, (item, unit) in {"peak GiB": ("peak memory", 2**30), "step ms": ("step", 1e-3)}.items():
         if item in items:

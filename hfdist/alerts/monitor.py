@@ -9,7 +9,6 @@ from typing import Any, TypeGuard
 from hfdist.alerts.alert import Alert, AlertKind, Detection
 from hfdist.alerts.detectors import DiskFilling, FallingThroughput, GradNormDrift, LossSpike, OldCheckpoint, Plateau
 from hfdist.alerts.rank_window import RankWindow
-from hfdist.records import METRICS, RANKS
 
 WINDOW_SECONDS, WINDOW_LINES = 10.0, 8
 """Least seconds and lines over which figures that depend on the machine are judged: shorter disturbances are none of
@@ -48,8 +47,8 @@ class Monitor:
         self._rates: list[float] = []
         self._rate_seconds = 0.0
         self._ranks = RankWindow(num_stages, hosts)
-        self._steps = {METRICS: 0, RANKS: 0}
-        self._num_lines = {METRICS: 0, RANKS: 0}
+        self._steps = {"metrics": 0, "ranks": 0}
+        self._num_lines = {"metrics": 0, "ranks": 0}
         self._alerted: dict[AlertKind, dict[Any, int]] = {kind: {} for kind in AlertKind}
         """Step of the last alert of each kind, by what its detection is about: a rank, or None."""
         self._num_looks_without = dict.fromkeys(AlertKind, 0)
@@ -70,19 +69,19 @@ class Monitor:
             if _is_finite(norm := line.get("grad_norm")):
                 found[AlertKind.grad_norm_drift] = self._drift.see(norm)
         if "step_seconds" in line:
-            seconds = line["step_seconds"] * self._count_steps(METRICS, step)
+            seconds = line["step_seconds"] * self._count_steps("metrics", step)
             if self._old_checkpoint is not None:
                 found[AlertKind.old_checkpoint] = self._old_checkpoint.see(step, seconds)
             # How fast answers are written depends on the longest of them.
-            if self._num_lines[METRICS] > _FIRST_LINES and not is_rewarded:
+            if self._num_lines["metrics"] > _FIRST_LINES and not is_rewarded:
                 self._see_rate(line["tokens_per_second"], seconds, found)
         return self._new(step, found)
 
     def see_ranks(self, line: Mapping[str, Any]) -> list[Alert]:
         """Judge a line of ranks.jsonl."""
         step, found = int(line["step"]), dict[AlertKind, Detection | None]()
-        num_steps = self._count_steps(RANKS, step)
-        if self._num_lines[RANKS] > _FIRST_LINES:
+        num_steps = self._count_steps("ranks", step)
+        if self._num_lines["ranks"] > _FIRST_LINES:
             self._ranks.add(line, num_steps)
         if self._ranks.seconds >= WINDOW_SECONDS and self._ranks.num_lines >= WINDOW_LINES:
             found[AlertKind.slow_rank] = self._ranks.find_slow_rank()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
 
 from hfdist.config.data import DataConfig
@@ -19,6 +20,7 @@ from hfdist.config.ranges import LIMIT, Limit, limited
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.task import TaskConfig
 from hfdist.config.train import TrainConfig
+from hfdist.records.run_folder import RunFolder
 
 AUTO = "auto"
 _PROCESSES = Limit(
@@ -42,6 +44,11 @@ class RunSection:
     name: str = "default"
     dir: str = "runs/${run.name}"
     """Everything that the run writes goes here. Relative to where the command was started."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder, with the paths of what is in it."""
+        return RunFolder(Path(self.dir))
 
 
 @dataclass(kw_only=True)

@@ -4,11 +4,10 @@ from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.first_examples import are_alike, are_chats
 from hfdist.data.documents.held_out import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
 from hfdist.data.order.cursor import Cursor
-from hfdist.data.stream.ledger import LEDGER, Ledger
+from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.token_stream import PoolReport, TokenStream, count_steps, describe_losses, report
 
 __all__ = [
-    "LEDGER",
     "Corpus",
     "Cursor",
     "HeldOut",

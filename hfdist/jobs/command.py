@@ -22,7 +22,7 @@ from hfdist.jobs.parallelcluster import write_parallelcluster
 from hfdist.jobs.ray import write_ray
 from hfdist.jobs.skypilot import write_skypilot
 from hfdist.jobs.slurm import write_slurm
-from hfdist.records import EVENTS, METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.topology import simple_layout
 
 TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
@@ -123,22 +123,21 @@ def check_job(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) ->
             layout = simple_layout(degrees, cluster.world_size)
             error.hint = f"cluster.nodes=1 cluster.processes={fewest}, or another layout, such as {layout}"
         raise
-    _check_grace(Path(config.run.dir), cluster)
+    _check_grace(config.run.folder, cluster)
 
 
-def _check_grace(run_dir: Path, cluster: ClusterConfig) -> None:
+def _check_grace(folder: RunFolder, cluster: ClusterConfig) -> None:
     """Compare the time after a signal with what steps and saves of this run have taken, where it has begun before."""
     longest = {
-        "step": _longest(run_dir / METRICS, "step_seconds"),
-        "save": _longest(run_dir / EVENTS, "seconds", event="save"),
+        "step": _longest(folder.metrics, "step_seconds"),
+        "save": _longest(folder.events, "seconds", event="save"),
     }
     # Once more for what they may take longer, and for what the launcher and the scheduler take.
     needed = 60 * math.ceil(2 * sum(longest.values()) / 60 + 1)
     if sum(longest.values()) > 0 and cluster.grace_seconds < needed:
         what = "the run would be ended by force before it has saved"
-        found = (
-            f"{cluster.grace_seconds}; in {run_dir} a step took {longest['step']:.1f} s, a save {longest['save']:.1f} s"
-        )
+        took = f"a step took {longest['step']:.1f} s, a save {longest['save']:.1f} s"
+        found = f"{cluster.grace_seconds}; in {folder.path} {took}"
         hint = f"cluster.grace_seconds={needed}"
         raise ConfigError(what, where="cluster.grace_seconds", found=found, allowed=f">= {needed}", hint=hint)
 

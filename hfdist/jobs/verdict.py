@@ -14,9 +14,7 @@ import time
 from pathlib import Path
 
 from hfdist.errors import PeerError, PreemptedError
-from hfdist.records.events import EVENTS, Event
-from hfdist.records.lines import read_lines
-from hfdist.records.run_file import RunRecord, State, read_run
+from hfdist.records import Event, RunFolder, RunRecord, State, read_lines, read_run
 
 WAIT_SECONDS = 10.0
 """How long rank 0's last word may take: rank 0 may write it on another machine, to a shared disk."""
@@ -52,7 +50,7 @@ def num_losses(run_dir: Path, record: RunRecord) -> int:
         run_dir: the run's folder.
         record: that of the last start, which was lost; its end may not be among the events.
     """
-    ends = [event for event in read_lines(run_dir / EVENTS) if event.get("event") == Event.end.value]
+    ends = [event for event in read_lines(RunFolder(run_dir).events) if event.get("event") == Event.end.value]
     earlier = [(event.get("exit_code"), event.get("step") or 0) for event in ends if event.get("start") != record.start]
     losses, furthest = 0, -1
     for exit_code, step in [*earlier, (LOST, record.step)]:

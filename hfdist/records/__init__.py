@@ -3,27 +3,18 @@
 Loads no torch, so that a tool may read them anywhere.
 """
 
-from hfdist.records.events import EVENTS, Event, add_event
+from hfdist.records.events import Event, add_event
 from hfdist.records.lines import read_lines
-from hfdist.records.rank_lines import RANKS, RankColumn
+from hfdist.records.rank_lines import RankColumn
 from hfdist.records.recorder import PACKAGES, RunRecorder, find_versions, record_ranks, recording_end
-from hfdist.records.run_file import RUN_FILE, RunRecord, State, read_run
-
-METRICS = "metrics.jsonl"
-"""One line for each logged step of the training that led to the present weights; see docs/records.md."""
-PLAN, GRADE = "plan.json", "grade.json"
-"""What the run was planned to need (docs/plan.md), and how that compares with what it has measured."""
+from hfdist.records.run_file import RunRecord, State, read_run
+from hfdist.records.run_folder import RunFolder
 
 __all__ = [
-    "EVENTS",
-    "GRADE",
-    "METRICS",
     "PACKAGES",
-    "PLAN",
-    "RANKS",
-    "RUN_FILE",
     "Event",
     "RankColumn",
+    "RunFolder",
     "RunRecord",
     "RunRecorder",
     "State",

@@ -7,8 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from hfdist.records.lines import append_line
-
-EVENTS = "events.jsonl"
+from hfdist.records.run_folder import RunFolder
 
 
 class Event(Enum):
@@ -47,4 +46,4 @@ def add_event(run_dir: Path, event: Event, *, start: int, **fields: object) -> N
     Raises:
         ResourceError: the disk is full.
     """
-    append_line(run_dir / EVENTS, {"time": utc_now(), "start": start, "event": event.value} | fields)
+    append_line(RunFolder(run_dir).events, {"time": utc_now(), "start": start, "event": event.value} | fields)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-RANKS = "ranks.jsonl"
-
 
 class RankColumn(Enum):
     """The columns. Seconds are means of a step since the last line; null: not known."""

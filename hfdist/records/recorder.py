@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 from hfdist.atomic_write import remove_unfinished
 from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
 from hfdist.records.events import Event, add_event, utc_now
-from hfdist.records.run_file import RUN_FILE, SUMMED, RunRecord, State, read_run, write_run
+from hfdist.records.run_file import SUMMED, RunRecord, State, read_run, write_run
+from hfdist.records.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class RunRecorder:
             last.end(0)
         # The working directory may change.
         self.run_dir = run_dir.absolute()
-        remove_unfinished(self.run_dir / RUN_FILE)
+        remove_unfinished(RunFolder(self.run_dir).record)
         before = read_run(self.run_dir)
         if before is not None and before.state is State.running:
             _close(self.run_dir, before, None, "it ended without a word")

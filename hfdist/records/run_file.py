@@ -11,8 +11,8 @@ from typing import Any
 
 from hfdist.atomic_write import write_atomically
 from hfdist.records.lines import reporting_full_disk
+from hfdist.records.run_folder import RunFolder
 
-RUN_FILE = "run.json"
 SUMMED = ("energy_kwh", "cost", "gco2e")
 """Figures that are not always known, each with an `earlier_` one."""
 SCHEMA = 1
@@ -109,7 +109,7 @@ class RunRecord:
 def read_run(run_dir: Path) -> RunRecord | None:
     """Read the record of a run folder; None: there is none, or it is not of this schema."""
     try:
-        content = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+        content = json.loads(RunFolder(run_dir).record.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA or not isinstance(content["start"], int):
             return None
         known = {one.name for one in fields(RunRecord)}
@@ -124,6 +124,6 @@ def write_run(run_dir: Path, record: RunRecord, *, is_durable: bool) -> None:
     Raises:
         ResourceError: the disk is full.
     """
-    path = run_dir / RUN_FILE
+    path = RunFolder(run_dir).record
     with reporting_full_disk(path):
         write_atomically(path, (json.dumps(record.to_json(), indent=1) + "\n").encode(), is_durable=is_durable)

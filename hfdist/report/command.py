@@ -12,10 +12,11 @@ from hfdist.atomic_write import write_atomically
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, ResourceError
+from hfdist.records.run_folder import IN_RUN, RunFolder
 from hfdist.records.trials import TRIALS
 from hfdist.report.live import serve
 from hfdist.report.page import page, parts
-from hfdist.report.reading.run_files import MARKS, RunFiles
+from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.sweep import read_trials, sweep
 
 _HELP = """\
@@ -103,7 +104,7 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
     if "port" in values and not read_flag(values, "live"):
         where = f"port ({COMMAND_LINE})"
         raise ConfigError("only a page that is served has a port", where=where, found=port, hint=f"--live port={port}")
-    given = [find_run(name, (*MARKS, TRIALS)) for name in dict.fromkeys(names)]
+    given = [find_run(name, (*IN_RUN.marks, TRIALS)) for name in dict.fromkeys(names)]
     # A folder of somebody else's may be read-only.
     beside = given[0] if len(given) == 1 and os.access(given[0], os.W_OK) else Path()
     out = Path(values["out"]).expanduser() if "out" in values else beside / "report.html"
@@ -123,4 +124,4 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
 def _best_trials(folder: Path) -> list[Path]:
     """Give the run folders of a sweep's trials, the best first."""
     found = [folder / f"trial-{trial.number:04d}" for trial in read_trials(folder)]
-    return [run for run in found if any((run / mark).exists() for mark in MARKS)][:_MOST_RUNS]
+    return [run for run in found if any(mark.exists() for mark in RunFolder(run).marks)][:_MOST_RUNS]

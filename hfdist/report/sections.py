@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfdist.records import RUN_FILE, Event, State
+from hfdist.records import Event, RunFolder, State
 from hfdist.report import history, rank_words
 from hfdist.report.drawing import rank_map, schedule
 from hfdist.report.history import describe_layout, events_of
@@ -28,7 +28,7 @@ def state(run: RunFiles) -> tuple[str, str]:
     """Give the class of a run's state, and the state in words."""
     record = run.record
     if record is None:
-        return "unknown", f"{RUN_FILE} cannot be read" if (run.folder / RUN_FILE).exists() else f"no {RUN_FILE}"
+        return "unknown", "run.json cannot be read" if RunFolder(run.folder).record.exists() else "no run.json"
     words = record.state.value
     if record.state is State.running:
         updated = instant(record.updated)

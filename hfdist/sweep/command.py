@@ -32,7 +32,7 @@ from hfdist.jobs.command import check_job
 from hfdist.jobs.job import Job
 from hfdist.processes.child_python import module
 from hfdist.processes.stop_signals import heard_signals
-from hfdist.records import RUN_FILE
+from hfdist.records import RunFolder
 from hfdist.records.lines import parse_line
 from hfdist.records.trials import SETTINGS, Trial
 from hfdist.sweep.controller import Controller, Sweep
@@ -95,8 +95,8 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
         config = compose_sweep("grid", line.of_group, own)
     space = Space(dimensions)
     trial_line = replace(line, overrides=fixed)
-    folder = Path(trial_line.compose().run.dir)
-    if (folder / RUN_FILE).exists():
+    folder = trial_line.compose().run.folder.path
+    if RunFolder(folder).record.exists():
         what, hint = "the folder of the sweep holds a run already", f"run.name={folder.name}-sweep"
         raise ConfigError(what, where="run.name", found=str(folder), hint=hint)
     sweep = Sweep(
@@ -233,9 +233,10 @@ def _sweep(arguments: list[str]) -> None:
         for one in history[:-1]:
             _say(f"  up to step {one.results[-1].step}, trial {one.number}: {' '.join(as_overrides(one.values))}")
         path = write_best(sweep, history)
-        for name in ("model", "adapter"):
-            if (folder / name).is_dir():
-                _say(f"its {name}: {folder / name}")
+        run = RunFolder(folder)
+        for delivered in (run.model, run.adapter):
+            if delivered.is_dir():
+                _say(f"its {delivered.name}: {delivered}")
         _say("what comes next:")
         _say(f"  hfdist report {sweep.folder}  # makes a page of all trials")
         again = f"hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}"

@@ -21,7 +21,7 @@ from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.errors import BudgetError, ConfigError, PeerError
-from hfdist.records import METRICS, RunRecord, State, read_lines, read_run
+from hfdist.records import RunFolder, RunRecord, State, read_lines, read_run
 from hfdist.records.trials import Result, Trial, TrialLog, rank_trials
 from hfdist.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
 from hfdist.sweep.launchers.base import LOG, LaunchedTrial, Launcher
@@ -67,7 +67,7 @@ class Sweep:
         if trial.parent is None:
             return own
         # Names of steps are as long as each other, and one that is not complete has another ending.
-        steps_of_parent = (self.folder / f"trial-{trial.parent:04d}" / "checkpoints").glob("step-????????")
+        steps_of_parent = RunFolder(self.folder / f"trial-{trial.parent:04d}").checkpoints.glob("step-????????")
         return [*own, f"checkpoint.resume={max(steps_of_parent)}"]
 
     def length_of(self, trial: Trial, rung: int) -> list[str]:
@@ -322,6 +322,6 @@ def _was_killed(record: RunRecord) -> bool:
 
 def last_value(folder: Path, metric: str) -> float | None:
     """Give the last value of a metric of a run; None: there is none, or it is not finite."""
-    found: list[Any] = [line[metric] for line in read_lines(folder / METRICS) if metric in line]
+    found: list[Any] = [line[metric] for line in read_lines(RunFolder(folder).metrics) if metric in line]
     value = found[-1] if found else None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -50,9 +50,8 @@ from hfdist.models.probing import shrink
 from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small
 from hfdist.processes.child_python import python
-from hfdist.records import EVENTS, METRICS, Event, read_lines
+from hfdist.records import Event, RunFolder, read_lines
 from hfdist.topology import without_launcher
-from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.run.builder import Run
 
 logger = logging.getLogger(__name__)
@@ -207,7 +206,7 @@ def _unlike_steps(run_dir: Path) -> list[str]:
         Event.skip.value: "{name}: step {step} was skipped",
         Event.rollback.value: "{name}: the ranks went back from step {step} to step {to_step}",
     }
-    lines = [line for line in read_lines(run_dir / EVENTS) if line.get("event") in said]
+    lines = [line for line in read_lines(RunFolder(run_dir).events) if line.get("event") in said]
     return [said[line["event"]].format(name=run_dir.name, **line) for line in lines]
 
 
@@ -231,7 +230,7 @@ def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]
 
 
 def _last_step(run_dir: Path) -> str:
-    return max(path.name for path in (run_dir / CHECKPOINTS).iterdir())
+    return max(path.name for path in RunFolder(run_dir).checkpoints.iterdir())
 
 
 def compare(what: str, ours: Named, reference: Named, bound: float) -> Row:
@@ -263,7 +262,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _metric(run_dir: Path, key: str) -> Named:
-    lines = [line for line in read_lines(run_dir / METRICS) if key in line]
+    lines = [line for line in read_lines(RunFolder(run_dir).metrics) if key in line]
     # A value that was not finite is null there.
     return {f"step {line['step']}": torch.tensor(math.nan if line[key] is None else line[key]) for line in lines}
 
@@ -288,7 +287,7 @@ def _optimizer_state(run_dir: Path, step: str, key: str) -> dict[str, torch.Tens
 
 def _saved(run_dir: Path, step: str, pattern: str) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for path in sorted((run_dir / CHECKPOINTS / step).glob(pattern)):
+    for path in sorted((RunFolder(run_dir).checkpoints / step).glob(pattern)):
         tensors |= load_file(path)
     return tensors
 
@@ -326,12 +325,12 @@ def prepare_proof(config: RunConfig) -> Proof:
             hint="adapter=lora, with the keys of the saved one",
         )
     topology, asked = plan_run(config)
-    folder = Path(config.run.dir) / "prove"
+    folder = config.run.folder.proof
     if topology.is_main:
         # The others first look into it when the process group is up, which is not before this rank has joined.
         shutil.rmtree(folder, ignore_errors=True)
     layout = _small_run(config, asked, folder / "layout")
-    checkpoints = folder / "layout" / CHECKPOINTS
+    checkpoints = RunFolder(folder / "layout").checkpoints
     resumed = replace(
         layout,
         run=replace(layout.run, dir=str(folder / "resumed")),
@@ -372,7 +371,7 @@ def use_small_model(run: Run) -> None:
     run.architecture = small_architecture(run.architecture, config.strategy, vocab_size=len(tokenizer))
     fit_vocabulary(run.architecture, tokenizer, config.model)
     if run.topology.is_main:
-        run.architecture.save_pretrained(Path(config.run.dir).with_name(_ARCHITECTURE))
+        run.architecture.save_pretrained(config.run.folder.path.with_name(_ARCHITECTURE))
 
 
 def small_architecture(
@@ -420,9 +419,9 @@ def _certify(proof: Proof, recipe: Path) -> list[str]:
     rounds = config.model.dtype is Dtype.bfloat16 or config.optimizer.name is OptimizerName.muon
     certificate = certify(
         proof.description,
-        ours=Path(config.run.dir),
-        resumed=Path(proof.resumed.run.dir),
-        reference=Path(proof.single.run.dir),
+        ours=config.run.folder.path,
+        resumed=proof.resumed.run.folder.path,
+        reference=proof.single.run.folder.path,
         bounds=BOUNDS[Precision.bf16 if rounds else config.train.precision],
         half=_half(config),
     )._replace(kernels=proof.kernels)
@@ -441,10 +440,10 @@ def _half(config: RunConfig) -> torch.dtype | None:
 
 def _train_single(config: RunConfig, recipe: Path) -> None:
     """Train in a fresh process that knows of no launcher."""
-    folder = Path(config.run.dir)
+    folder, path = config.run.folder.path, config.run.folder.config
     folder.mkdir()
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    command = python(str(recipe), "--config-dir", str(folder), "--config-name", "config")
+    path.write_text(to_yaml(config), encoding="utf-8")
+    command = python(str(recipe), "--config-dir", str(folder), "--config-name", path.stem)
     if config.model.trust_remote_code:
         command.append("model.trust_remote_code=true")
     environment = without_launcher(os.environ)

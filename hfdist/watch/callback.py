@@ -16,10 +16,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
-from hfdist.records import Event, RunRecorder, add_event
+from hfdist.records import Event, RunFolder, RunRecorder, add_event
 from hfdist.records.recorder import record_end_of_run
 from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
-from hfdist.watch.snapshot import FOLDER
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 
@@ -147,7 +146,7 @@ class Watch(TrainerCallback):
         except OSError as error:
             logger.warning("the ranks are not watched: %s", error)
             return
-        folder = self._run_dir / FOLDER / started
+        folder = RunFolder(self._run_dir).watch / started
         self._watcher = Watcher(self.progress, store, folder, self._heartbeat_seconds, self._record)
 
     def _record(self, verdict: Diagnosis) -> None:

@@ -12,20 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hfdist.errors import PeerError
-from hfdist.records import RUN_FILE, RunRecord, State, read_run
+from hfdist.records import RunFolder, RunRecord, State, read_run
 from hfdist.report.text import instant
 from hfdist.watch.diagnosis import name_ranks
-from hfdist.watch.snapshot import (
-    FOLDER,
-    REPORT,
-    Collective,
-    HeardRank,
-    Snapshot,
-    read_beats,
-    read_snapshots,
-    request,
-    withdraw,
-)
+from hfdist.watch.snapshot import REPORT, Collective, HeardRank, Snapshot, read_beats, read_snapshots, request, withdraw
 
 _ANSWER_SECONDS = 8.0
 """Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
@@ -386,7 +376,7 @@ def _ask(run_dir: Path, record: RunRecord, answer_seconds: float) -> Path | None
 
 def _newest(run_dir: Path, record: RunRecord | None) -> Path | None:
     """Find what the watch has left of the last start."""
-    folders = [path for path in (run_dir / FOLDER).glob("*") if path.is_dir()]
+    folders = [path for path in RunFolder(run_dir).watch.glob("*") if path.is_dir()]
     newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
     started = None if record is None else instant(record.started)
     if newest is None or started is None:
@@ -404,7 +394,7 @@ def _read_report(folder: Path) -> str | None:
 
 def _describe_run(run_dir: Path, record: RunRecord | None) -> str:
     if record is None:
-        return f"{run_dir}: {RUN_FILE} is missing or cannot be read"
+        return f"{run_dir}: run.json is missing or cannot be read"
     code = "" if record.exit_code is None else f" with exit code {record.exit_code}"
     done = f"{record.step} steps done, {record.processes} rank{'s' * (record.processes != 1)}"
     return f"{run_dir}: start {record.start}, {record.state.value}{code}, {done}"

@@ -18,10 +18,9 @@ import psutil
 
 from hfdist.atomic_write import write_atomically
 from hfdist.errors import ConfigError
+from hfdist.records import RunFolder
 from hfdist.watch.diagnosis import Heartbeat, PeerState
 
-FOLDER = "watch"
-"""Folder in a run's folder; it has a folder for each verdict, and for each request."""
 BEATS, REPORT = "beats.json", "report.txt"
 
 _REQUEST = "request"
@@ -133,7 +132,7 @@ def request(run_dir: Path, name: str) -> Path:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    folder = run_dir / FOLDER
+    folder = RunFolder(run_dir).watch
     try:
         folder.mkdir(exist_ok=True)
         _write(folder / _REQUEST, name)
@@ -145,7 +144,7 @@ def request(run_dir: Path, name: str) -> Path:
 
 def take_request(run_dir: Path) -> str | None:
     """Find a request, and take it away; None: there is none."""
-    path = run_dir / FOLDER / _REQUEST
+    path = RunFolder(run_dir).watch / _REQUEST
     with suppress(OSError, ValueError):
         name = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
@@ -156,7 +155,7 @@ def take_request(run_dir: Path) -> str | None:
 
 def withdraw(run_dir: Path) -> None:
     """Take a request back that nobody has taken."""
-    (run_dir / FOLDER / _REQUEST).unlink(missing_ok=True)
+    (RunFolder(run_dir).watch / _REQUEST).unlink(missing_ok=True)
 
 
 def _state_of(one: PeerState, own: Heartbeat) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hfdist.records import EVENTS, read_lines
+from hfdist.records import RunFolder, read_lines
 from tests.cluster.runs import Difference
 
 MOST_LOSSES, MOST_WEIGHTS = 1e-5, 1e-4
@@ -59,7 +59,7 @@ class Story(NamedTuple):
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """What events.jsonl says of each start: its processes, the step from which it went on, all events, and its end."""
     found: dict[int, dict[str, Any]] = {}
-    for event in read_lines(run_dir / EVENTS):
+    for event in read_lines(RunFolder(run_dir).events):
         one = found.setdefault(event["start"], {"start": event["start"], "from_step": 0, "events": []})
         name = event["event"]
         if name not in one["events"]:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from tests.cluster.elastic import leave_and_come_back
 from tests.cluster.machines import INTERFACE
 from tests.cluster.runs import RECIPE, SETTINGS, compare, train_alone
@@ -108,7 +108,7 @@ def test_both_sides_of_a_cut_link_end(tmp_path, cache_dir, machines):
     settings = (*SETTINGS, "train.max_steps=100000", "checkpoint=none", f"watch.heartbeat_seconds={HEARTBEAT_SECONDS}")
     names = [machine.name for machine in machines]
     ranks = Ranks(machines, tmp_path, run_script, RECIPE, *settings, folders=names, **ON_THE_LINK)
-    while len(read_lines(tmp_path / names[0] / METRICS)) < 5:
+    while len(read_lines(RunFolder(tmp_path / names[0]).metrics)) < 5:
         assert all(process.is_alive() for process in ranks.processes), ranks.said
         time.sleep(0.05)
     began = time.time()

@@ -17,9 +17,8 @@ import psutil
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
-from hfdist.data import LEDGER
 from hfdist.errors import HfdistError, PreemptedError
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.topology import read_launcher
 from recipes.pretrain import main
 from tests.distributed.fault_points import SAVE_EVERY, Moment, Place, Watch
@@ -137,7 +136,7 @@ def make_config(run_dir: Path, layout: str, *more: str) -> RunConfig:
 def run_whole(folder: Path, config: RunConfig, num_ranks: int = NUM_RANKS) -> Reference:
     """Make the run that nobody kills."""
     Life(config, num_ranks, folder / "log").join()
-    return read_run(Path(config.run.dir))
+    return read_run(config.run.folder.path)
 
 
 def run_case(folder: Path, case: Case, reference: Reference, *more: str) -> Outcome:
@@ -199,7 +198,7 @@ def run_stop(folder: Path, case: Case, reference: Reference, *more: str) -> None
     config = make_config(run_dir, case.layout, *more)
     life, said = _run_into(folder, config, case)
     codes = {int(path.read_text()) for path in folder.glob("code-*")}
-    last = read_lines(run_dir / METRICS)[-1]["step"]
+    last = read_lines(RunFolder(run_dir).metrics)[-1]["step"]
     # During a step the others hear of it at its end or at that of the next, wherever they were. Steps go on beside a
     # save, and may come to their end before it.
     is_beside_steps = case.moment.place in (Place.share, Place.save)
@@ -277,7 +276,7 @@ def go_on(folder: Path, config: RunConfig) -> tuple[int, int]:
 
 def read_run(run_dir: Path) -> Reference:
     """Read what a finished run is compared by."""
-    steps = [line["step"] for line in read_lines(run_dir / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(RunFolder(run_dir).metrics) if "loss" in line]
     weights = (run_dir / "model" / "model.safetensors").read_bytes()
     (checkpoint,) = (run_dir / "checkpoints").glob(f"step-{len(steps):08d}")
     return Reference(
@@ -285,7 +284,7 @@ def read_run(run_dir: Path) -> Reference:
         losses=losses(run_dir),
         eval_losses=eval_losses(run_dir),
         weights=hashlib.sha256(weights).hexdigest(),
-        ledger={path.name: path.read_bytes() for path in (run_dir / LEDGER).iterdir()},
+        ledger={path.name: path.read_bytes() for path in RunFolder(run_dir).ledger.iterdir()},
         checkpoint_bytes=sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
     )
 

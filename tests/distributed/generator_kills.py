@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.table import markdown, write_section
 from hfdist.config.run import RunConfig
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.trainer.generators.broker import Broker
 from hfdist.trainer.generators.processes import Processes
 from recipes.tune import main
@@ -123,7 +123,7 @@ def run_case(folder: Path, case: Case, config: RunConfig) -> tuple[Path, int | N
     Raises:
         AssertionError: the moment never came, the run failed, or something is left behind.
     """
-    run_dir, struck = Path(config.run.dir), folder / "struck"
+    run_dir, struck = config.run.folder.path, folder / "struck"
     life = Life(config, 1, folder / "killed.log", partial(_run_until, case=case, struck=struck))
     life.end(LONGEST_SECONDS)
     said = life.log.read_text()
@@ -209,7 +209,7 @@ def _watch(moment: Moment, version: int, strike: Callable[..., None]) -> None:
 
 def _describe(run_dir: Path, resumed: int | None, reference: Path | None) -> str:
     """The cell of a run; `reference` is the one whose weights it must have."""
-    trained = [line["step"] for line in read_lines(run_dir / METRICS) if "loss" in line]
+    trained = [line["step"] for line in read_lines(RunFolder(run_dir).metrics) if "loss" in line]
     is_whole = policy_runs.trained_prompts(run_dir) == policy_runs.each_once(STEPS)
     is_whole = is_whole and trained == list(range(1, STEPS + 1))
     came = "goes on" if resumed is None else f"from {resumed or 'none'}"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hfdist.data import TokenStream
 from hfdist.errors import DataError
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import forget_parent
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.trainer import Trainer
@@ -48,7 +48,7 @@ class Ranks:
     @property
     def steps(self) -> int:
         """Done so far."""
-        return len([line for line in read_lines(self.run_dir / METRICS) if "loss" in line])
+        return len([line for line in read_lines(RunFolder(self.run_dir).metrics) if "loss" in line])
 
     @property
     def began(self) -> float:

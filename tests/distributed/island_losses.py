@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from tests.distributed.island_runs import run_islands
 from tests.distributed.plan_search import write
 from tests.distributed.runs import eval_losses, pretrain, weights
@@ -66,7 +66,7 @@ def arms_of(way: Way) -> Iterator[Arm]:
             one, *_ = run_islands(
                 Path(folder), NUM_ISLANDS, 1, *COMMON, *sizes, *way.overrides, *rates, most_seconds=MOST_SECONDS
             )
-            sent = sum(line.get("islands/sent_bytes", 0) for line in read_lines(one / METRICS))
+            sent = sum(line.get("islands/sent_bytes", 0) for line in read_lines(RunFolder(one).metrics))
             yield Arm(lr, outer, eval_losses(one)[-1], sent)
 
 

@@ -26,10 +26,9 @@ import torch
 from hfdist.checkpoint import verify
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
-from hfdist.data import LEDGER
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import CheckpointError
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.processes import Life, Victim, assert_gone
@@ -139,7 +138,7 @@ def make_config(run_dir: Path, texts: Path, max_steps: int, strategy: str) -> Ru
 def interrupt(run_dir: Path, config: RunConfig, kill: Kill, log: Path) -> tuple[str, int]:
     """Start the run once more, kill it, and give a line on what is left, and the process group."""
     before = newest_whole(run_dir)
-    unfinished, metrics = _unfinished(run_dir), run_dir / METRICS
+    unfinished, metrics = _unfinished(run_dir), RunFolder(run_dir).metrics
     # Lines of steps that will be done again are in the file until training begins, which writes it anew.
     stamp = _stamp(metrics)
     steps = _step(before) + kill.steps
@@ -185,7 +184,7 @@ def _stamp(path: Path) -> int:
 
 
 def _ledger_sizes(run_dir: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in (run_dir / LEDGER).glob("*.records")}
+    return {path.name: path.stat().st_size for path in RunFolder(run_dir).ledger.glob("*.records")}
 
 
 def newest_whole(run_dir: Path) -> str | None:
@@ -219,9 +218,11 @@ def compare(run_dir: Path, whole: Path, config: RunConfig) -> Comparison:
 
     Every step once; in every lane the same pieces of the same documents, byte by byte; nothing half done is left.
     """
-    steps = [line["step"] for line in read_lines(run_dir / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(RunFolder(run_dir).metrics) if "loss" in line]
     assert steps == list(range(1, config.train.max_steps + 1)), steps
-    ours, theirs = ({path.name: path.read_bytes() for path in (run / LEDGER).iterdir()} for run in (run_dir, whole))
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in RunFolder(run).ledger.iterdir()} for run in (run_dir, whole)
+    )
     assert ours.keys() == theirs.keys()
     assert not [name for name in theirs if ours[name] != theirs[name]]
     left, expected = ({path.name for path in (run / "checkpoints").iterdir()} for run in (run_dir, whole))
@@ -230,7 +231,7 @@ def compare(run_dir: Path, whole: Path, config: RunConfig) -> Comparison:
         num_steps=len(steps),
         loss=_largest_difference(losses(run_dir), losses(whole)),
         held_out_loss=_largest_difference(eval_losses(run_dir), eval_losses(whole)),
-        epochs=1 + max(int(read_records(run_dir / LEDGER, lane)["epoch"].max()) for lane in range(NUM_LANES)),
+        epochs=1 + max(int(read_records(RunFolder(run_dir).ledger, lane)["epoch"].max()) for lane in range(NUM_LANES)),
         # In a process of its own: it sets up the log.
         audit=run_ranks(lambda: list(prove_once(open_past_run(run_dir, config))), 1, group=False)[0],
     )

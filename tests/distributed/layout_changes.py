@@ -20,7 +20,7 @@ from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.checkpoint.save_plan import OPTIMIZER_STEM, STATE_FILE
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from tests.distributed.runs import eval_losses, losses, pretrain
 from tests.imports import import_all
@@ -144,7 +144,7 @@ def go_on(folder: Path, layout: Layout, checkpoint: Path) -> Path:
 
 def check_clipped(run_dir: Path) -> None:
     """Without clipping in every step the runs would not show that all ranks scale by the same norm."""
-    lines = [line for line in read_lines(run_dir / METRICS) if "loss" in line]
+    lines = [line for line in read_lines(RunFolder(run_dir).metrics) if "loss" in line]
     assert all(line["grad_norm"] > 0.5 for line in lines)
     assert len({line["learning_rate"] for line in lines[HALF:]}) == len(lines) - HALF
 

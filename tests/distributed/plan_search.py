@@ -23,7 +23,7 @@ from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space
 from hfdist.planning.searching.search import measure
 from hfdist.planning.timing.hardware import measure_cpu
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.run import prepare_run  # noqa: F401  # as above
 from recipes.pretrain import main
@@ -127,7 +127,7 @@ def _step_seconds(case: Case, candidate: Candidate, folder: Path) -> list[float]
         run_ranks(main.__wrapped__, case.ranks, config, group=case.ranks > 1)
     except RankFailed:
         return []
-    lines = [line["step_seconds"] for line in read_lines(folder / METRICS) if "step_seconds" in line]
+    lines = [line["step_seconds"] for line in read_lines(RunFolder(folder).metrics) if "step_seconds" in line]
     return lines[NUM_UNSTEADY:]
 
 

@@ -13,12 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hfdist.models.build import initialize_by_name
-from hfdist.records import read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.rewards import Generation, load_rewards
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import Limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
-from hfdist.trainer.generators.generators import LEDGER
 from tests.distributed.preference_runs import EPSILON, GLOBAL_BATCH, RATE, STEPS
 
 MARKS = ["<pad>", "<end>", "<unknown>"]
@@ -73,7 +72,7 @@ def terms(generations):
 
 def trained_prompts(run_dir: Path) -> list[tuple[int, int]]:
     """Step and number of each prompt that generators have answered and a step has trained, in order."""
-    return [(line["step"], line["number"]) for line in read_lines(run_dir / LEDGER)]
+    return [(line["step"], line["number"]) for line in read_lines(RunFolder(run_dir).rollouts_ledger)]
 
 
 def each_once(num_steps: int) -> list[tuple[int, int]]:

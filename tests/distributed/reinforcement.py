@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.table import markdown
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from tests.e2e.follow_readme import ROOT, shown_programs
 
 SEEDS = (6, 7, 8)
@@ -76,7 +76,7 @@ def reinforce(folder: Path, seed: int, name: str, *layout: str) -> Learned:
     run_dir = f"{name}-{seed}"
     own = (f"train.seed={seed}", f"run.dir={run_dir}", f"model.name=sft-{seed}/model")
     cost = run(folder, "tune", "+experiment=arithmetic_grpo", *own, *layout)
-    lines = read_lines(folder / run_dir / METRICS)
+    lines = read_lines(RunFolder(folder / run_dir).metrics)
     rewards = {line["step"]: line["eval_reward"] for line in lines if "eval_reward" in line}
     staleness = statistics.mean(line.get("staleness", 0.0) for line in lines if "loss" in line)
     return Learned(seed, rewards, cost, staleness)

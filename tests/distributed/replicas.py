@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from hfdist.collectives import gather_json, rank
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
-from hfdist.records import EVENTS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.run.builder import Run
 from recipes.pretrain import main
@@ -87,7 +87,7 @@ def live(
 
 def resumes(run_dir: Path) -> list[tuple[int, bool]]:
     """For each start that has gone on, from which step, and whether from memory."""
-    events = [line for line in read_lines(run_dir / EVENTS) if line["event"] == "resume"]
+    events = [line for line in read_lines(RunFolder(run_dir).events) if line["event"] == "resume"]
     return [(event["step"], event.get("in_memory", False)) for event in events]
 
 

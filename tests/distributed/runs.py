@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from recipes.pretrain import main
 
@@ -39,12 +39,12 @@ def pretrain(folder: Path, num_processes: int, *overrides: str, timeout_seconds:
 
 def losses(run_dir: Path) -> list[float]:
     """Training losses in order of their steps."""
-    return [line["loss"] for line in read_lines(run_dir / METRICS) if "loss" in line]
+    return [line["loss"] for line in read_lines(RunFolder(run_dir).metrics) if "loss" in line]
 
 
 def eval_losses(run_dir: Path) -> list[float]:
     """Held-out losses in order."""
-    return [line["eval_loss"] for line in read_lines(run_dir / METRICS) if "eval_loss" in line]
+    return [line["eval_loss"] for line in read_lines(RunFolder(run_dir).metrics) if "eval_loss" in line]
 
 
 def weights(run_dir: Path) -> dict:

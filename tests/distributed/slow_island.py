@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from tests.distributed.island_runs import Island, before_steps, overrides_of, served
 from tests.distributed.plan_search import write
 from tests.distributed.runs import eval_losses
@@ -59,7 +59,7 @@ def run_arm(staleness: str, num_steps: int, lr: float) -> tuple[float, float, fl
         assert not failures, failures[0]
         times = [[float(line) for line in path.read_text().split()] for path in sorted(Path(folder).glob("*.times"))]
         seconds = [own[-1] - own[0] for own in times]
-        lines = [line for line in read_lines(islands[0].folder / METRICS) if "islands/updates" in line]
+        lines = [line for line in read_lines(RunFolder(islands[0].folder).metrics) if "islands/updates" in line]
         # The slow one ends behind all updates.
         updates = lines[-1]["islands/updates"]
         return eval_losses(islands[0].folder)[-1], updates, min(seconds), max(seconds)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.data import LEDGER
 from hfdist.errors import BudgetError
-from hfdist.records import EVENTS, METRICS, Event, RunRecorder, State, add_event, read_lines, read_run, recording_end
+from hfdist.records import Event, RunFolder, RunRecorder, State, add_event, read_lines, read_run, recording_end
 from hfdist.records.run_file import write_run
 from hfdist.topology import read_launcher
 from recipes.pretrain import main
@@ -50,11 +49,13 @@ def stop(folder, layout, key, limit):
     """Let a budget stop the run; nothing is lost: its last step is saved, and the model is there. Gives that step."""
     said = start(folder, layout, f"train.{key}={limit}")
     assert is_used_up(said, key), said
-    events = read_lines(folder / EVENTS)
+    events = read_lines(RunFolder(folder).events)
     (event,) = [event for event in events if event["event"] == "budget" and event["which"] == key]
     step = event["step"]
     assert newest_whole(folder) == f"step-{step:08d}"
-    assert [line["step"] for line in read_lines(folder / METRICS) if "loss" in line] == list(range(1, step + 1))
+    assert [line["step"] for line in read_lines(RunFolder(folder).metrics) if "loss" in line] == list(
+        range(1, step + 1)
+    )
     assert said.count("held-out loss") == 1
     assert weights(folder)
     record = read_run(folder)
@@ -77,7 +78,7 @@ def slow_save(folder):
 
 
 def state(folder):
-    ledger = {path.name: path.read_bytes() for path in (folder / LEDGER).iterdir()}
+    ledger = {path.name: path.read_bytes() for path in RunFolder(folder).ledger.iterdir()}
     digest = hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
     return losses(folder), digest, ledger
 
@@ -104,6 +105,6 @@ def test_a_run_that_stops_at_two_budgets_becomes_the_run_that_nobody_stopped(
     whole = tmp_path / "whole"
     start(whole, layout)
     assert state(folder) == state(whole)
-    record, line = read_run(folder), [line for line in read_lines(folder / METRICS) if "loss" in line][-1]
+    record, line = read_run(folder), [line for line in read_lines(RunFolder(folder).metrics) if "loss" in line][-1]
     for name in ("energy_kwh", "cost", "gco2e"):
         assert 0 < getattr(record, f"earlier_{name}") < line[name] <= record.total(name)

@@ -8,7 +8,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.verify.audit.run import batches_of_steps, describe_step, open_past_run, prove_once
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain
 from tests.marks import many
@@ -49,7 +49,7 @@ def test_what_was_read_of_each_source_is_reported_at_each_save(tmp_path, sources
     run = pretrain(
         tmp_path, 2, "strategy=ddp", *sources, *MIXTURE, "checkpoint=default", "checkpoint.every=3", "checkpoint.keep=2"
     )
-    lines = [line for line in read_lines(run / METRICS) if "data/a/share" in line]
+    lines = [line for line in read_lines(RunFolder(run).metrics) if "data/a/share" in line]
     assert [(line["step"], line["data/a/share"]) for line in lines] == [(3, 0.75), (6, (18 + 12) / 48)]
     assert lines[-1]["data/b/tokens"] == 18 * 64
     assert sorted(path.name for path in (run / "ledger").glob("lane-*")) == [f"lane-{n:05d}.records" for n in range(8)]
@@ -61,7 +61,7 @@ def test_data_that_end_stop_the_run_after_the_last_document(tmp_path, sources, c
     settings = (*settings, "data.sequence_length=512", "train.eval_every=1000")
     settings = (*settings, "checkpoint=default", "checkpoint.every=1000", f"strategy={strategy}")
     run = pretrain(tmp_path, 2, *settings)
-    steps = [line["step"] for line in read_lines(run / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(RunFolder(run).metrics) if "loss" in line]
     assert 2 < len(steps) < 100
     assert steps == list(range(1, len(steps) + 1))
     assert eval_losses(run)
@@ -75,7 +75,7 @@ def test_epochs_end_the_run_with_the_learning_rate_at_its_end(tmp_path, sources,
     settings = (*sources, "train.epochs=2", "train.max_steps=null", "data.sequence_length=512")
     settings = (*settings, "optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.warmup_fraction=0.2")
     run = pretrain(tmp_path, 2, *settings, "strategy=ddp")
-    rates = [line["learning_rate"] for line in read_lines(run / METRICS) if "loss" in line]
+    rates = [line["learning_rate"] for line in read_lines(RunFolder(run).metrics) if "loss" in line]
     num_warmup_steps = math.ceil(0.2 * len(rates))
     assert rates[num_warmup_steps] == max(rates) == 3e-3
     assert rates[-1] == pytest.approx(3e-3 / (len(rates) - num_warmup_steps))

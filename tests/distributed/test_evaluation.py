@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
-from hfdist.records import METRICS, read_lines
-from hfdist.trainer.evaluation.generation import GROUP, SAMPLES
+from hfdist.records import RunFolder, read_lines
+from hfdist.trainer.evaluation.generation import GROUP
 from tests.distributed.runs import SMALL, losses, pretrain, weights
 from tests.marks import many
 from tests.packages import install_package
@@ -43,7 +43,7 @@ def fails(generations):
 
 
 def evaluations(run_dir):
-    return [line for line in read_lines(run_dir / METRICS) if "eval_loss" in line]
+    return [line for line in read_lines(RunFolder(run_dir).metrics) if "eval_loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_before_and_after_stand_in_the_metrics(measured):
 
 
 def test_samples_are_written_at_each_evaluation(measured):
-    lines = read_lines(measured("single", 1) / SAMPLES)
+    lines = read_lines(RunFolder(measured("single", 1)).samples)
     prompts = ["import os", "def add(a, b):"]
     assert [(line["step"], line["prompt"]) for line in lines] == [(s, p) for s in (0, 2, 4) for p in prompts]
     assert len({line["text"] for line in lines}) > 2, "or mix-ups would not be seen"
@@ -84,7 +84,7 @@ def test_samples_are_written_at_each_evaluation(measured):
 @pytest.mark.parametrize(("strategy", "num_processes"), LAYOUTS)
 def test_every_layout_gives_the_same_samples_and_figures(measured, strategy, num_processes):
     reference, run = measured("single", 1), measured(strategy, num_processes)
-    assert read_lines(run / SAMPLES) == read_lines(reference / SAMPLES)
+    assert read_lines(RunFolder(run).samples) == read_lines(RunFolder(reference).samples)
     for ours, theirs in zip(evaluations(run), evaluations(reference), strict=True):
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
         for name in ("step", "eval_tokens", "eval_word_f1", "eval_draws_texts", "eval_draws_count"):

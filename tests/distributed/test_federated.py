@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from tests.distributed.island_runs import Island, difference, overrides_of, served
 from tests.distributed.runs import losses, pretrain, weights
 
@@ -87,7 +87,7 @@ def test_a_share_of_the_clients_trains_in_each_round_and_all_end_alike(tmp_path)
     folders = run_clients(tmp_path, *keys, clients=clients)
     for folder in folders[1:]:
         assert difference(weights(folder), weights(folders[0])) == 0
-    lines = [line for folder in folders for line in read_lines(folder / METRICS)]
+    lines = [line for folder in folders for line in read_lines(RunFolder(folder).metrics)]
     assert {line["islands/members"] for line in lines if "islands/members" in line} == {2}
     # Two of three in each of six rounds of two steps; the last may have ended a round that all saw.
     assert sum(len(losses(folder)) for folder in folders) == 2 * 12

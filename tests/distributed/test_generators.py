@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
 from recipes.tune import main
 from tests.distributed import policy_runs, trl_runs
@@ -24,7 +24,9 @@ def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, 
     plain = tune(tmp_path / "plain", policy, sums, 1, *own)
     asynchronous = ("task.generators=1", "task.max_staleness=0", f"strategy={strategy}")
     run = tune(tmp_path / "run", policy, sums, 2, *own, *asynchronous)
-    lines, reference = ([line for line in read_lines(folder / METRICS) if "loss" in line] for folder in (run, plain))
+    lines, reference = (
+        [line for line in read_lines(RunFolder(folder).metrics) if "loss" in line] for folder in (run, plain)
+    )
     assert [line["reward"] for line in lines] == [line["reward"] for line in reference]
     assert max(line["reward_std"] for line in lines) > 0
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5, abs=1e-5)
@@ -60,8 +62,8 @@ def test_each_prompt_is_trained_once_whoever_is_killed(tmp_path, policy, sums, c
     fewer = ("task.generators=1", "checkpoint.allow_changes=true")
     tune(folder, policy, sums, 1, "task=grpo", *policy_runs.COMMON, *own, *fewer)
     assert trained_prompts(folder) == each_once(steps)
-    assert read_lines(earlier(folder / policy_runs.LEDGER))
-    lines = [line for line in read_lines(folder / METRICS) if "loss" in line]
+    assert read_lines(earlier(RunFolder(folder).rollouts_ledger))
+    lines = [line for line in read_lines(RunFolder(folder).metrics) if "loss" in line]
     assert all(math.isfinite(line["loss"]) and line["staleness_max"] <= 1 for line in lines)
     assert max(line["staleness_max"] for line in lines) == 1
     assert max(line["clipped_ratios"] for line in lines) > 0

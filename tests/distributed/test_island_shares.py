@@ -3,9 +3,8 @@
 import pytest
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.data import LEDGER
 from hfdist.data.stream.ledger import read_records
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.island_runs import (
@@ -66,7 +65,7 @@ def test_what_a_lost_island_had_to_read_the_others_do(tmp_path, num_ranks, layou
     assert difference(found[0], found[1]) == difference(found[2], found[1]) == 0
     # Lanes of the lost one, which came back to it.
     for lane in range(2, 24, 3):
-        readers = [folder for folder in folders if len(read_records(folder / LEDGER, lane))]
+        readers = [folder for folder in folders if len(read_records(RunFolder(folder).ledger, lane))]
         assert folders[2] in readers
         assert len(readers) == 2
     with pytest.raises(RankFailed, match="other islands have read a part") as refused:
@@ -87,5 +86,5 @@ def test_runs_begin_at_the_checkpoint_of_an_island(tmp_path):
     folders = run_islands(tmp_path / "after", 3, 1, *start)
     wanted = losses(before[0])[0]
     for folder in (alone, *folders):
-        assert [line["step"] for line in read_lines(folder / METRICS) if "loss" in line] == list(range(9, 13))
+        assert [line["step"] for line in read_lines(RunFolder(folder).metrics) if "loss" in line] == list(range(9, 13))
         assert max(losses(folder)) < wanted

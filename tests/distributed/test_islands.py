@@ -15,7 +15,7 @@ from hfdist.islands import rounds, transport
 from hfdist.islands.member import Member
 from hfdist.islands.outer import share_out
 from hfdist.islands.transport import Transport
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from hfdist.trainer.run.builder import Run
 from tests.distributed.island_runs import (
@@ -158,7 +158,9 @@ def test_islands_of_any_layout_train_as_those_of_one_process(tmp_path, of_one_ra
 
 
 def sent_bytes(folder):
-    return [line["islands/sent_bytes"] for line in read_lines(folder / METRICS) if "islands/sent_bytes" in line]
+    return [
+        line["islands/sent_bytes"] for line in read_lines(RunFolder(folder).metrics) if "islands/sent_bytes" in line
+    ]
 
 
 def test_what_travels_is_what_theory_says(tmp_path, of_one_rank):
@@ -196,7 +198,7 @@ def test_islands_begin_at_a_checkpoint_of_an_ordinary_run(tmp_path):
     folders = run_islands(tmp_path, 2, 1, *short, "islands.every=2", "train.max_steps=6", start, allowed)
     assert difference(weights(folders[0]), weights(folders[1])) == 0
     for folder in folders:
-        lines = [line for line in read_lines(folder / METRICS) if "loss" in line]
+        lines = [line for line in read_lines(RunFolder(folder).metrics) if "loss" in line]
         assert [line["step"] for line in lines] == [4, 5, 6]
         assert lines[0]["loss"] == pytest.approx(losses(before)[3], rel=0.05)
 
@@ -239,7 +241,7 @@ def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, at_st
         mortal = Island(tmp_path / "mortal", 1, *own[2], at_start=at_start)
         assert "died without a word" in mortal.wait()
         # Behind step 9: on a busy machine the others may be slower than it is back.
-        while sum("islands/members" in line for line in read_lines(folders[0] / METRICS)) < 3:
+        while sum("islands/members" in line for line in read_lines(RunFolder(folders[0]).metrics)) < 3:
             assert islands[0].process.is_alive()
             time.sleep(0.1)
         islands.append(Island(last, 1, *own[2], at_start=shows(sign)))
@@ -250,11 +252,11 @@ def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, at_st
     found = [weights(folder) for folder in (*folders, last)]
     assert difference(found[0], found[1]) == 0
     assert difference(found[2], found[1]) == 0
-    lines = [line for line in read_lines(folders[0] / METRICS) if "islands/members" in line]
+    lines = [line for line in read_lines(RunFolder(folders[0]).metrics) if "islands/members" in line]
     # Behind steps 3, 6, ..., 18.
     assert [line["islands/members"] for line in lines] in ([2, 2, 2, 2, 3, 3], [3, 2, 2, 2, 3, 3])
     # It came back with the state of another, and so at its step.
-    steps = [line["step"] for line in read_lines(last / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(RunFolder(last).metrics) if "loss" in line]
     assert steps == list(range(13, 19))
 
 
@@ -272,7 +274,7 @@ def test_an_island_that_stood_still_is_left_and_comes_back_in_the_same_process(t
         own = [overrides_of(address, index, 2, *keys) for index in range(2)]
         going = Island(folders[0], 1, *own[0], at_start=wait_at(10, sign))
         stopped = Island(folders[1], 1, *own[1], at_start=before_steps(stand_still))
-        while not any(line.get("islands/members") == 1 for line in read_lines(folders[0] / METRICS)):
+        while not any(line.get("islands/members") == 1 for line in read_lines(RunFolder(folders[0]).metrics)):
             assert going.process.is_alive()
             time.sleep(0.2)
         os.kill(int(pid.read_text()), signal.SIGCONT)
@@ -282,7 +284,7 @@ def test_an_island_that_stood_still_is_left_and_comes_back_in_the_same_process(t
         stopped.kill()
     assert ends == [None, None]
     assert difference(weights(folders[0]), weights(folders[1])) == 0
-    steps = [line["step"] for line in read_lines(folders[1] / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(RunFolder(folders[1]).metrics) if "loss" in line]
     # It comes at the end of its round, and goes on at that of the other.
     assert steps[:5] == [1, 2, 3, 4, 5]
     assert steps[5:] in (list(range(9, 19)), list(range(12, 19)))
@@ -318,7 +320,7 @@ def test_an_island_whose_parts_cannot_be_used_is_left_out_and_then_ended(tmp_pat
         other.kill()
     assert ends[0] is None
     assert "the server has ended this island" in ends[1]
-    lines = [line for line in read_lines(tmp_path / "honest" / METRICS) if "islands/members" in line]
+    lines = [line for line in read_lines(RunFolder(tmp_path / "honest").metrics) if "islands/members" in line]
     assert [line["islands/members"] for line in lines] == [1, 1, 1]
     said = [line for line in log.read_text().splitlines() if "island 1 is left out of the exchange" in line]
     assert len(said) == 3

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from hfdist.errors import ConfigError
 from hfdist.models.partitioning import Partitioning
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.rewards import Generation
 from hfdist.trainer.objectives.learned_reward import LearnedReward, check_reward_model
 from tests.distributed import trl_runs
@@ -74,7 +74,7 @@ def test_a_run_learns_from_it_in_any_layout(folder, tmp_path):
         task = ["task=grpo", "task.num_generations=3", "task.max_new_tokens=4", "task.rewards={reward_model: 2.0}"]
         own = [f"task.reward_model={folder}/run/model", "evaluate.num_generations=4", f"strategy={strategy}"]
         run = tune(tmp_path / strategy, folder / "lm", folder / "prompts.jsonl", num_ranks, *task, *own)
-        lines[strategy] = [line for line in read_lines(run / METRICS) if "loss" in line]
+        lines[strategy] = [line for line in read_lines(RunFolder(run).metrics) if "loss" in line]
     for line in lines["single"]:
         assert line["reward"] == pytest.approx(2 * line["rewards/reward_model"])
         assert line["reward_std"] > 0

@@ -7,7 +7,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.topology import Topology
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.evaluators import check_named
@@ -63,10 +63,10 @@ def test_the_exported_model_is_measured(tmp_path, cache_dir, tasks):
         tmp_path / "run", 2, "strategy=ddp", *settings, "evaluate.lm_eval=[toy_words]",
         f"evaluate.lm_eval_include={tasks}",
     )  # fmt: skip
-    results = json.loads((run / lm_eval.RESULTS).read_text())
+    results = json.loads(RunFolder(run).lm_eval.read_text())
     accuracy = results["results"]["toy_words"]["acc,none"]
     assert accuracy in (0, 0.25, 0.5, 0.75, 1)
-    assert read_lines(run / METRICS)[-1]["lm_eval/toy_words/acc"] == accuracy
+    assert read_lines(RunFolder(run).metrics)[-1]["lm_eval/toy_words/acc"] == accuracy
     assert "lm_eval_include" not in (run / "config.yaml").read_text().split("defaults:")[1]
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hfdist.checkpoint import verify
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import NumericsError
-from hfdist.records import EVENTS, METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed
 from hfdist.verify.audit.run import describe_step, open_past_run
 from tests.distributed.bad_numbers import ALWAYS, Fault, Kind, pretrain_with
@@ -67,7 +67,7 @@ def test_all_ranks_skip_the_same_steps_and_go_back_together(single, tmp_path, st
     settings = (f"strategy={strategy}", "train.compare_replicas_every=5", *SAVING)
     said = pretrain_with(faults, tmp_path, num_processes, *settings)
 
-    lines = [line for line in read_lines(tmp_path / METRICS) if "loss" in line]
+    lines = [line for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 14))
     assert [line["step"] for line in lines if line.get("skipped")] == [3, 5]
     assert [line["step"] for line in lines if line["loss"] is None] == [3, 5]
@@ -78,7 +78,7 @@ def test_all_ranks_skip_the_same_steps_and_go_back_together(single, tmp_path, st
     for name, tensor in weights(single).items():
         assert torch.allclose(weights(tmp_path)[name], tensor, rtol=1e-4, atol=1e-6), name
 
-    events = [event for event in read_lines(tmp_path / EVENTS) if event["event"] in ("skip", "rollback")]
+    events = [event for event in read_lines(RunFolder(tmp_path).events) if event["event"] in ("skip", "rollback")]
     assert [event["step"] for event in events[:6]] == [3, 5, 7, 8, 9, 9]
     back = [event["to_step"] for event in events if event["event"] == "rollback"]
     assert back == ([6, 9, 9] if num_replicas > 1 else [6])
@@ -107,7 +107,7 @@ def assert_found_flipped(said):
 
 def test_a_mean_of_several_steps_leaves_skipped_ones_out(single, tmp_path):
     pretrain_with(UNTAKEN, tmp_path, 1, "strategy=single", "report.log_every=4", *SAVING)
-    logged = {line["step"]: line["loss"] for line in read_lines(tmp_path / METRICS) if "loss" in line}
+    logged = {line["step"]: line["loss"] for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line}
     by_step = dict(enumerate(losses(single), start=1))
     assert list(logged) == [3, 4, 5, 8, 12]
     assert logged[3] is logged[5] is None
@@ -136,7 +136,8 @@ def test_figures_of_routers_leave_out_what_was_skipped_or_undone(tmp_path, cache
         said = pretrain_with(faults, tmp_path / name, 2, *settings)
         assert sum("going back from step 5" in text for text in said) == (name == "undone")
     plain, undone = (
-        [line for line in read_lines(tmp_path / name / METRICS) if "loss" in line] for name in ("plain", "undone")
+        [line for line in read_lines(RunFolder(tmp_path / name).metrics) if "loss" in line]
+        for name in ("plain", "undone")
     )
     assert [line["step"] for line in plain] == [line["step"] for line in undone] == [1, 2, 4, 6]
     assert not set(FIGURES) & plain[0].keys()
@@ -149,7 +150,7 @@ def test_half_precision_skips_too(cache_dir, tmp_path, strategy):
     settings = ("train.precision=bf16", "train.max_steps=6", "train.micro_batch_size=2")
     said = pretrain_with(UNTAKEN, tmp_path, 2, f"strategy={strategy}", *settings)
     assert [text.split(":")[0] for text in said] == ["step 3 is skipped", "step 5 is skipped"]
-    assert [line["step"] for line in read_lines(tmp_path / METRICS) if line.get("loss", 0) is None] == [3, 5]
+    assert [line["step"] for line in read_lines(RunFolder(tmp_path).metrics) if line.get("loss", 0) is None] == [3, 5]
 
 
 def test_a_loss_scale_that_cannot_help_comes_to_an_end(cache_dir, tmp_path):
@@ -158,7 +159,7 @@ def test_a_loss_scale_that_cannot_help_comes_to_an_end(cache_dir, tmp_path):
     settings = ("train.precision=fp16", "checkpoint=default", "checkpoint.every=3", "train.max_rollbacks=1")
     with pytest.raises(RankFailed, match=r"NumericsError[\s\S]*the run has gone back 1 times"):
         pretrain_with([glitch, never], tmp_path, 1, "strategy=single", "train.max_steps=60", *settings)
-    lines = {line["step"]: line for line in read_lines(tmp_path / METRICS) if "loss" in line}
+    lines = {line["step"]: line for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line}
     assert lines[2]["loss"] is None
     assert lines[4]["loss"] is not None
     # A scale of 2**16 comes down to 1 by 16 halves, the first at step 2.

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hfdist.checkpoint.save_plan import OPTIMIZER_STEM, STATE_FILE
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed
 from tests.distributed.island_runs import (
     Island,
@@ -96,7 +96,7 @@ def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, stale
         for island in (going, mortal, again):
             island.kill()
     assert ends == [None, None]
-    steps = [line["step"] for line in read_lines(last / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(RunFolder(last).metrics) if "loss" in line]
     # It begins where the other one is.
     assert steps == list(range(9, 13))
     if staleness == "0":

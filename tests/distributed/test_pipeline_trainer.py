@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback
 import hfdist
 from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, DataError, PartitionError
+from hfdist.records import RunFolder
 from hfdist.testing import run_ranks
 from hfdist.trainer.reporting.callbacks import TimelineDrawer
 from tests.distributed.trainers import on_ranks
@@ -101,7 +102,7 @@ def test_what_needs_logits_is_refused(tmp_path):
 
 def train_and_draw(folder):
     trainer = make_trainer(folder, 2)
-    trainer.add_callback(TimelineDrawer(folder, trainer.engine))
+    trainer.add_callback(TimelineDrawer(RunFolder(folder), trainer.engine))
     trainer.train()
     return trainer.engine.schedule_trace.title
 

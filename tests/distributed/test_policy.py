@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.rewards.registry import GROUP
 from hfdist.testing import run_ranks
 from tests.distributed import policy_runs, trl_runs
@@ -30,7 +30,7 @@ def single(tmp_path_factory, policy, sums, cache_dir):
 
 
 def lines(run):
-    return [line for line in read_lines(run / METRICS) if "loss" in line]
+    return [line for line in read_lines(RunFolder(run).metrics) if "loss" in line]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir, monke
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert ours["rewards/terms"] == 1.0
     assert len(lines(runs[0])) > 4
-    assert read_lines(runs[1] / METRICS)[-1]["eval_rewards/terms"] == 1.0
+    assert read_lines(RunFolder(runs[1]).metrics)[-1]["eval_rewards/terms"] == 1.0
     assert trl_runs.difference(weights(runs[1]), weights(runs[0])) < 1e-5
 
 

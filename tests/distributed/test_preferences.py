@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed, run_ranks
 from tests.distributed import trl_runs
 from tests.distributed.preference_runs import (
@@ -47,7 +47,7 @@ def single(tmp_path_factory, model, rows, cache_dir):
 
 def figures(folder, prefix=""):
     names = ("rewards/margins", "rewards/accuracies", "kl", "margins", "accuracies")
-    lines = [line for line in read_lines(folder / METRICS) if f"{prefix}loss" in line]
+    lines = [line for line in read_lines(RunFolder(folder).metrics) if f"{prefix}loss" in line]
     return [line[f"{prefix}{name}"] for line in lines for name in names if f"{prefix}{name}" in line]
 
 
@@ -117,7 +117,7 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, model, cache_dir, name):
         run_ranks(save_start, 1, start, config, group=False)
     [plain] = run_ranks(train_plainly, 1, tmp_path / "trl", model, start, task, steps, arguments, group=False)
     assert losses(run) == pytest.approx([line["loss"] for line in plain], rel=1e-5)
-    lines = [line for line in read_lines(run / METRICS) if "loss" in line]
+    lines = [line for line in read_lines(RunFolder(run).metrics) if "loss" in line]
     assert [line["grad_norm"] for line in lines] == pytest.approx([line["grad_norm"] for line in plain], rel=1e-4)
     assert trl_runs.difference(weights(run), weights(tmp_path / "trl")) < 1e-5
 

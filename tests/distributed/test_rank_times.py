@@ -6,7 +6,7 @@ import time
 
 from hfdist.alerts import monitor
 from hfdist.data import TokenStream
-from hfdist.records import EVENTS, METRICS, RANKS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.trainer import Trainer
 from tests.distributed.runs import pretrain
@@ -49,9 +49,9 @@ def test_a_slow_rank_is_busy_and_the_other_one_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "WINDOW_LINES", 2)
     length, command = f"train.max_steps={2 * STEPS}", f"report.alert_command='tee -a {tmp_path}/told'"
     pretrain(tmp_path, 2, "strategy=ddp", length, f"train.eval_every={STEPS}", command)
-    lines = read_lines(tmp_path / RANKS)
+    lines = read_lines(RunFolder(tmp_path).ranks)
     assert [line["step"] for line in lines] == list(range(1, 2 * STEPS + 1))
-    metrics = {line["step"]: line for line in read_lines(tmp_path / METRICS) if "loss" in line}
+    metrics = {line["step"]: line for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line}
     for line in lines:
         assert abs(line["step_seconds"][0] - metrics[line["step"]]["step_seconds"]) < 1e-6
         assert all(bytes_used > 2**26 for bytes_used in line["peak_bytes"])
@@ -65,12 +65,12 @@ def test_a_slow_rank_is_busy_and_the_other_one_waits(tmp_path, monkeypatch):
     assert data[0] > asleep
     assert data[1] < asleep / 2
     assert wait[1] > asleep / 2
-    alerts = [line for line in read_lines(tmp_path / EVENTS) if line["event"] == "alert"]
+    alerts = [line for line in read_lines(RunFolder(tmp_path).events) if line["event"] == "alert"]
     assert [(one["kind"], one["rank"], one["host"]) for one in alerts] == [
         ("slow_rank", 1, platform.node()), ("data_wait", 0, platform.node())
     ]  # fmt: skip
     assert sorted(line["kind"] for line in read_lines(tmp_path / "told")) == ["data_wait", "slow_rank"]
-    assert not any(key.startswith("alert/") for line in read_lines(tmp_path / METRICS) for key in line)
+    assert not any(key.startswith("alert/") for line in read_lines(RunFolder(tmp_path).metrics) for key in line)
 
 
 def test_stages_of_a_pipeline_and_steps_that_are_not_logged(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_stages_of_a_pipeline_and_steps_that_are_not_logged(tmp_path, monkeypatc
 
     monkeypatch.setattr(RankTimes, "_gather", counted)
     pretrain(tmp_path, 2, "strategy=pipeline", "train.max_steps=7", "report.log_every=3")
-    lines = read_lines(tmp_path / RANKS)
+    lines = read_lines(RunFolder(tmp_path).ranks)
     assert [line["step"] for line in lines] == [3, 6]
     for line in lines:
         parts = zip(line["data_seconds"], line["compute_seconds"], line["wait_seconds"], strict=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from recipes import finetune, tune
 from tests.e2e.follow_readme import ROOT, shown_programs
@@ -31,7 +31,7 @@ def test_the_example_goes_on_from_its_own_model(tmp_path, cache_dir, monkeypatch
         primary = primary_of(experiment)
         main = {"finetune": finetune, "tune": tune}[primary].main
         run_ranks(main.__wrapped__, 2, compose_config([f"+experiment={experiment}", *SHORT], name=primary))
-    lines = read_lines(tmp_path / "runs" / "arithmetic_grpo" / METRICS)
+    lines = read_lines(RunFolder(tmp_path / "runs" / "arithmetic_grpo").metrics)
     assert [line["step"] for line in lines if "eval_reward" in line] == [0, 2]
     held_out = set((tmp_path / "held_out.jsonl").read_text().splitlines())
     assert not held_out & set((tmp_path / "sums.jsonl").read_text().splitlines())

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.records import EVENTS, METRICS, RUN_FILE, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
 from hfdist.testing import RankFailed
-from hfdist.trainer.run.run_lock import LOCK
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.runs import SMALL, losses, pretrain, weights
 from tests.marks import many
@@ -66,9 +65,9 @@ def test_the_same_layout_goes_on_with_the_same_losses(whole_runs, tmp_path, stra
     # Loader workers change nothing either.
     pretrain(tmp_path, num_processes, f"strategy={strategy}", *SAVING, *DROPOUT, *more, "data.workers=1")
     assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-7 if precision == "fp32" else 1e-6)
-    steps = [line["step"] for line in read_lines(tmp_path / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line]
     assert steps == list(range(1, 13))
-    tokens = [line["tokens"] for line in read_lines(tmp_path / METRICS) if "loss" in line]
+    tokens = [line["tokens"] for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line]
     assert tokens == [step * 8 * 64 for step in steps]
     if precision == "fp32":
         for name, reference in weights(whole).items():
@@ -77,7 +76,8 @@ def test_the_same_layout_goes_on_with_the_same_losses(whole_runs, tmp_path, stra
 
 def snapshot(folder):
     """All but what tells of each start."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (LOCK, RUN_FILE, EVENTS)]
+    others = ("run.lock", "run.json", "events.jsonl")
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in others]
     return {path: path.read_bytes() for path in files}
 
 
@@ -123,10 +123,10 @@ def test_a_path_chooses_the_checkpoint(whole_runs, tmp_path):
     whole = whole_runs("single", 1)
     chosen = whole / "checkpoints" / "step-00000010"
     # Of a life that began from the first step, and was killed before its first checkpoint.
-    (tmp_path / METRICS).write_text('{"step": 3, "loss": 5.0}\n')
+    RunFolder(tmp_path).metrics.write_text('{"step": 3, "loss": 5.0}\n')
     run = pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={chosen}")
     assert losses(run) == pytest.approx(losses(whole)[10:], rel=1e-7)
-    assert read_lines(earlier(run / METRICS)) == [{"step": 3, "loss": 5.0}]
+    assert read_lines(earlier(RunFolder(run).metrics)) == [{"step": 3, "loss": 5.0}]
 
 
 def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(whole_runs, tmp_path):
@@ -163,7 +163,7 @@ def test_what_changes_the_training_is_refused_unless_it_is_allowed(whole_runs, t
     # Before anything of the run is touched.
     assert "lr: 0.003" in (tmp_path / "config.yaml").read_text()
     pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, *changes, "checkpoint.allow_changes=true")
-    last = [line for line in read_lines(tmp_path / METRICS) if "loss" in line][-1]
+    last = [line for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line][-1]
     assert (last["step"], last["tokens"]) == (12, (10 * 8 + 2 * 4) * 64)
 
 

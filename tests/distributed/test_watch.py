@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from hfdist.records import EVENTS, State, read_lines, read_run
+from hfdist.records import RunFolder, State, read_lines, read_run
 from hfdist.watch.explain import explain
 from tests.distributed import injected_faults
 from tests.distributed.injected_faults import Ranks
@@ -25,7 +25,7 @@ def found(ranks, codes):
     assert ranks.said.count(line) == 1, ranks.said
     record = read_run(ranks.run_dir)
     assert (record.state, record.exit_code, record.error) == (State.failed, 6, line)
-    lost, end = read_lines(ranks.run_dir / EVENTS)[-2:]
+    lost, end = read_lines(RunFolder(ranks.run_dir).events)[-2:]
     assert (lost["event"], lost["found"]) == ("lost_rank", line)
     assert (end["event"], end["exit_code"], end["error"]) == ("end", 6, line)
     return line
@@ -106,5 +106,5 @@ def test_a_rank_that_ends_with_an_error_of_its_own_raises_no_alarm(tmp_path, cac
     assert ranks.said.count("rank 1 has ended with exit code 3, and has said why") == 1
     assert "Peer lost" not in ranks.said
     assert read_run(ranks.run_dir).exit_code == 3
-    assert [event["event"] for event in read_lines(ranks.run_dir / EVENTS)] == ["start", "end"]
+    assert [event["event"] for event in read_lines(RunFolder(ranks.run_dir).events)] == ["start", "end"]
     assert not stacks(ranks)

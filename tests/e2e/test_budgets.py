@@ -6,7 +6,7 @@ import pytest
 import torch.distributed.run
 
 from hfdist import __main__ as command
-from hfdist.records import EVENTS, State, read_lines, read_run
+from hfdist.records import RunFolder, State, read_lines, read_run
 from tests.e2e.forked import run_forked
 from tests.e2e.test_launch import RECIPE, SMALL, forked_ranks  # noqa: F401
 
@@ -24,7 +24,7 @@ def test_a_run_whose_budget_is_used_up_is_not_started_again(tmp_path, cache_dir,
     assert done.stderr.count("Budget used up: the budget of the run is used up") == 1
     record = read_run(run_dir)
     assert (record.start, record.state, record.exit_code, record.step) == (1, State.stopped, 8, 1)
-    assert [line["event"] for line in read_lines(run_dir / EVENTS)] == ["start", "budget", "save", "end"]
+    assert [line["event"] for line in read_lines(RunFolder(run_dir).events)] == ["start", "budget", "save", "end"]
     assert (run_dir / "model" / "README.md").read_text().count("Training has used") == 1
 
     # Again: before any process is started.

@@ -11,7 +11,7 @@ import pytest
 
 from hfdist import launch
 from hfdist.processes.stop_signals import STOP_SIGNALS
-from hfdist.records import EVENTS, METRICS, State, read_lines, read_run
+from hfdist.records import RunFolder, State, read_lines, read_run
 from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
     assert "2 processes: data 2" in output
     assert output.count("held-out loss") == 1, "only rank 0 reports"
     run_dir = tmp_path / "runs" / "first"
-    lines = read_lines(run_dir / METRICS)
+    lines = read_lines(RunFolder(run_dir).metrics)
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"}
     assert wanted <= set(lines[0])
@@ -86,12 +86,12 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
     assert code == 0, output
     assert "resuming from" in output
     assert output.count("changed: train.max_steps: 4 -> 6") == 1
-    lines = [line for line in read_lines(run_dir / METRICS) if "loss" in line]
+    lines = [line for line in read_lines(RunFolder(run_dir).metrics) if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     record = read_run(run_dir)
     assert (record.start, record.state, record.step, record.max_steps) == (2, State.finished, 6, 6)
     assert record.tokens == lines[-1]["tokens"]
-    resume = next(event for event in read_lines(run_dir / EVENTS) if event["event"] == "resume")
+    resume = next(event for event in read_lines(RunFolder(run_dir).events) if event["event"] == "resume")
     assert "train.max_steps: 4 -> 6" in resume["changes"]
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hfdist import __main__ as command
-from hfdist.records import EVENTS, METRICS, State, read_lines, read_run
+from hfdist.records import RunFolder, State, read_lines, read_run
 from tests.distributed.kills import newest_whole
 from tests.e2e.forked import end, run_script, start_forked
 from tests.e2e.test_launch import LAUNCHER, RECIPE, ROOT, SMALL, forked_ranks  # noqa: F401
@@ -32,7 +32,7 @@ class Launched:
 
     @property
     def steps(self):
-        return [line["step"] for line in read_lines(self.run_dir / METRICS) if "loss" in line]
+        return [line["step"] for line in read_lines(RunFolder(self.run_dir).metrics) if "loss" in line]
 
     def wait_for_steps(self, number):
         while len(self.steps) < number:
@@ -63,7 +63,7 @@ class Launched:
 
     @property
     def events(self):
-        return [(event["start"], event["event"]) for event in read_lines(self.run_dir / EVENTS)]
+        return [(event["start"], event["event"]) for event in read_lines(RunFolder(self.run_dir).events)]
 
 
 @pytest.fixture

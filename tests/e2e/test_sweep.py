@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hfdist.records import EVENTS, METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.records.trials import TrialLog
 
 pytestmark = pytest.mark.e2e
@@ -40,7 +40,7 @@ def train_again(folder, said):
 
 
 def losses_of(run):
-    return {line["step"]: line["loss"] for line in read_lines(run / METRICS) if "loss" in line}
+    return {line["step"]: line["loss"] for line in read_lines(RunFolder(run).metrics) if "loss" in line}
 
 
 def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
@@ -83,7 +83,7 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path)
     steps = sorted([result.step for result in trial.results] for trial in trials)
     assert steps == [[3], [3, 6]]
     best = next(trial for trial in trials if len(trial.results) == 2)
-    events = read_lines(tmp_path / f"runs/asha/trial-{best.number:04d}" / EVENTS)
+    events = read_lines(RunFolder(tmp_path / f"runs/asha/trial-{best.number:04d}").events)
     assert [event["step"] for event in events if event["event"] == "resume"] == [3]
     # The rate falls on the last rung only, as it does in one run.
     assert losses_of(train_again(tmp_path, said)) == losses_of(tmp_path / f"runs/asha/trial-{best.number:04d}")

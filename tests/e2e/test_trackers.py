@@ -10,9 +10,8 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.records import METRICS, State, read_lines, read_run
+from hfdist.records import RunFolder, State, read_lines, read_run
 from hfdist.testing import run_ranks
-from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
 from hfdist.trainer.reporting.trackers import Trackers
 from tests.e2e.forked import run_forked
 from tests.e2e.test_launch import SMALL, fork_ranks
@@ -95,7 +94,7 @@ def test_a_run_that_is_killed_and_goes_on_is_one_run_with_each_step_once(name, r
     assert run.get("status", "FINISHED") == "FINISHED"
 
     wanted = {}
-    for line in read_lines(run_of_two_starts / METRICS):
+    for line in read_lines(RunFolder(run_of_two_starts).metrics):
         # A save is reported at the step at which it has ended.
         for key in set(line) - {"step", "epoch"} if "checkpoint/step" not in line else ():
             wanted.setdefault(key, []).append((line["step"], line[key]))
@@ -140,7 +139,7 @@ def reports_of_three_starts(tmp_path_factory):
     run_ranks(drive, 1, run_dir, [("begin", 5), ("log", 6, {"loss": 60.0}), ("end", 6)], "train.seed=5", group=False)
     before = {name: read_tracker(name, run_dir, "mine") for name in INSTALLED}
     # As a run does that has no checkpoint to go on from.
-    (run_dir / TRACKERS_FILE).unlink(missing_ok=True)
+    RunFolder(run_dir).trackers.unlink(missing_ok=True)
     run_ranks(drive, 1, run_dir, [("begin", 0), ("log", 1, {"loss": 2.0}), ("end", 1)], group=False)
     return before, {name: read_tracker(name, run_dir, "mine") for name in INSTALLED}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from tests.e2e.test_launch import LAUNCH, ROOT, run
 from tests.marks import many
 
@@ -37,7 +37,7 @@ def test_a_task_trains_under_accelerate_launch(tmp_path, cache_dir, task):
     own = (f"task={task}", f"strategy={strategy}", "data=rows.jsonl", "run.name=tuned")
     code, output = run([*launched, *own, *SMALL, *more], tmp_path)
     assert code == 0, output
-    lines = read_lines(tmp_path / "runs" / "tuned" / METRICS)
+    lines = read_lines(RunFolder(tmp_path / "runs" / "tuned").metrics)
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert all("eval_loss" in line for line in lines if line["step"] == 0)
     assert (tmp_path / "runs" / "tuned" / "model" / "model.safetensors").is_file()

@@ -9,7 +9,7 @@ from transformers import TrainerControl, TrainerState
 
 from hfdist.alerts import AlertKind, Monitor, command
 from hfdist.config.run import CheckpointConfig
-from hfdist.records import EVENTS, RunRecorder, read_lines
+from hfdist.records import RunFolder, RunRecorder, read_lines
 from hfdist.trainer.reporting.alerts import Alerts
 
 WARM_UP = 100
@@ -249,7 +249,7 @@ def train(alerts, num_steps=5):
 def test_an_alert_goes_everywhere_once(watch, tmp_path, caplog):
     alerts, logged = watch(f"tee -a {tmp_path}/got")
     train(alerts)
-    [event] = [line for line in read_lines(tmp_path / EVENTS) if line["event"] == "alert"]
+    [event] = [line for line in read_lines(RunFolder(tmp_path).events) if line["event"] == "alert"]
     told = {"step": 3, "kind": "old_checkpoint", "saved_step": 0, "save_every": 1}
     assert {name: event[name] for name in told} == told
     assert logged == [{"alert/old_checkpoint": 1}]
@@ -278,8 +278,8 @@ def test_a_command_that_fails_is_a_warning(watch, monkeypatch, caplog, alert_com
 
 def test_a_full_disk_ends_no_training(watch, tmp_path, caplog):
     alerts, logged = watch()
-    (tmp_path / EVENTS).unlink()
-    (tmp_path / EVENTS).symlink_to("/dev/full")
+    RunFolder(tmp_path).events.unlink()
+    RunFolder(tmp_path).events.symlink_to("/dev/full")
     train(alerts)
     assert "events.jsonl lacks this alert" in caplog.text
     assert logged == [{"alert/old_checkpoint": 1}]

@@ -14,18 +14,7 @@ from hfdist.config.run import CostConfig
 from hfdist.config.train import parse_time
 from hfdist.energy.estimates import ProcessLoad
 from hfdist.errors import BudgetError, ConfigError
-from hfdist.records import (
-    EVENTS,
-    METRICS,
-    RUN_FILE,
-    Event,
-    RunRecord,
-    RunRecorder,
-    State,
-    add_event,
-    read_lines,
-    read_run,
-)
+from hfdist.records import Event, RunFolder, RunRecord, RunRecorder, State, add_event, read_lines, read_run
 from hfdist.records.lines import append_line
 from hfdist.records.run_file import write_run
 from hfdist.trainer.budget.budget import Budget, Pace, find_reached
@@ -142,11 +131,11 @@ def test_a_budget_at_which_a_start_has_stopped_is_used_up_though_a_little_is_lef
 
 
 def test_a_budget_is_not_counted_from_nothing_where_the_record_is_damaged(tmp_path):
-    (tmp_path / RUN_FILE).write_text('{"schema": 1, "sta')
+    RunFolder(tmp_path).record.write_text('{"schema": 1, "sta')
     check_budgets(config(tmp_path))
     with pytest.raises(ConfigError, match="earlier starts") as caught:
         check_budgets(config(tmp_path, "train.max_hours=1"))
-    assert caught.value.hint.startswith(f"rm {tmp_path / RUN_FILE}")
+    assert caught.value.hint.startswith(f"rm {RunFolder(tmp_path).record}")
 
 
 def test_totals_count_starts_that_were_lost(tmp_path):
@@ -236,7 +225,7 @@ def test_a_run_stops_saves_and_says_which_override_raises_it(tmp_path):
     assert run.step()
     assert run.control.should_save
     assert not run.control.should_evaluate, "the end of the run does that: an extra one would count in the checkpoint"
-    (event,) = [line for line in read_lines(tmp_path / EVENTS) if line["event"] == "budget"]
+    (event,) = [line for line in read_lines(RunFolder(tmp_path).events) if line["event"] == "budget"]
     assert (event["step"], event["which"], event["limit"]) == (1, "max_hours", 1e-6)
     assert event["used"] > 0
     with pytest.raises(BudgetError, match="used up") as caught:
@@ -285,9 +274,9 @@ def test_an_evaluation_and_a_save_are_no_part_of_a_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        (EVENTS, {"start": 1, "event": "save", "step": 3, "bytes": 1, "seconds": 7200.0, "stall_seconds": 1.0}),
-        (METRICS, {"step": 3, "loss": 2.0, "step_seconds": 7200.0}),
-        (METRICS, {"step": 3, "eval_loss": 2.0, "eval_runtime": 7200.0}),
+        ("events.jsonl", {"start": 1, "event": "save", "step": 3, "bytes": 1, "seconds": 7200.0, "stall_seconds": 1.0}),
+        ("metrics.jsonl", {"step": 3, "loss": 2.0, "step_seconds": 7200.0}),
+        ("metrics.jsonl", {"step": 3, "eval_loss": 2.0, "eval_runtime": 7200.0}),
     ],
 )
 def test_what_took_long_in_earlier_starts_is_allowed_for(tmp_path, file, line):

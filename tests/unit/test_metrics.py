@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, TrainerControl, TrainerState, 
 from hfdist.config.task import TaskName
 from hfdist.data.stream.ledger import _append
 from hfdist.errors import ResourceError
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.model_files import _save_tokenizer
@@ -26,12 +26,12 @@ LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
 
 @pytest.fixture
 def path(tmp_path):
-    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return tmp_path / METRICS
+    RunFolder(tmp_path).metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return RunFolder(tmp_path).metrics
 
 
 def begin(folder, step):
-    writer = MetricsWriter(folder)
+    writer = MetricsWriter(RunFolder(folder).metrics)
     writer.on_train_begin(TrainingArguments(str(folder)), TrainerState(global_step=step), TrainerControl())
     return writer
 
@@ -104,12 +104,12 @@ def full(tmp_path):
 
 
 def test_a_line_of_the_metrics(full, tmp_path):
-    full(METRICS)
-    writer, state = MetricsWriter(tmp_path), TrainerState(is_world_process_zero=True)
+    full("metrics.jsonl")
+    writer, state = MetricsWriter(RunFolder(tmp_path).metrics), TrainerState(is_world_process_zero=True)
     writer.on_train_begin(None, state, TrainerControl())
     with pytest.raises(ResourceError, match="No space left on device") as raised:
         writer.on_log(None, state, TrainerControl(), logs={"loss": 1.0})
-    assert raised.value.where == str(tmp_path / METRICS)
+    assert raised.value.where == str(RunFolder(tmp_path).metrics)
 
 
 def test_a_tokenizer(full, tmp_path):
@@ -121,10 +121,10 @@ def test_a_tokenizer(full, tmp_path):
 
 
 def test_a_picture_that_does_not_fit_ends_no_run(full, tmp_path, caplog):
-    (tmp_path / METRICS).write_text('{"step": 1, "loss": 2.0, "tokens": 8}\n')
+    RunFolder(tmp_path).metrics.write_text('{"step": 1, "loss": 2.0, "tokens": 8}\n')
     full("loss.png")
     with warning_of_failure("picture of the losses"):
-        plot_losses(tmp_path)
+        plot_losses(RunFolder(tmp_path))
     assert "no picture of the losses: OSError: [Errno 28] No space left on device" in caplog.text
 
 
@@ -138,10 +138,10 @@ def test_a_picture_that_does_not_fit_ends_no_run(full, tmp_path, caplog):
 )
 def test_the_picture_shows_what_the_task_is_measured_by(tmp_path, monkeypatch, task, words, drawn):
     lines = [{"step": 1, "loss": 2.0, "tokens": 8, "reward": 0.25}, {"step": 1, "eval_loss": 1.5, "eval_reward": 0.75}]
-    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    RunFolder(tmp_path).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    plot_losses(tmp_path, task)
+    plot_losses(RunFolder(tmp_path), task)
     (axes,) = figures[0].axes
     assert axes.get_ylabel() == words
     assert [list(line.get_ydata()) for line in axes.lines] == [[value] for value in drawn]

@@ -21,7 +21,7 @@ from recipes.pretrain import main
     ],
 )
 def test_the_old_run_comes_last(overrides, kind, where, tmp_path, monkeypatch):
-    def compare(config, checkpoints):
+    def compare(config):
         raise CheckpointError("the config has changed")
 
     monkeypatch.chdir(tmp_path)

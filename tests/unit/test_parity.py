@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.config.train import Precision
-from hfdist.records import METRICS, Event, add_event
+from hfdist.records import Event, RunFolder, add_event
 from hfdist.verify.parity import BOUNDS, FLOOR, certify, compare
 from tests.unit.checkpoint.pieces import write_checkpoint
 
@@ -28,7 +28,7 @@ def tensors(step, keys=(WEIGHT, "exp_avg")):
 def make_run(folder, steps=range(1, STEPS + 1), keys=(WEIGHT, "exp_avg")):
     """What a run leaves behind: metrics and a checkpoint of each step."""
     folder.mkdir()
-    with (folder / METRICS).open("w") as file:
+    with RunFolder(folder).metrics.open("w") as file:
         for step in steps:
             file.write(json.dumps({"step": step, "loss": 7.0 - step, "grad_norm": 1.0 + step}) + "\n")
         file.write(json.dumps({"step": STEPS, "eval_loss": 5.0}) + "\n")
@@ -87,10 +87,10 @@ def nudge(tensor):
 
 
 def edit_metrics(run, **values):
-    lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
     for line in lines:
         line.update({key: value for key, value in values.items() if key in line})
-    (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    RunFolder(run).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_equal_runs_pass(runs):
@@ -152,8 +152,8 @@ def test_a_figure_that_was_not_finite_fails(runs):
 def test_a_missing_parameter_and_a_missing_step_fail(runs):
     path = runs["ours"] / LAST / "model.safetensors"
     save_file({"first": load_file(path)["first"]}, path)
-    text = (runs["ours"] / METRICS).read_text().splitlines(keepends=True)
-    (runs["ours"] / METRICS).write_text("".join(text[1:]))
+    text = RunFolder(runs["ours"]).metrics.read_text().splitlines(keepends=True)
+    RunFolder(runs["ours"]).metrics.write_text("".join(text[1:]))
     bad = failed(check(runs))
     assert bad["weights at the end"].difference == math.inf
     assert "second" in bad["weights at the end"].worst

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hfdist.records import RANKS, RankColumn, read_lines
+from hfdist.records import RankColumn, RunFolder, read_lines
 from hfdist.trainer.reporting import peak_memory, step_clock
 from hfdist.trainer.reporting.peak_memory import PeakMemory, largest_peaks
 from hfdist.trainer.reporting.rank_times import RankTimes
@@ -108,7 +108,7 @@ def test_a_peak_is_of_the_time_since_the_last_reading():
 
 
 def begin(folder, step, used):
-    writer = RankTimes(folder, Throughput(CPU), used.append)
+    writer = RankTimes(RunFolder(folder).ranks, Throughput(CPU), used.append)
     writer.on_train_begin(TrainingArguments(str(folder), use_cpu=True), TrainerState(global_step=step), None)
     return writer
 
@@ -125,11 +125,11 @@ def test_a_line_is_written_at_the_next_step_and_moves_with_its_step(tmp_path):
     log(writer, 1, loss=1.0, step_seconds=1.0)
     # A line of the user's, of one rank alone.
     log(writer, 1, loss=1.0)
-    assert read_lines(tmp_path / RANKS) == []
+    assert read_lines(RunFolder(tmp_path).ranks) == []
     writer.on_step_end(None, TrainerState(global_step=2), None)
     log(writer, 2, loss=1.0, step_seconds=1.0)
     writer.on_train_end(None, TrainerState(global_step=2), None)
-    lines = read_lines(tmp_path / RANKS)
+    lines = read_lines(RunFolder(tmp_path).ranks)
     assert lines == used
     assert [line["step"] for line in lines] == [1, 2]
     assert set(lines[0]) == {"step", *(column.value for column in RankColumn)}
@@ -139,4 +139,4 @@ def test_a_line_is_written_at_the_next_step_and_moves_with_its_step(tmp_path):
     assert lines[0]["peak_bytes"][0] > 2**20
     log(writer, 3, loss=None, skipped=True, step_seconds=1.0)
     writer.on_rollback(TrainerState(global_step=1))
-    assert [line["step"] for line in read_lines(tmp_path / RANKS)] == [1]
+    assert [line["step"] for line in read_lines(RunFolder(tmp_path).ranks)] == [1]

@@ -14,10 +14,9 @@ from hfdist.config.cli import command
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import DataError, PeerError, PreemptedError, ResourceError
 from hfdist.records import (
-    EVENTS,
-    RUN_FILE,
     Event,
     RankColumn,
+    RunFolder,
     RunRecord,
     RunRecorder,
     State,
@@ -40,7 +39,7 @@ def begin(folder):
 
 
 def events(folder):
-    return [(line["start"], line["event"], line.get("state")) for line in read_lines(folder / EVENTS)]
+    return [(line["start"], line["event"], line.get("state")) for line in read_lines(RunFolder(folder).events)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_a_second_start_goes_on_and_tells_how_the_first_was_lost(tmp_path):
     assert (second.start, second.step, second.tokens) == (2, 0, 0)
     assert second.earlier_seconds == first.record.seconds >= 10
     assert events(tmp_path) == [(1, "start", None), (1, "end", "lost"), (2, "start", None)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [EVENTS, RUN_FILE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "run.json"]
 
 
 def test_a_process_that_does_one_run_after_the_other_ends_the_first(tmp_path):
@@ -178,14 +177,14 @@ NO_RECORDS = ("", "{", "[]", "3", "\0", '{"schema": 99}', '{"schema": 1, "start"
 
 @pytest.mark.parametrize("content", NO_RECORDS)
 def test_what_is_no_record_is_none_and_a_run_begins_anew(tmp_path, content):
-    (tmp_path / RUN_FILE).write_text(content)
+    RunFolder(tmp_path).record.write_text(content)
     assert read_run(tmp_path) is None
     assert begin(tmp_path).record.start == 1
 
 
 def test_fields_of_later_versions_are_passed_over(tmp_path):
     content = begin(tmp_path).record.to_json() | {"new": 1}
-    (tmp_path / RUN_FILE).write_text(json.dumps(content))
+    RunFolder(tmp_path).record.write_text(json.dumps(content))
     assert read_run(tmp_path).start == 1
 
 
@@ -208,7 +207,7 @@ def test_a_full_disk_ends_no_step_and_is_no_second_error_at_the_end(tmp_path, mo
 
 def test_an_event_behind_a_line_that_was_cut_off_is_no_part_of_it(tmp_path):
     recorder = begin(tmp_path)
-    with (tmp_path / EVENTS).open("a") as file:
+    with RunFolder(tmp_path).events.open("a") as file:
         file.write('{"time": "2026-')
     recorder.end(0)
     assert events(tmp_path) == [(1, "start", None), (1, "end", "finished")]
@@ -230,7 +229,7 @@ def test_the_command_that_starts_ranks_tells_that_they_were_killed(tmp_path, mon
 
 def test_events_have_a_time_and_their_fields(tmp_path):
     begin(tmp_path).add(Event.save, step=2, bytes=10)
-    line = read_lines(tmp_path / EVENTS)[-1]
+    line = read_lines(RunFolder(tmp_path).events)[-1]
     assert line["time"].endswith("+00:00")
     assert {name: line[name] for name in ("start", "event", "step", "bytes")} == {
         "start": 1, "event": "save", "step": 2, "bytes": 10

@@ -10,7 +10,8 @@ from multiprocessing import get_context
 import pytest
 
 from hfdist.errors import ConfigError
-from hfdist.trainer.run.run_lock import LOCK, RunLock
+from hfdist.records import RunFolder
+from hfdist.trainer.run.run_lock import RunLock
 
 QUICK = {"beat_seconds": 0.05, "silent_seconds": 0.5, "dying_seconds": 0.5}
 
@@ -71,11 +72,11 @@ def test_a_holder_that_is_just_ending_is_waited_for(tmp_path, holder):
 
 def test_a_released_folder_says_nothing_of_its_holder(tmp_path):
     RunLock(tmp_path, **QUICK).release()
-    assert (tmp_path / LOCK).read_bytes() == b""
+    assert RunFolder(tmp_path).lock.read_bytes() == b""
 
 
 def write_beat(folder, beat):
-    (folder / LOCK).write_text(json.dumps({"host": "another-machine", "pid": 7, "beat": beat}))
+    RunFolder(folder).lock.write_text(json.dumps({"host": "another-machine", "pid": 7, "beat": beat}))
 
 
 def test_another_machine_that_goes_on_keeps_it(tmp_path):
@@ -95,5 +96,5 @@ def test_another_machine_that_is_silent_has_lost_it(tmp_path, caplog):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\0" * 100])
 def test_a_damaged_file_holds_nothing(tmp_path, content):
-    (tmp_path / LOCK).write_text(content)
+    RunFolder(tmp_path).lock.write_text(content)
     RunLock(tmp_path, **QUICK).release()

@@ -11,7 +11,7 @@ from pathlib import Path
 from hfdist.config.run import RunConfig
 from hfdist.config.train import parse_time
 from hfdist.errors import BudgetError, ConfigError
-from hfdist.records import EVENTS, RUN_FILE, Event, RunRecord, read_lines, read_run
+from hfdist.records import Event, RunRecord, read_lines, read_run
 from hfdist.units import count
 
 BUDGETS = ("max_hours", "max_cost", "max_kwh", "deadline")
@@ -45,11 +45,11 @@ def check_budgets(config: RunConfig) -> None:
     limits = find_limits(config)
     if not limits:
         return
-    record = read_run(Path(config.run.dir))
+    record = read_run(config.run.folder.path)
     if record is None:
-        path = Path(config.run.dir) / RUN_FILE
+        path = config.run.folder.record
         if path.exists():
-            what, allowed = "what earlier starts have used is not known", f"a {RUN_FILE} of this version of hfdist"
+            what, allowed = "what earlier starts have used is not known", f"a {path.name} of this version of hfdist"
             hint = f"rm {path}, to count from nothing; or another run.name"
             raise ConfigError(what, where=str(path), found="a file that cannot be read", allowed=allowed, hint=hint)
         deadline = limits.get("deadline")
@@ -59,7 +59,7 @@ def check_budgets(config: RunConfig) -> None:
             found = f"{config.train.deadline}, and it is {describe('deadline', time.time(), config)}"
             raise ConfigError(what, where="train.deadline", found=found, allowed=allowed, hint=hint)
         return
-    used, ended_at = find_used(record), _find_earlier_stops(Path(config.run.dir))
+    used, ended_at = find_used(record), _find_earlier_stops(config.run.folder.events)
     for name, limit in limits.items():
         now = used[name]
         if limit <= ended_at.get(name, 0) or (now is not None and now >= limit):
@@ -106,10 +106,10 @@ def to_iso(seconds: float, timespec: str = "auto") -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec=timespec)
 
 
-def _find_earlier_stops(run_dir: Path) -> Mapping[str, float]:
+def _find_earlier_stops(events: Path) -> Mapping[str, float]:
     """Give the highest limit of each budget at which a start has stopped: it kept what a save needs."""
     stops: dict[str, float] = {}
-    for event in read_lines(run_dir / EVENTS):
+    for event in read_lines(events):
         if event.get("event") == Event.budget.value and event.get("which") in BUDGETS:
             limit = event["limit"]
             seconds = parse_time(limit).timestamp() if isinstance(limit, str) else float(limit)

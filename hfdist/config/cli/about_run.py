@@ -12,10 +12,11 @@ from hfdist.config.cli.own_config import as_recipe
 from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.files import is_run_folder, refuse_references
+from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
+from hfdist.records.run_folder import IN_RUN, is_run_folder
 
 _VALUE_FLAGS = ("--config-dir", "--config-name")
 _OF_RUN = ("recipe", "run")
@@ -89,9 +90,9 @@ def read_line(
     if "run" in own:
         if given.keys() & {*_VALUE_FLAGS}:
             raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")
-        folder: Path = find_run(own.pop("run"), ("config.yaml",), "run")
-        refuse_references(folder / "config.yaml")
-        given |= {"--config-dir": str(folder), "--config-name": "config"}
+        folder: Path = find_run(own.pop("run"), (IN_RUN.config,), "run")
+        refuse_references(folder / IN_RUN.config)
+        given |= {"--config-dir": str(folder), "--config-name": IN_RUN.config.stem}
     if not names_config(given):
         overrides = with_task(name, overrides)
     return LineAboutRun(own=own, of_group=of_group, recipe=NAMES[name][0], flags=given, overrides=overrides)

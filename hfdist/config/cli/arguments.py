@@ -84,7 +84,7 @@ def read_number(values: Mapping[str, str], name: str, default: str) -> int:
     return int(text)
 
 
-def find_run(value: str, marks: Sequence[str], key: str | None = None) -> Path:
+def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) -> Path:
     """Give the folder of a run.
 
     Args:
@@ -106,7 +106,7 @@ def find_run(value: str, marks: Sequence[str], key: str | None = None) -> Path:
         hint: str | None = f"{given}{in_runs}"
     else:
         hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}")
-    allowed = f"a folder with {' or '.join(marks)}{beside}"
+    allowed = f"a folder with {' or '.join(map(str, marks))}{beside}"
     raise ConfigError("there is no such run", where=where, found=value, allowed=allowed, hint=hint)
 
 

@@ -13,6 +13,7 @@ from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
+from hfdist.records.run_folder import IN_RUN
 from hfdist.topology import read_launcher
 
 _HELP = """\
@@ -33,7 +34,6 @@ All other keys are those of the run, and stay.
 """
 _KEYS = {"run": "FOLDER", "step": "N", "text": "short|full", "offline": FLAG}
 _TEXTS = ("short", "full")
-_CONFIG = "config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ def audit_recipe(main: Callable[[AuditRequest, dict[Path, RunConfig]], None]) ->
         if request.is_offline:
             go_offline()
         for run in request.runs:
-            refuse_references(run / f"{_CONFIG}.yaml")
-        main(request, {run: compose_config(name=_CONFIG, extra_dir=run) for run in request.runs})
+            refuse_references(run / IN_RUN.config)
+        main(request, {run: compose_config(name=IN_RUN.config.stem, extra_dir=run) for run in request.runs})
 
     return as_command(_HELP, audit)
 
@@ -73,7 +73,7 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
     if num_processes > 1:
         found, hint = f"{num_processes} processes", f"hfdist audit {' '.join(arguments)}, without a launcher"
         raise ConfigError("an audit takes one process", where="accelerate launch", found=found, hint=hint)
-    runs = tuple(find_run(run, (f"{_CONFIG}.yaml",), "run") for run in values["run"].split(","))
+    runs = tuple(find_run(run, (IN_RUN.config,), "run") for run in values["run"].split(","))
     step, text = values.get("step"), values.get("text", "short")
     if step is not None and not (step.isdecimal() and int(step) >= 1):
         allowed = "a whole number >= 1, as in step=120"

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 import hydra
@@ -216,7 +215,7 @@ def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int)
         from hfdist.launch import start_ranks
 
     limits = {"processes": processes, "max_restarts": config.launch.max_restarts}
-    return record_ranks(Path(config.run.dir), lambda: start_ranks(run_composed, command, config, **limits))
+    return record_ranks(config.run.folder.path, lambda: start_ranks(run_composed, command, config, **limits))
 
 
 def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

@@ -27,7 +27,7 @@ def describe_finished(config: RunConfig) -> str | None:
 
     It has ended where its record says so, with the same config, and the last checkpoint and the model are there.
     """
-    run_dir = Path(config.run.dir)
+    run_dir = config.run.folder.path
     if config.checkpoint.resume != "auto":
         return None
     record = read_run(run_dir)
@@ -46,20 +46,20 @@ def describe_finished(config: RunConfig) -> str | None:
 
 def model_folder(config: RunConfig) -> Path:
     """Give the folder in which a run leaves what a user opens: its model, or its adapter where that is not merged."""
-    return Path(config.run.dir) / ("adapter" if config.adapter.is_used and not config.adapter.merge else "model")
+    return config.run.folder.adapter if config.adapter.is_used and not config.adapter.merge else config.run.folder.model
 
 
 def _has_results(config: RunConfig, step: int) -> bool:
-    checkpoint = Path(config.run.dir) / "checkpoints" / f"step-{step:08d}"
+    checkpoint = config.run.folder.checkpoints / f"step-{step:08d}"
     return (checkpoint / "manifest.json").is_file() and any(model_folder(config).glob("*.safetensors"))
 
 
 def _find_changes(config: RunConfig) -> list[Change] | None:
     """Compare with the config of the run's folder; None: that cannot be read."""
-    folder = Path(config.run.dir)
+    folder = config.run.folder
     try:
-        refuse_references(folder / "config.yaml")
-        before = to_values(compose_config(name="config", extra_dir=folder))
+        refuse_references(folder.config)
+        before = to_values(compose_config(name=folder.config.stem, extra_dir=folder.path))
     except (HfdistError, OSError):
         return None
     return [change for change in find_changes(before, to_values(config)) if change.key not in COMMAND_LINE_KEYS]

@@ -14,9 +14,7 @@ from hfdist.config.composition.files import display, read_config_text, refuse_re
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError, nearest
-from hfdist.records import RUN_FILE
-
-_OF_RUN = "config.yaml"
+from hfdist.records import RunFolder
 
 
 def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
@@ -33,15 +31,16 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
     """
     path = Path(os.path.expanduser(given))
-    is_of_run = path.is_dir() or (path.name == _OF_RUN and (path.parent / RUN_FILE).is_file())
+    run = RunFolder(path if path.is_dir() else path.parent)
+    is_of_run = path.is_dir() or (path == run.config and run.record.is_file())
     if path.is_dir():
-        path = path / _OF_RUN
+        path = run.config
     # It may be anybody's.
     if is_of_run and path.is_file():
         refuse_references(path)
     if not path.is_file():
-        what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {_OF_RUN}"
-        runs = [str(other.parent) for other in Path(given).parent.glob(f"*/{_OF_RUN}")]
+        what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {run.config.name}"
+        runs = [str(other.parent) for other in Path(given).parent.glob(f"*/{run.config.name}")]
         hint = nearest(given, runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ..."
         raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
     recipe = _find_recipe(path, set())

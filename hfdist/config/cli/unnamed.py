@@ -13,9 +13,10 @@ from hfdist.config.composition.diff import Change, find_changes
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, HfdistError, printable
+from hfdist.records.run_folder import IN_RUN, RunFolder
 
 _NAMES = ("run.name", "run.dir")
-_RESULTS = ("checkpoints/step-*", "model", "adapter")
+_RESULTS = (IN_RUN.checkpoints / "step-*", IN_RUN.model, IN_RUN.adapter)
 _PATHS = "data.*sources.*.path"
 _SHOWN_CHANGES, _SHOWN_CHARACTERS = 3, 120
 _MOST_FOLDERS = 20
@@ -35,7 +36,7 @@ def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
     Raises:
         ConfigError: there are too many such runs.
     """
-    first, name = Path(config.run.dir), config.run.name
+    first, name = config.run.folder.path, config.run.name
     # Who allows changes goes on in spite of them.
     if any(key in given for key in _NAMES) or first.name != name or config.checkpoint.allow_changes:
         return None
@@ -44,10 +45,10 @@ def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
     free: Path | None = None
     for number in range(1, _MOST_FOLDERS + 1):
         folder = first if number == 1 else first.with_name(f"{name}-{number}")
-        if not any(next(folder.glob(pattern), None) for pattern in _RESULTS):
+        if not any(next(folder.glob(str(pattern)), None) for pattern in _RESULTS):
             free = free or folder
             continue
-        changes = _changes(folder, values)
+        changes = _changes(RunFolder(folder), values)
         if changes is None:
             # Its own, even where an earlier folder was removed.
             return None if number == 1 else folder.name
@@ -65,11 +66,11 @@ def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
     return free.name
 
 
-def _changes(folder: Path, values: Mapping[str, Any]) -> list[Change] | None:
+def _changes(folder: RunFolder, values: Mapping[str, Any]) -> list[Change] | None:
     """Give what makes the run of a folder another one, [] if its config cannot be read; None: it is this one."""
     try:
-        refuse_references(folder / "config.yaml")
-        before = to_values(compose_config(name="config", extra_dir=folder))
+        refuse_references(folder.config)
+        before = to_values(compose_config(name=folder.config.stem, extra_dir=folder.path))
     except (HfdistError, OSError):
         return []
     found = [change for change in find_changes(before, values) if change.key not in COMMAND_LINE_KEYS]

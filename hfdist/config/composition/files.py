@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -221,12 +220,6 @@ def refuse_target(key: str, where: str) -> None:
         what = "a config holds values only; nothing is ever instantiated from `_target_`"
         hint = "choose among the options of the groups, or write Python: a recipe is short"
         raise ConfigError(what, where=where, found=key, hint=hint)
-
-
-def is_run_folder(text: str) -> bool:
-    """Whether a word of a command line is the folder of a run."""
-    # Of a word that can be no path, this says no; pathlib raises.
-    return os.path.isfile(os.path.join(text, "config.yaml"))
 
 
 def display(path: Path) -> str:

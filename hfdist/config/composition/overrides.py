@@ -18,9 +18,10 @@ from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
 from hfdist.config.checks.preflight import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
-from hfdist.config.composition.files import is_run_folder, list_groups, list_options, refuse_target, shipped_folder
+from hfdist.config.composition.files import list_groups, list_options, refuse_target, shipped_folder
 from hfdist.config.schema import all_keys, find_key, flatten
 from hfdist.errors import ConfigError, nearest
+from hfdist.records.run_folder import is_run_folder
 
 COMMAND_LINE = "command line"
 _SOURCES = ("data.sources", "data.eval_sources")

@@ -23,7 +23,6 @@ from hfdist.data.order.records import RECORD, Records, Status
 
 logger = logging.getLogger(__name__)
 
-LEDGER = "ledger"
 _MOST_WARNINGS = 20
 
 

@@ -16,18 +16,11 @@ import yaml
 from hfdist.config.composition.files import read_config_text
 from hfdist.config.task import TaskName
 from hfdist.errors import HfdistError
-from hfdist.records import EVENTS, GRADE, METRICS, PLAN, RANKS, RUN_FILE, RunRecord, read_run
+from hfdist.records import RunFolder, RunRecord, read_run
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.follow import Follower
 from hfdist.report.reading.rank_steps import RankSteps
 from hfdist.report.text import number
-
-CONFIG = "config.yaml"
-SAMPLES = "samples.jsonl"
-ROLLOUTS = "rollouts.jsonl"
-TIMELINE = "timeline.json"
-MARKS = (CONFIG, RUN_FILE, METRICS)
-"""One of them makes a folder a run's."""
 
 LOSS, HELD_OUT = "loss", "eval_loss"
 CURVES = (
@@ -67,7 +60,7 @@ class RunFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._paths = folder, RunFolder(folder)
         # Of `.`, too, and of a link the name that the user gave it.
         self.name = folder.name or folder.resolve().name
         self.record: RunRecord | None = None
@@ -78,18 +71,18 @@ class RunFiles:
         self.config: dict[str, Any] | None = None
         """None: it cannot be read."""
         self.read_at = datetime.now(UTC)
-        self._stamps: dict[str, tuple[int, int]] = {}
+        self._stamps: dict[Path, tuple[int, int]] = {}
         self._begin_metrics()
         self._begin_events()
         self._begin_ranks()
         self._begin_samples()
         self._begin_rollouts()
         self._followers = [
-            Follower(folder / METRICS, self._begin_metrics, self._take_metrics),
-            Follower(folder / EVENTS, self._begin_events, lambda line: self.events.append(line)),
-            Follower(folder / RANKS, self._begin_ranks, lambda line: self.ranks.add(line)),
-            Follower(folder / SAMPLES, self._begin_samples, lambda line: self.samples.append(line)),
-            Follower(folder / ROLLOUTS, self._begin_rollouts, lambda line: self.rollouts.append(line)),
+            Follower(self._paths.metrics, self._begin_metrics, self._take_metrics),
+            Follower(self._paths.events, self._begin_events, lambda line: self.events.append(line)),
+            Follower(self._paths.ranks, self._begin_ranks, lambda line: self.ranks.add(line)),
+            Follower(self._paths.samples, self._begin_samples, lambda line: self.samples.append(line)),
+            Follower(self._paths.rollouts, self._begin_rollouts, lambda line: self.rollouts.append(line)),
         ]
 
     def read(self) -> bool:
@@ -98,16 +91,16 @@ class RunFiles:
         is_new = False
         for follower in self._followers:
             is_new = follower.read() or is_new
-        if self._has_changed(RUN_FILE):
+        if self._has_changed(self._paths.record):
             self.record, is_new = read_run(self.folder) or self.record, True
-        if self._has_changed(CONFIG):
-            self.config, is_new = _read_config(self.folder / CONFIG), True
-        if self._has_changed(TIMELINE):
-            self.spans, is_new = _read_spans(self.folder / TIMELINE), True
-        for name in (PLAN, GRADE):
-            if self._has_changed(name):
-                content = _read_json(self.folder / name)
-                setattr(self, name.removesuffix(".json"), content if isinstance(content, dict) else {})
+        if self._has_changed(self._paths.config):
+            self.config, is_new = _read_config(self._paths.config), True
+        if self._has_changed(self._paths.timeline):
+            self.spans, is_new = _read_spans(self._paths.timeline), True
+        for path in (self._paths.plan, self._paths.grade):
+            if self._has_changed(path):
+                content = _read_json(path)
+                setattr(self, path.stem, content if isinstance(content, dict) else {})
                 is_new = True
         return is_new
 
@@ -190,15 +183,15 @@ class RunFiles:
                 pool, _, figure = key.removeprefix("data/").rpartition("/")
                 self.shares.setdefault(pool, {})[figure] = found
 
-    def _has_changed(self, name: str) -> bool:
+    def _has_changed(self, path: Path) -> bool:
         try:
-            stat = (self.folder / name).stat()
+            stat = path.stat()
         except OSError:
             return False
         if not S_ISREG(stat.st_mode):
             return False
         stamp = (stat.st_size, stat.st_mtime_ns)
-        has_changed, self._stamps[name] = self._stamps.get(name) != stamp, stamp
+        has_changed, self._stamps[path] = self._stamps.get(path) != stamp, stamp
         return has_changed
 
 

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -15,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.config.checks.budgets import BUDGETS, describe, find_limits, to_iso, used_up
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
-from hfdist.records import EVENTS, METRICS, Event, RunRecord, RunRecorder, read_lines
+from hfdist.records import Event, RunFolder, RunRecord, RunRecorder, read_lines
 from hfdist.trainer.budget.usage import Usage
 from hfdist.trainer.fault_tolerance.rank_flags import stop_after_step
 
@@ -132,13 +131,13 @@ class Budget(TrainerCallback):
         if "max_kwh" in self._limits and "estimate" in (self._recorder.record.energy_source or ""):
             logger.warning("train.max_kwh limits what is partly an estimate: docs/cost.md")
         if self._limits:
-            self._learn(self._recorder.run_dir)
+            self._learn(RunFolder(self._recorder.run_dir))
 
-    def _learn(self, run_dir: Path) -> None:
-        for event in read_lines(run_dir / EVENTS):
+    def _learn(self, folder: RunFolder) -> None:
+        for event in read_lines(folder.events):
             if event.get("event") == Event.save.value:
                 self._pace.saved(float(event["seconds"]))
-        for line in read_lines(run_dir / METRICS):
+        for line in read_lines(folder.metrics):
             self._pace.step_seconds = line.get("step_seconds") or self._pace.step_seconds
             if line.get("eval_runtime") is not None:
                 self._pace.evaluated(line["eval_runtime"])

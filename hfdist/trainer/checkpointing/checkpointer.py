@@ -34,18 +34,18 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.whole import check_holds_whole
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
-from hfdist.data import LEDGER, Cursor, PoolReport, TokenStream, report
+from hfdist.data import Cursor, PoolReport, TokenStream, report
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.models.names.hub_names import HubNames, find_hub_names
 from hfdist.models.quantize import packed_shapes
+from hfdist.records import RunFolder
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
 from hfdist.trainer.hooks import overrides
 from hfdist.units import duration, size
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
 TRAINER_STATE = "trainer_state.json"
 NUM_ENTRIES = 1000
 """Evaluations that a checkpoint holds at most, and other entries; metrics.jsonl has all of them."""
@@ -109,7 +109,7 @@ class Checkpointer:
     def folder(self) -> Path:
         """The folder of checkpoints: in that of a run; from Python, where the original has them, a trial's too."""
         folder = Path(self._trainer._get_output_dir(getattr(self._trainer, "_trial", None)))
-        return folder if self._trainer.options.run_values is None else folder / CHECKPOINTS
+        return folder if self._trainer.options.run_values is None else RunFolder(folder).checkpoints
 
     def _path(self, step: int) -> Path:
         return self.folder / (original_name if self._trainer.options.run_values is None else step_name)(step)
@@ -420,7 +420,7 @@ class Checkpointer:
         trainer, stream = self._trainer, self._trainer.token_stream
         replicas = trainer.options.replicas
         is_replica = replicas is not None and replicas.holds(path)
-        beside = (self.folder.parent if is_replica else path.resolve().parents[1]) / LEDGER
+        beside = RunFolder(self.folder.parent if is_replica else path.resolve().parents[1]).ledger
         # From Python there is none, except one that the stream was given.
         ledger = beside if beside.is_dir() else None
         if stream is not None:

@@ -19,7 +19,6 @@ from hfdist.config.composition.diff import Change, check_changes, find_changes
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.errors import CheckpointError
-from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Start:
 
 def open_replicas(config: RunConfig) -> Replicas | None:
     """Find the replicas of the run in memory; None: it wants none, and those of earlier starts never count again."""
-    checkpoints = Path(config.run.dir) / CHECKPOINTS
+    checkpoints = config.run.folder.checkpoints
     if config.checkpoint.replicate_every is None:
         on_rank_zero(lambda: (checkpoints / NAMES_FILE).unlink(missing_ok=True))
         return None
@@ -51,7 +50,7 @@ def open_replicas(config: RunConfig) -> Replicas | None:
 
 def find_start(config: RunConfig, replicas: Replicas | None) -> Start:
     """Find where the run begins: from the newest replica in memory, if no checkpoint is newer, or from the disk."""
-    resume, checkpoints = config.checkpoint.resume, Path(config.run.dir) / CHECKPOINTS
+    resume, checkpoints = config.checkpoint.resume, config.run.folder.checkpoints
     # A run that began from a path continues from its own checkpoints: launchers and schedulers repeat the command.
     goes_on_here = resume != "never" and (resume == "auto" or not _lies_in(Path(resume), checkpoints))
     found = _find_newest(replicas, checkpoints) if goes_on_here else None
@@ -126,9 +125,9 @@ def _check_share(before: Mapping[str, Any], config: RunConfig, checkpoint: Path)
         )
 
 
-def check_resume(config: RunConfig, checkpoints: Path) -> None:
+def check_resume(config: RunConfig) -> None:
     """Refuse, before anything is built, a `checkpoint.resume` that does not fit the folder's checkpoints."""
-    resume = config.checkpoint.resume
+    resume, checkpoints = config.checkpoint.resume, config.run.folder.checkpoints
     present = sorted(path.name for path in checkpoints.glob("step-*") if path.suffix == "")
     if resume == "never" and present:
         what = "the run folder already holds checkpoints"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -67,7 +66,7 @@ def make_evaluators(
             uses_cache=can_generate(model, topology),
         )
     if evaluate.prompts:
-        samples = PromptSamples(Path(config.run.dir), tokenizer, generate, evaluate, config.data.chat)
+        samples = PromptSamples(config.run.folder.samples, tokenizer, generate, evaluate, config.data.chat)
         measures.append(samples)
         callbacks.append(samples)
     if evaluate.metrics:

@@ -28,7 +28,6 @@ from hfdist.trainer.reporting.callbacks import StepLines
 
 logger = logging.getLogger(__name__)
 
-SAMPLES = "samples.jsonl"
 GROUP = "hfdist.metrics"
 """Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
 _RESERVED = re.compile(r"(.*_)?loss|perplexity|tokens|runtime|.*_per_second|model_preparation_time")
@@ -45,13 +44,13 @@ class PromptSamples(StepLines):
 
     def __init__(
         self,
-        run_dir: Path,
+        path: Path,
         tokenizer: PreTrainedTokenizerBase,
         generate: Generate,
         config: EvaluateConfig,
         chat: ChatConfig,
     ) -> None:
-        super().__init__(run_dir / SAMPLES)
+        super().__init__(path)
         self._tokenizer, self._generate, self._prompts = tokenizer, generate, config.prompts
         self._ids = encode_prompts(tokenizer, config.prompts, config.chat, chat)
         self._state = TrainerState()

@@ -23,8 +23,6 @@ from hfdist.topology import without_launcher
 
 logger = logging.getLogger(__name__)
 
-RESULTS = "lm_eval.json"
-
 
 class HarnessError(Exception):
     """The harness has failed; its own words."""

@@ -20,12 +20,11 @@ from hfdist.config.model import Init
 from hfdist.config.run import ExportConfig, RunConfig
 from hfdist.config.task import TaskName
 from hfdist.data import PoolReport
-from hfdist.records import METRICS, PACKAGES, RunRecord, find_versions, read_lines
+from hfdist.records import PACKAGES, RunRecord, find_versions, read_lines
 from hfdist.trainer.budget.usage import describe_usage
 from hfdist.trainer.export.card_task import describe_progress, describe_task
 
 CARD = "README.md"
-_PICTURE = "loss.png"
 
 
 class Exported(NamedTuple):
@@ -42,10 +41,9 @@ def write_card(
     folder: Path, config: RunConfig, reports: Sequence[PoolReport], exported: Exported, *, ranks: int
 ) -> None:
     """Write README.md into an exported folder, and beside it the picture of the losses where the run has one."""
-    run_dir = Path(config.run.dir)
-    has_picture = (run_dir / _PICTURE).is_file()
-    if has_picture:
-        shutil.copyfile(run_dir / _PICTURE, folder / _PICTURE)
+    picture = config.run.folder.loss_picture
+    if picture.is_file():
+        shutil.copyfile(picture, folder / picture.name)
     is_adapter = (folder / "adapter_config.json").is_file()
     versions = find_versions((*PACKAGES, "peft") if config.adapter.is_used else PACKAGES)
     parts = [
@@ -54,9 +52,9 @@ def write_card(
         _describe_start(config, exported.commit, is_adapter),
         describe_task(config.task),
         "## Data\n\n" + _describe_data(config, reports),
-        _describe_losses(read_lines(run_dir / METRICS), config.task.name, exported),
+        _describe_losses(read_lines(config.run.folder.metrics), config.task.name, exported),
         "## Energy and cost\n\n" + _describe_use(config, exported.record),
-        f"![Losses]({_PICTURE})" if has_picture else "",
+        f"![Losses]({picture.name})" if picture.is_file() else "",
         "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
         "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in versions.items()),
     ]

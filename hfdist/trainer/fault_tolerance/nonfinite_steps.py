@@ -21,9 +21,9 @@ from transformers import TrainerState
 from hfdist.checkpoint import find_newest
 from hfdist.checkpoint.folder import step_of
 from hfdist.collectives import gather_json, on_rank_zero, world_size
-from hfdist.data import LEDGER
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import NumericsError, printable
+from hfdist.records import RunFolder
 from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE
 from hfdist.trainer.fault_tolerance.replicas import find_differences
 from hfdist.trainer.reporting.callbacks import OnRollback
@@ -312,7 +312,7 @@ class NonfiniteGuard:
             number, lane = divmod(sample, stream.config.lanes)
             if skipped.data_ranks and lane % strategy.topology.data_size not in skipped.data_ranks:
                 continue
-            records = read_records(Path(self._trainer.args.output_dir) / LEDGER, lane)
+            records = read_records(RunFolder(Path(self._trainer.args.output_dir)).ledger, lane)
             begin, end = np.searchsorted(records["sequence"], [number, number + 1]).tolist()
             records = records[begin:end]
             documents |= dict.fromkeys(records["document"][records["num_tokens"] > 0].tolist())

@@ -35,10 +35,6 @@ from hfdist.trainer.generators.processes import Processes
 from hfdist.trainer.reporting.callbacks import StepLines
 from hfdist.watch.diagnosis import GENERATING
 
-LEDGER = "rollouts-ledger.jsonl"
-_FOLDER = "generators"
-"""Folder in the run's folder: it has the policy, and what generators print."""
-
 _Answers = dict[int, dict[str, Any]]
 """Completions of each prompt, their log-probabilities and the policy's version, by the prompt's number."""
 
@@ -61,9 +57,8 @@ class Generators(TrainerCallback):
     ) -> None:
         self._config, self._task = config, config.task
         self._read_prompts, self._seeds_of = read_prompts, seeds_of
-        run_dir = Path(config.run.dir).absolute()
-        self.ledger = StepLines(run_dir / LEDGER)
-        self._folder = run_dir / _FOLDER
+        self.ledger = StepLines(config.run.folder.rollouts_ledger.absolute())
+        self._folder = config.run.folder.generators.absolute()
         self._files = PolicyFiles(self._folder / "policy")
         self._broker: Broker | None = None
         """Broker on rank 0, from the first step on; None elsewhere."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -51,7 +50,7 @@ def make_objective(
                 _rewards(config, tokenizer, strategy, arguments),
                 tokenizer,
                 examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
-                lines=RolloutLines(Path(config.run.dir), config.report.log_every, task.num_generations),
+                lines=RolloutLines(config.run.folder.rollouts, config.report.log_every, task.num_generations),
             )
             return PolicyGradient(task, rollouts)
     return None
@@ -75,7 +74,7 @@ def _rewards(
 
 
 def _table(config: RunConfig) -> ReferenceTable:
-    return ReferenceTable(Path(config.run.dir), plain([config.model, config.adapter.path, config.train.seed]))
+    return ReferenceTable(config.run.folder.reference, plain([config.model, config.adapter.path, config.train.seed]))
 
 
 def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -32,8 +32,7 @@ from hfdist.trainer.objectives.base import Documents, reduce_answers
 logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
-"""In a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]. And the
-folder of a run in which they are kept."""
+"""In a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]."""
 _KNOWN = "known.json"
 _LOG_EVERY_SECONDS = 30.0
 
@@ -42,12 +41,12 @@ class ReferenceTable:
     """Log-probabilities by what a document holds.
 
     Args:
-        folder: of the run.
+        folder: in which they are kept.
         model: what says which model the reference is; other weights make other numbers.
     """
 
     def __init__(self, folder: Path, model: Any) -> None:
-        self._folder, self._model = folder / REFERENCE, json.dumps(model, sort_keys=True)
+        self._folder, self._model = folder, json.dumps(model, sort_keys=True)
         self._known: dict[int, float | None] = {}
         """None: another rank has found it."""
         self._num_sequences: dict[str, int] = {}

@@ -37,7 +37,6 @@ ADVANTAGES = "advantages"
 """Key in a batch: the advantage of each answer; shape [rows]."""
 OLD_LOG_PROBABILITIES = "old_log_probabilities"
 """Key in a batch whose answers generators gave: log-probabilities of tokens when drawn; shape [rows, tokens]."""
-ROLLOUTS = "rollouts.jsonl"
 
 _SHOWN_PROMPTS = 2
 """Number of prompts of each logged step whose answers are written to the file."""
@@ -242,8 +241,8 @@ class Rollouts:
 class RolloutLines(StepLines):
     """Writes some answers of each logged step, with their rewards, into rollouts.jsonl."""
 
-    def __init__(self, run_dir: Path, every: int, num_generations: int) -> None:
-        super().__init__(run_dir / ROLLOUTS)
+    def __init__(self, path: Path, every: int, num_generations: int) -> None:
+        super().__init__(path)
         self._every, self._count = every, _SHOWN_PROMPTS * num_generations
 
     def write_some(

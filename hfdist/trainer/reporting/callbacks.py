@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.config.task import TaskName
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import add_line, reporting_full_disk, set_aside
 from hfdist.strategies.base import Engine
 
@@ -80,9 +80,6 @@ class StepLines(TrainerCallback):
 class MetricsWriter(StepLines):
     """Writes training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
 
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir / METRICS)
-
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write a line.
 
@@ -97,8 +94,8 @@ class MetricsWriter(StepLines):
 class TimelineDrawer(TrainerCallback):
     """Draws the measured schedule of the third step, which is past all warming up: timeline.png and timeline.json."""
 
-    def __init__(self, run_dir: Path, engine: Engine) -> None:
-        self._run_dir, self._engine = run_dir, engine
+    def __init__(self, folder: RunFolder, engine: Engine) -> None:
+        self._folder, self._engine = folder, engine
         self._steps_until = 2
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -116,8 +113,8 @@ class TimelineDrawer(TrainerCallback):
         from hfdist.pipeline.timeline_plot import draw
 
         try:
-            picture = draw(record.events, self._run_dir / "timeline.png", title=record.title, formula=record.formula)
-            write_chrome_trace(record.events, self._run_dir / "timeline.json")
+            picture = draw(record.events, self._folder.timeline_picture, title=record.title, formula=record.formula)
+            write_chrome_trace(record.events, self._folder.timeline)
         except OSError as error:
             # The model is still to be exported, and matters more.
             logger.warning("no picture of the schedule: %s", error)
@@ -168,12 +165,12 @@ class ProgressBar(TrainerCallback):
             self._bar = None
 
 
-def plot_losses(run_dir: Path, task: TaskName = TaskName.causal_lm) -> Path:
+def plot_losses(folder: RunFolder, task: TaskName = TaskName.causal_lm) -> Path:
     """Draw `loss.png` from `metrics.jsonl` and give its path; of reinforcement learning, it has the rewards."""
     # Here: a run begins without it.
     from matplotlib.figure import Figure
 
-    lines = read_lines(run_dir / METRICS)
+    lines = read_lines(folder.metrics)
     name, unit = ("reward", "mean of answers") if task.is_reinforcement else ("loss", task.loss_unit)
     train = [(line["tokens"], line[name]) for line in lines if line.get(name) is not None and "tokens" in line]
     # An evaluation before the first step stands at the left edge.
@@ -192,10 +189,9 @@ def plot_losses(run_dir: Path, task: TaskName = TaskName.causal_lm) -> Path:
         axes.plot(*zip(*held_out, strict=True), marker="o", markersize=4, color="tab:orange", label="held out")
     axes.set_xlabel("tokens")
     axes.set_ylabel(f"{name} ({unit})")
-    axes.set_title(run_dir.name)
+    axes.set_title(folder.path.name)
     axes.grid(alpha=0.3)
     if train or held_out:
         axes.legend()
-    path = run_dir / "loss.png"
-    figure.savefig(path, dpi=120)
-    return path
+    figure.savefig(folder.loss_picture, dpi=120)
+    return folder.loss_picture

@@ -22,7 +22,7 @@ from hfdist.errors import first_line
 from hfdist.planning.grade import Held, Measured, grade_to_json
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.calibration import TimedStep, write_step
-from hfdist.records import GRADE, PLAN, RANKS, RankColumn, RunRecorder, read_lines
+from hfdist.records import RankColumn, RunFolder, RunRecorder, read_lines
 from hfdist.strategies.base import Engine
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PlanGrader(TrainerCallback):
 
     Args:
         plan: on rank 0; None: there is none, and nothing is written.
-        run_dir: the run's folder.
+        folder: of the run.
         engine: whose bytes are counted.
         runtime_bytes: resident before the model was made; None: peaks do not hold it, as on a GPU.
         recorder: of rank 0.
@@ -48,7 +48,7 @@ class PlanGrader(TrainerCallback):
     def __init__(
         self,
         plan: Plan | None,
-        run_dir: Path,
+        folder: RunFolder,
         engine: Engine,
         *,
         runtime_bytes: int | None,
@@ -56,7 +56,7 @@ class PlanGrader(TrainerCallback):
         steps: Path,
     ) -> None:
         self._steps = steps
-        self._plan, self._run_dir, self._engine = plan, run_dir, engine
+        self._plan, self._folder, self._engine = plan, folder, engine
         self._runtime_bytes, self._recorder = runtime_bytes, recorder
         self._first_step = 0
         self._held: dict[str, int] = {}
@@ -66,21 +66,21 @@ class PlanGrader(TrainerCallback):
         self._first_step = state.global_step
         if state.is_world_process_zero:
             # Of an earlier start.
-            (self._run_dir / GRADE).unlink(missing_ok=True)
+            self._folder.grade.unlink(missing_ok=True)
         if self._plan is not None:
-            with _warning(PLAN):
-                _write(self._run_dir / PLAN, self._plan.to_json())
+            with _warning(self._folder.plan.name):
+                _write(self._folder.plan, self._plan.to_json())
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count gradients, which are gone after the step."""
         if state.global_step - self._first_step + 1 <= _LOOKED_AT_STEP:
-            with _warning(GRADE):
+            with _warning(self._folder.grade.name):
                 self._held = {**self._held, **self._engine.held_bytes(args.device)}
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count what is held between steps."""
         if state.global_step - self._first_step <= _LOOKED_AT_STEP:
-            with _warning(GRADE):
+            with _warning(self._folder.grade.name):
                 now = self._engine.held_bytes(args.device)
                 # Gradients are freed by now, but not those that an engine keeps.
                 self._held |= {k: max(v, self._held.get(k, 0)) for k, v in now.items()}
@@ -91,9 +91,9 @@ class PlanGrader(TrainerCallback):
         held = gather_json(own, control_group())
         if self._plan is None:
             return
-        with _warning(GRADE):
+        with _warning(self._folder.grade.name):
             measured = self._measure(held, state)
-            _write(self._run_dir / GRADE, grade_to_json(self._plan, measured))
+            _write(self._folder.grade, grade_to_json(self._plan, measured))
             self._tell_later_plans(self._plan, measured)
 
     def _tell_later_plans(self, plan: Plan, measured: Measured) -> None:
@@ -107,7 +107,7 @@ class PlanGrader(TrainerCallback):
             write_step(step, self._steps)
 
     def _measure(self, held: list[dict[str, int]], state: TrainerState) -> Measured:
-        lines = [line for line in read_lines(self._run_dir / RANKS) if line.get("step", 0) > self._first_step]
+        lines = [line for line in read_lines(self._folder.ranks) if line.get("step", 0) > self._first_step]
         steady = [line for line in lines if line["step"] > self._first_step + _UNSTEADY_STEPS] or lines
         peaks = _most_by_rank(lines, RankColumn.peak_bytes)
         seconds = [max(_numbers(line, RankColumn.step_seconds), default=math.nan) for line in steady]

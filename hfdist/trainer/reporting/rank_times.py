@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import TrainerControl, TrainerState
 
 from hfdist.collectives import control_group, rank, world_size
-from hfdist.records import RANKS, RankColumn
+from hfdist.records import RankColumn
 from hfdist.trainer.reporting.callbacks import StepLines
 from hfdist.trainer.reporting.peak_memory import PeakMemory
 from hfdist.trainer.reporting.throughput import Throughput
@@ -39,15 +39,15 @@ class RankTimes(StepLines):
     with the step that follows.
 
     Args:
-        run_dir: the folder of the file.
+        path: of the file.
         throughput: of the Trainer; its clock has measured the steps.
         use: gets each line that was written, on rank 0.
     """
 
     def __init__(
-        self, run_dir: Path, throughput: Throughput, use: Callable[[dict[str, Any]], None] = lambda line: None
+        self, path: Path, throughput: Throughput, use: Callable[[dict[str, Any]], None] = lambda line: None
     ) -> None:
-        super().__init__(run_dir / RANKS)
+        super().__init__(path)
         self._throughput, self._use = throughput, use
         self._steps: list[int] = []
         self._figures: list[list[float]] = []

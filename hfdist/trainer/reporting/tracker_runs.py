@@ -25,9 +25,8 @@ from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten
-from hfdist.records import METRICS, read_lines
+from hfdist.records import RunFolder, read_lines
 
-TRACKERS_FILE = "trackers.json"
 PROJECT = "hfdist"
 """What these trackers call a project or an experiment, where neither `report.project` nor their variables name one."""
 
@@ -44,7 +43,7 @@ class TensorBoardRun(TensorBoardCallback):
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         self._config = config
-        self.logging_dir = self.logging_dir or str(Path(config.run.dir).absolute() / "tensorboard")
+        self.logging_dir = self.logging_dir or str(config.run.folder.tensorboard.absolute())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the writer, and write the config."""
@@ -69,7 +68,7 @@ class _GoesOn(_Callback):
     tracker: ClassVar[str]
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._folder = config, Path(config.run.dir).absolute()
+        self._config, self._folder = config, RunFolder(config.run.folder.path.absolute())
         self._run: str | None = None
         """The tracker's run, as the tracker names it; None: a new one begins."""
         self._sent: dict[str, int] = {}
@@ -80,9 +79,9 @@ class _GoesOn(_Callback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *rest: Any, **named: Any) -> None:
         """Open the tracker's run. Must come before what moves lines of later steps out of metrics.jsonl."""
-        if state.is_world_process_zero and (known := _read(self._folder).get(self.tracker)) is not None:
+        if state.is_world_process_zero and (known := _read(self._folder.trackers).get(self.tracker)) is not None:
             self._run, self._seen = known["run"], known["sent"]
-            for line in read_lines(self._folder / METRICS):
+            for line in read_lines(self._folder.metrics):
                 self._see(line, int(line.get("step", -1)))
         super().on_train_begin(args, state, *rest, **named)
         self.on_rollback(state)
@@ -91,7 +90,7 @@ class _GoesOn(_Callback):
         """Keep which steps have been sent."""
         if state.is_world_process_zero:
             self._sent = dict(self._seen)
-            _write(self._folder, self.tracker, {"run": self._run, "sent": self._sent})
+            _write(self._folder.trackers, self.tracker, {"run": self._run, "sent": self._sent})
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *rest: Any, **named: Any) -> None:
         """Send the figures that are new."""
@@ -124,7 +123,7 @@ class WandbRun(_GoesOn, WandbCallback):
                 "name": ("WANDB_NAME", self._config.run.name),
                 "id": ("WANDB_RUN_ID", self._run),
                 "resume": ("WANDB_RESUME", "allow"),
-                "dir": ("WANDB_DIR", str(self._folder)),
+                "dir": ("WANDB_DIR", str(self._folder.path)),
             }
             asked = {} if self._config.report.project is None else {"project": self._config.report.project}
             self._wandb.init(**{key: value for key, (name, value) in ours.items() if name not in os.environ} | asked)
@@ -143,7 +142,7 @@ class TrackioRun(_GoesOn, TrackioCallback):
 
     def __init__(self, config: RunConfig) -> None:
         # Read when it is imported.
-        os.environ.setdefault("TRACKIO_DIR", str(Path(config.run.dir).absolute() / "trackio"))
+        os.environ.setdefault("TRACKIO_DIR", str(config.run.folder.trackio.absolute()))
         super().__init__(config)
 
     def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
@@ -170,7 +169,7 @@ class MLflowRun(_GoesOn, MLflowCallback):
         if "MLFLOW_TRACKING_URI" not in os.environ:
             # A folder needs neither a server nor the packages of a database.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            self._ml_flow.set_tracking_uri(self._folder / "mlruns")
+            self._ml_flow.set_tracking_uri(self._folder.mlflow)
         if self._config.report.project is not None:
             os.environ["MLFLOW_EXPERIMENT_NAME"] = self._config.report.project
         os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -196,14 +195,13 @@ def _is_leaf(value: Any) -> bool:
     return not isinstance(value, (dict, list))
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / TRACKERS_FILE).read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def _write(folder: Path, tracker: str, known: dict[str, Any]) -> None:
-    path = folder / TRACKERS_FILE
+def _write(path: Path, tracker: str, known: dict[str, Any]) -> None:
     remove_unfinished(path)
-    write_atomically(path, (json.dumps(_read(folder) | {tracker: known}, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(_read(path) | {tracker: known}, indent=1) + "\n").encode())

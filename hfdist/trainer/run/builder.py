@@ -35,7 +35,6 @@ from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
 from hfdist.config.train import Precision
 from hfdist.data import (
-    LEDGER,
     Corpus,
     HeldOut,
     HeldOutSources,
@@ -65,17 +64,15 @@ from hfdist.optim.registry import ClassAndSettings, check_optimizer, find_optimi
 from hfdist.planning.machines import STEPS
 from hfdist.planning.plan import Plan
 from hfdist.processes.startup import reporting
-from hfdist.records import METRICS, RANKS, RunRecorder
+from hfdist.records import RunRecorder
 from hfdist.records.lines import set_aside
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.topology import Topology
 from hfdist.trainer.budget.budget import Budget
 from hfdist.trainer.budget.usage import Usage
-from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.checkpointing.start import check_resume, find_start, open_replicas
 from hfdist.trainer.evaluation.evaluators import check_named, make_evaluators
-from hfdist.trainer.evaluation.generation import SAMPLES
 from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
@@ -84,8 +81,6 @@ from hfdist.trainer.islands import ServerOptimizer
 from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.objectives.choose import check_rewards, fit_model, make_objective
 from hfdist.trainer.objectives.learned_reward import check_reward_model
-from hfdist.trainer.objectives.reference import REFERENCE
-from hfdist.trainer.objectives.rollout import ROLLOUTS
 from hfdist.trainer.optimizer_changes import OptimizerChanges
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
@@ -93,7 +88,6 @@ from hfdist.trainer.reporting.logs import set_up_logging
 from hfdist.trainer.reporting.plan_grader import PlanGrader
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.record_writer import RecordWriter
-from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
 from hfdist.trainer.reporting.trackers import Trackers, ending_trackers
 from hfdist.trainer.reporting.traffic import Traffic
 from hfdist.trainer.run.end_of_run import finish
@@ -204,8 +198,8 @@ class Run:
             CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
                 a change that needs `checkpoint.allow_changes`.
         """
-        config, folder = self.config, Path(self.config.run.dir)
-        check_resume(config, folder / CHECKPOINTS)
+        config, folder = self.config, self.config.run.folder.path
+        check_resume(config)
         if self.topology.is_main:
             with _writing("run.dir", config.run.dir):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +235,7 @@ class Run:
     def build_trainer(self) -> None:
         """Make the Trainer, and log what it is about to do."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
-        run_dir, train = Path(config.run.dir), config.train
+        folder, train = config.run.folder, config.train
         if not self.strategy.partitions_in_constructor and class_keeps_documents_apart(model) is False:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
@@ -275,7 +269,7 @@ class Run:
             eval_dataset=data.held_out,
             processing_class=data.tokenizer,
             data_collator=default_data_collator,
-            callbacks=[*trackers, MetricsWriter(run_dir), *bar, *evaluators, self._usage],
+            callbacks=[*trackers, MetricsWriter(folder.metrics), *bar, *evaluators, self._usage],
             optimizer_cls_and_kwargs=self._find_optimizer(),
             options=self._make_options(measures, objective),
         )
@@ -331,7 +325,7 @@ class Run:
         assert trainer.engine is not None
         return PlanGrader(
             self.plan,
-            Path(self.config.run.dir),
+            self.config.run.folder,
             trainer.engine,
             runtime_bytes=runtime,
             recorder=self._recorder,
@@ -363,7 +357,7 @@ class Run:
             trainer.add_callback(RecordWriter(self._recorder, start))
             if not start.goes_on:
                 # Of another run in this folder.
-                on_rank_zero(lambda: shutil.rmtree(Path(config.run.dir) / REFERENCE, ignore_errors=True))
+                on_rank_zero(lambda: shutil.rmtree(config.run.folder.reference, ignore_errors=True))
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, goes_on=start.goes_on))
             trainer.args.eval_on_start = bool(config.evaluate.at_start) and start.checkpoint is None
@@ -392,17 +386,17 @@ class Run:
 
 def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | None) -> None:
     """Add what watches the training itself; `recorder` is on rank 0."""
-    run_dir, report = Path(config.run.dir), config.report
+    folder, report = config.run.folder, config.report
     assert trainer.engine is not None
     assert trainer.strategy is not None
     if report.timeline:
-        trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
+        trainer.add_callback(TimelineDrawer(folder, trainer.engine))
     if recorder is not None and report.alerts:
         alerts = Alerts(recorder, config.checkpoint, report.alert_command, trainer.log)
-        trainer.add_callback(RankTimes(run_dir, trainer.throughput, alerts.see_ranks))
+        trainer.add_callback(RankTimes(folder.ranks, trainer.throughput, alerts.see_ranks))
         trainer.add_callback(alerts)
     else:
-        trainer.add_callback(RankTimes(run_dir, trainer.throughput))
+        trainer.add_callback(RankTimes(folder.ranks, trainer.throughput))
     topology, warm_up_steps = trainer.strategy.topology, config.strategy.num_uncompressed_steps
 
     def wait() -> None:
@@ -452,7 +446,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:
         # All ranks of a model replica read the same data: only one of them writes the ledger.
-        stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
+        stream.ledger = Ledger(config.run.folder.ledger, corpus, config.data.on_bad_rows)
     return RunData(corpus, tokenizer, stream, held_out)
 
 
@@ -496,13 +490,13 @@ class _Beginning(TrainerCallback):
         on_rank_zero(self._begin)
 
     def _begin(self) -> None:
-        run_dir = Path(self._config.run.dir)
-        (run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
+        folder = self._config.run.folder
+        folder.config.write_text(to_yaml(self._config), encoding="utf-8")
         if not self._goes_on:
-            for name in (METRICS, RANKS, SAMPLES, ROLLOUTS):
-                set_aside(run_dir / name)
+            for path in (folder.metrics, folder.ranks, folder.samples, folder.rollouts):
+                set_aside(path)
             # Trackers begin a new run, too.
-            (run_dir / TRACKERS_FILE).unlink(missing_ok=True)
+            folder.trackers.unlink(missing_ok=True)
 
 
 @contextmanager

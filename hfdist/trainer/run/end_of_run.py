@@ -22,10 +22,10 @@ from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.config.model import Init
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.task import TaskName
-from hfdist.data import LEDGER, HeldOut, HeldOutSources, are_chats, describe_losses
+from hfdist.data import HeldOut, HeldOutSources, are_chats, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
-from hfdist.records import GRADE, RunRecord
+from hfdist.records import RunRecord
 from hfdist.trainer.budget.usage import Usage
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.export.merge import write_merged
@@ -37,9 +37,6 @@ from hfdist.trainer.run.end_screen import Ending, describe_end
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-MODEL = "model"
-ADAPTER = "adapter"
 
 _LONGEST_WAIT = timedelta(days=7)
 """The longest time that ranks with nothing left to do wait; a rank that dies ends the wait: its connection breaks."""
@@ -53,7 +50,7 @@ def finish(
     A run that is not over, since the budget `stopped_by` has stopped it, neither samples nor runs the harness: that
     takes long.
     """
-    run_dir, is_over = Path(run.run.dir), stopped_by is None
+    is_over = stopped_by is None
     peaks = gather_json(largest_peaks(trainer.args.device))
     reports = trainer.checkpointer.data_reports()
     loss, step = None, trainer.state.global_step
@@ -72,7 +69,7 @@ def finish(
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
         if run.report.plot:
             with warning_of_failure("picture of the losses"):
-                plot_losses(run_dir, run.task.name)
+                plot_losses(run.run.folder, run.task.name)
         with warning_of_failure("model card"):
             # A download lies in a folder of its commit's name.
             name = Path(getattr(trainer.model, "name_or_path", "")).name
@@ -109,10 +106,10 @@ def _sum_up(
     stream: Any = trainer.train_dataset
     left_out, graded = None, {}
     with warning_of_failure("report of the documents that were read"):
-        lanes = [read_records(Path(run.run.dir) / LEDGER, lane) for lane in range(run.data.lanes)]
+        lanes = [read_records(run.run.folder.ledger, lane) for lane in range(run.data.lanes)]
         left_out = describe_losses(lanes, run.data)
     with warning_of_failure("comparison with the plan"):
-        graded = _read_grade(Path(run.run.dir) / GRADE) if run.report.plan else {}
+        graded = _read_grade(run.run.folder.grade) if run.report.plan else {}
     convention = trainer.weighted_loss.convention
     # Elsewhere the targets are no plain text, or the loss is no mean of them.
     is_comparable = run.model.init is Init.random and run.task.name is TaskName.causal_lm
@@ -131,7 +128,7 @@ def _sum_up(
         folder=folder,
         loss_before=_loss_before(trainer.state.log_history),
         without_context=baseline,
-        adapter_folder=Path(run.run.dir) / ADAPTER if run.adapter.is_used else None,
+        adapter_folder=run.run.folder.adapter if run.adapter.is_used else None,
         **_find_figures(trainer, held_out, found["step"]),
         left_out=left_out,
         graded=graded,
@@ -183,7 +180,7 @@ def warning_of_failure(what: str) -> Iterator[None]:
 
 def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None) -> Path:
     """Write the model, or the adapter and the model that it is merged into; give the folder that a user would open."""
-    model, adapter = Path(run.run.dir) / MODEL, Path(run.run.dir) / ADAPTER
+    model, adapter = run.run.folder.model, run.run.folder.adapter
     if not run.adapter.is_used:
         trainer.save_model(str(model))
         return model
@@ -230,7 +227,7 @@ def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig, step: int) -> 
     try:
         results = lm_eval.measure(folder, run, device=trainer.args.device)
         figures = lm_eval.figures(results)
-        (Path(run.run.dir) / lm_eval.RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        run.run.folder.lm_eval.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     except (lm_eval.HarnessError, OSError, KeyError) as error:
         logger.warning("lm_eval: %s", error)
         return

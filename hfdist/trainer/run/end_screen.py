@@ -215,7 +215,7 @@ def _next(end: Ending) -> Iterator[tuple[str, str]]:
     run_dir, folder = shlex.quote(end.config.run.dir), shlex.quote(str(end.folder))
     yield f"hfdist report {run_dir}", "makes a page with its curves"
     if end.config.task.name.is_reinforcement:
-        yield f"head {run_dir}/rollouts.jsonl", "shows answers with their rewards"
+        yield f"head {shlex.quote(str(end.config.run.folder.rollouts))}", "shows answers with their rewards"
     yield f"hfdist audit run={run_dir}", "proves that it read the data as planned"
     if end.record.processes == 1:
         yield "hfdist prove strategy=zero2 launch.processes=2", "shows that two processes train as one does"

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.errors import ConfigError
+from hfdist.records import RunFolder
 
 logger = logging.getLogger(__name__)
-
-LOCK = "run.lock"
 
 
 class RunLock:
@@ -41,7 +40,7 @@ class RunLock:
     def __init__(
         self, run_dir: Path, *, beat_seconds: float = 5.0, silent_seconds: float = 20.0, dying_seconds: float = 10.0
     ) -> None:
-        self._path = run_dir / LOCK
+        self._path = RunFolder(run_dir).lock
         # Of the process, not of the opening: loader processes that outlive a killed rank must not keep it. Only this
         # one descriptor may be opened here, since closing any other would give the lock away.
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -104,4 +103,4 @@ class RunLock:
             try:
                 self._write(beat)
             except OSError as error:
-                logger.warning("%s cannot be written, so another machine may take the run for dead: %s", LOCK, error)
+                logger.warning("run.lock cannot be written, so another machine may take the run for dead: %s", error)

@@ -15,7 +15,7 @@ from hfdist.checkpoint.folder import STEP_NAME
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.config.data import cache_dir
 from hfdist.config.run import RunConfig
-from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, open_corpus
+from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.marks import ids_of
 from hfdist.data.order.records import Records, Status
@@ -24,8 +24,8 @@ from hfdist.data.stream.ledger import read_records
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError, DataError, printable
 from hfdist.models.tokenizer import load_tokenizer
+from hfdist.records import RunFolder
 from hfdist.topology import Topology
-from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.reporting.logs import set_up_logging
 from hfdist.verify.audit.exactly_once import Audit, first_sample
 
@@ -64,17 +64,17 @@ def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConf
     cursors = [
         (int(match[1]), Cursor.from_json(read_state(path.parent).get("cursor")))
         for one in runs
-        for path in sorted((one / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+        for path in sorted(RunFolder(one).checkpoints.glob(f"*/{MANIFEST}"))
         if (match := STEP_NAME.fullmatch(path.parent.name)) is not None
     ]
     cursors.sort(key=lambda pair: pair[1].samples)
     newest = cursors[-1][1] if cursors else None
     if newest is not None and newest.shares is not None:
         _check_islands(runs, newest.shares)
-    ledgers = {own.islands.index: read_ledger(one / LEDGER, config.data.lanes) for one, own in runs.items()}
+    ledgers = {own.islands.index: read_ledger(RunFolder(one).ledger, config.data.lanes) for one, own in runs.items()}
     ledger = next(iter(ledgers.values())) if len(ledgers) == 1 else join_ledgers(ledgers, newest)
     corpus = open_corpus(config.data)
-    changes = [] if newest is None else corpus.inventory.changes_since(newest.contents, folder / LEDGER)
+    changes = [] if newest is None else corpus.inventory.changes_since(newest.contents, RunFolder(folder).ledger)
     if changes:
         hint = "an audit needs the data as the run read them"
         raise DataError("files have changed since the run", where="; ".join(changes), hint=hint)
@@ -184,7 +184,7 @@ def prove_once(run: PastRun) -> Iterator[str]:
     yield str(audit.discrepancies)
     yield "AUDIT: failed"
     found = "; ".join(f"{kind.value}: {count:,}" for kind, count in audit.discrepancies.counts.items())
-    raise DataError("the ledger is not what the run was to read", where=str(run.folder / LEDGER), found=found)
+    raise DataError("the ledger is not what the run was to read", where=str(RunFolder(run.folder).ledger), found=found)
 
 
 def _summarize(run: PastRun, audit: Audit) -> Iterator[str]:

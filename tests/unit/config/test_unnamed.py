@@ -17,7 +17,7 @@ def start(*overrides, name="finetune", leaves="model"):
     config = compose_config(overrides, name=name)
     if (found := choose_run_name(config, given)) is not None:
         config = compose_config([*overrides, f"run.name={found}"], name=name)
-    folder = Path(config.run.dir)
+    folder = config.run.folder.path
     (folder / leaves).mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     assert config.run.name == folder.name

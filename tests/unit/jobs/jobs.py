@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from hfdist.jobs.command import TARGETS, parse_job
-from hfdist.records import RUN_FILE, Event, RunRecord, State, add_event
+from hfdist.records import Event, RunFolder, RunRecord, State, add_event
 
 HOSTILE = [
     "report.sample_prompt=\"$(touch PWNED) `touch PWNED` ${run.name} $HOME $$(JOBSET) $(JOBSET)\"",
@@ -136,5 +136,5 @@ def leave(run_dir, *ends):
     run_dir.mkdir(parents=True, exist_ok=True)
     for start, (exit_code, step) in enumerate(ends, 1):
         record = RunRecord(start=start, state=State.of(exit_code), exit_code=exit_code, step=step)
-        (run_dir / RUN_FILE).write_text(json.dumps(record.to_json()))
+        RunFolder(run_dir).record.write_text(json.dumps(record.to_json()))
         add_event(run_dir, Event.end, start=start, step=step, exit_code=exit_code)

@@ -15,7 +15,7 @@ from hfdist.config.cli.about_run import RECIPES
 from hfdist.errors import ConfigError
 from hfdist.jobs.cluster import ClusterConfig, cluster_keys, compose_cluster
 from hfdist.jobs.command import TARGETS, parse_job, write_job
-from hfdist.records import METRICS, Event, add_event
+from hfdist.records import Event, RunFolder, add_event
 from tests.unit.config.shipped import CONF
 from tests.unit.jobs.jobs import RUN
 
@@ -145,7 +145,7 @@ def test_a_run_goes_on_with_its_own_config_and_in_time(tmp_path, monkeypatch):
     job = parse_job(["to=slurm", "cluster.nodes=2", "run=runs/first", "train.max_steps=9"])[1]
     assert (job.config.run.dir, job.config.train.max_steps) == ("runs/first", 9)
     assert list(job.arguments) == ["--config-dir", "runs/first", "--config-name", "config", "train.max_steps=9"]
-    (run / METRICS).write_text(json.dumps({"step": 1, "step_seconds": 40.0}) + "\n")
+    RunFolder(run).metrics.write_text(json.dumps({"step": 1, "step_seconds": 40.0}) + "\n")
     add_event(run, Event.save, start=1, step=1, seconds=200.0)
     with pytest.raises(ConfigError) as caught:
         parse_job(["to=slurm", "cluster.nodes=2", "run=runs/first"])

@@ -9,7 +9,7 @@ import pytest
 
 from hfdist.jobs.address import address_of, find_route
 from hfdist.jobs.verdict import judge
-from hfdist.records import RUN_FILE, RunRecord, read_run
+from hfdist.records import RunFolder, RunRecord, read_run
 from tests.unit.jobs.jobs import leave
 
 
@@ -49,7 +49,7 @@ def test_losses_count_that_got_no_further(tmp_path, ends, losses):
 
 
 def test_a_record_that_still_runs_is_of_a_lost_start(tmp_path):
-    (tmp_path / RUN_FILE).write_text(json.dumps(RunRecord(start=1, step=4).to_json()))
+    RunFolder(tmp_path).record.write_text(json.dumps(RunRecord(start=1, step=4).to_json()))
     assert judge(tmp_path, 0, 1, 1, wait_seconds=0.0) == (6, True)
     assert judge(tmp_path, 0, 1, 0, wait_seconds=0.0) == (6, False)
 

@@ -17,7 +17,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import compose_sweep
 from hfdist.errors import ConfigError
-from hfdist.records import METRICS, read_lines, read_run
+from hfdist.records import RunFolder, read_lines, read_run
 from hfdist.records.trials import Result, TrialLog
 from hfdist.sweep import live
 from hfdist.sweep.controller import Controller, Sweep
@@ -82,7 +82,7 @@ def running_in(sweep):
 
 
 def steps_of(sweep, trial):
-    return [line["step"] for line in read_lines(sweep.folder_of(trial) / METRICS)]
+    return [line["step"] for line in read_lines(RunFolder(sweep.folder_of(trial)).metrics)]
 
 
 def test_halving_trains_the_best_to_the_end_and_no_step_twice(tmp_path):

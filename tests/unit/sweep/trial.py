@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from hfdist.records import METRICS, RunRecorder
+from hfdist.records import RunFolder, RunRecorder
 from hfdist.records.lines import append_line, read_lines
 
 STEP_SECONDS = 0.005
@@ -30,7 +30,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
     # A path such as .../step-00000012
     first = 1 + int(given["checkpoint.resume"][-8:]) if "checkpoint.resume" in given else 1
-    steps = [line["step"] for line in read_lines(folder / METRICS)]
+    steps = [line["step"] for line in read_lines(RunFolder(folder).metrics)]
     assert steps == list(range(first, first + len(steps))), "each step is done once"
     if "ended" in given:
         recorder.end(int(given["ended"]), "ended from outside")
@@ -49,7 +49,7 @@ def main():
             recorder.end(75, "told to stop")
             sys.exit(75)
         time.sleep(STEP_SECONDS)
-        append_line(folder / METRICS, {"step": step, "eval_loss": loss(lr, step)})
+        append_line(RunFolder(folder).metrics, {"step": step, "eval_loss": loss(lr, step)})
         recorder.record.step, recorder.record.tokens = step, step * TOKENS_PER_STEP
     (folder / f"checkpoints/step-{last:08d}").mkdir(parents=True, exist_ok=True)
     recorder.end(0)

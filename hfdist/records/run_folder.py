@@ -1,0 +1,67 @@
+"""What is where in a run's folder. All code takes the paths from here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class RunFolder:
+    """The folder of a run, and the paths in it: not all of them are there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = path / "run.lock"
+        self.config = path / "config.yaml"
+        self.record = path / "run.json"
+        """How the last start stands, or how it ended; docs/records.md has this and the next three."""
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.ranks = path / "ranks.jsonl"
+        self.marks = (self.config, self.record, self.metrics)
+        """Files of which one makes a folder a run's."""
+        self.plan = path / "plan.json"
+        """What the run was planned to need; docs/plan.md."""
+        self.grade = path / "grade.json"
+        """How the plan compares with what was measured."""
+        self.ledger = path / "ledger"
+        """Folder with what was read of the data."""
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.adapter = path / "adapter"
+        self.loss_picture = path / "loss.png"
+        self.lm_eval = path / "lm_eval.json"
+        self.samples = path / "samples.jsonl"
+        """Continued prompts of each evaluation."""
+        self.rollouts = path / "rollouts.jsonl"
+        """Some answers of each logged step, with their rewards."""
+        self.rollouts_ledger = path / "rollouts-ledger.jsonl"
+        """Each prompt that was trained on answers of generators."""
+        self.generators = path / "generators"
+        """Folder with the policy, and with what generators print."""
+        self.reference = path / "reference"
+        """Folder with log-probabilities of the reference."""
+        self.timeline = path / "timeline.json"
+        """A step of a pipeline as a Chrome trace."""
+        self.timeline_picture = path / "timeline.png"
+        self.watch = path / "watch"
+        """Folder with a folder for each verdict, and for each request."""
+        self.trackers = path / "trackers.json"
+        """Which runs of trackers are this one."""
+        self.tensorboard = path / "tensorboard"
+        self.trackio = path / "trackio"
+        self.mlflow = path / "mlruns"
+        self.proof = path / "prove"
+        """Folder of the runs that `hfdist prove` compares."""
+        self.tokens = path / "tokens"
+        """Folder of the token files of `hfdist pretokenize`."""
+
+
+IN_RUN = RunFolder(Path())
+"""The same paths, as they are from the folder."""
+
+
+def is_run_folder(text: str) -> bool:
+    """Whether a word of a command line is the folder of a run."""
+    # Of a word that can be no path, this says no; pathlib raises.
+    return os.path.isfile(RunFolder(Path(text)).config)
