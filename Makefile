@@ -42,37 +42,37 @@ matrices: $(READY)  ## Run the cases that `make test` leaves out: other layouts 
 
 zoo: $(READY)  ## Split every causal language model of transformers at its blocks, and write docs/zoo.md.
 	$(BIN)/python -m pytest tests/zoo -m zoo
-	$(BIN)/python -m tests.zoo docs/zoo.md
+	$(BIN)/python -m proofs.zoo docs/zoo.md
 
 parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write docs/parity.md (about 10 minutes).
-	$(BIN)/python -m tests.distributed.parity docs/parity.md
+	$(BIN)/python -m proofs.parity docs/parity.md
 
 mesh: $(READY)  ## Compare five families in all layouts of the mesh with one process, and write docs/mesh-parity.md (about 16 minutes).
 	$(BIN)/python -m pytest tests/distributed/test_pipeline_mesh.py -m many
-	$(BIN)/python -m tests.distributed.mesh_parity docs/mesh-parity.md
+	$(BIN)/python -m proofs.mesh_parity docs/mesh-parity.md
 
 layouts: $(READY)  ## Change the layout at a checkpoint in all 330 ways, and write docs/layout-changes.md.
 	$(BIN)/python -m pytest tests/distributed/test_layout_changes.py -m many
-	$(BIN)/python -m tests.distributed.layout_changes docs/layout-changes.md
+	$(BIN)/python -m proofs.layout_changes docs/layout-changes.md
 
 finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole and by LoRA, and write docs/finetuned.md.
-	$(BIN)/python -m tests.distributed.finetuning docs/finetuned.md
+	$(BIN)/python -m proofs.finetuning docs/finetuned.md
 
 reinforcement: $(READY)  ## Let GRPO teach a small model to add, by three seeds, and write docs/reinforcement-proof.md (10 minutes).
-	$(BIN)/python -m tests.distributed.reinforcement docs/reinforcement-proof.md
+	$(BIN)/python -m proofs.reinforcement docs/reinforcement-proof.md
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many
-	$(BIN)/python -m tests.distributed.kills 20
+	$(BIN)/python -m proofs.kills 20
 
 faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/kills.md (an hour).
 	$(BIN)/python -m pytest -n 2 -m faults
-	$(BIN)/python -m tests.distributed.fault_report docs/kills.md
-	$(BIN)/python -m tests.distributed.generator_kills docs/generators.md
+	$(BIN)/python -m proofs.fault_report docs/kills.md
+	$(BIN)/python -m proofs.generator_kills docs/generators.md
 
 MINUTES ?= 30
 soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold on to, and write docs/soak.md.
-	$(BIN)/python -m tests.distributed.soak docs/soak.md $(MINUTES)
+	$(BIN)/python -m proofs.soak docs/soak.md $(MINUTES)
 
 cluster: $(READY)  ## Disturb runs on two machines and a real SLURM, made of this one (root), and write docs/cluster.md (10 minutes).
 	@test "$$(id -u)" = 0 || { echo "make cluster needs root: network namespaces, and apt-get for SLURM" >&2; exit 1; }
@@ -80,50 +80,50 @@ cluster: $(READY)  ## Disturb runs on two machines and a real SLURM, made of thi
 	  command -v apt-get >/dev/null || { echo "make cluster needs $$program, of Debian's slurm-wlm, munge, iproute2" >&2; exit 1; }; \
 	  apt-get update -q && exec apt-get install -y --no-install-recommends slurm-wlm munge iproute2; exit 1; done
 	$(BIN)/python -m pytest tests/cluster -m ''
-	$(BIN)/python -m tests.cluster docs/cluster.md
+	$(BIN)/python -m proofs.cluster docs/cluster.md
 
 jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCluster, and run one on two nodes of Ray.
 	$(PYTHON) -m venv build/jobs
 	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
-	$(BIN)/python -m tests.job_peers $(CURDIR)/build/jobs/bin/python
+	$(BIN)/python -m proofs.job_peers $(CURDIR)/build/jobs/bin/python
 
 canary: $(READY)  ## Run seams, layouts, generation and an adapter under the oldest and newest versions, into docs/versions.md (an hour).
-	$(BIN)/python -m tests.canary docs/versions.md
+	$(BIN)/python -m proofs.canary docs/versions.md
 
 gpu: MINUTES := 12
 gpu: $(READY)  ## Run the lines that this GPU has no figure of, for MINUTES=12, the most valuable first; again: it goes on.
-	$(BIN)/python -m tests.gpu_queue --minutes $(MINUTES)
+	$(BIN)/python -m proofs.gpu_queue --minutes $(MINUTES)
 
 gpus: $(READY)  ## Measure one GPU beside the HF Trainer, compare layouts on it with a CPU, and write docs/gpu.md (20 minutes).
 	$(BIN)/python -m benchmarks.gpu --write
-	$(BIN)/python -m tests.gpu docs/gpu.md
+	$(BIN)/python -m proofs.gpu docs/gpu.md
 
 sweeps: $(READY)  ## Compare samplers, populations, and a sweep that is killed, on real runs, into docs/sweeps.md (35 minutes).
-	$(BIN)/python -m tests.distributed.sweeps docs/sweeps.md
+	$(BIN)/python -m proofs.sweeps docs/sweeps.md
 
 widths: $(READY)  ## Train three widths at five rates, with and without optimizer.base_width, into docs/sweeps.md (14 minutes).
-	$(BIN)/python -m tests.distributed.widths docs/sweeps.md
+	$(BIN)/python -m proofs.widths docs/sweeps.md
 
 plan: $(READY)  ## Plan runs, train them, and write what was predicted and measured into docs/plan.md and docs/experiments.md.
-	$(BIN)/python -m tests.distributed.plan_memory docs/plan.md
-	$(BIN)/python -m tests.distributed.plan_time docs/plan.md
-	$(BIN)/python -m tests.distributed.plan_search docs/plan.md
-	$(BIN)/python -m tests.experiment_plans docs/experiments.md
+	$(BIN)/python -m proofs.plan_memory docs/plan.md
+	$(BIN)/python -m proofs.plan_time docs/plan.md
+	$(BIN)/python -m proofs.plan_search docs/plan.md
+	$(BIN)/python -m proofs.experiment_plans docs/experiments.md
 
 mutations: $(READY)  ## Plant 40 mistakes into a copy, one at a time, and see that a test catches each (15 minutes).
-	$(BIN)/python -m tests.mutations
+	$(BIN)/python -m proofs.mutations
 
 TESTS ?= tests/unit
 coverage: $(READY)  ## Print the CPU seconds of each file of TESTS=tests/unit, and the lines of hfdist/ that it alone runs.
 	$(BIN)/python -m pip install --quiet coverage==7.17.3 pytest-cov==7.1.0
-	$(BIN)/python -m tests.coverage_table $(TESTS)
+	$(BIN)/python -m proofs.coverage_table $(TESTS)
 
 readme:  ## Follow README, and then the pages of docs/, in small, in a fresh clone with an environment of its own.
-	$(PYTHON) tests/e2e/follow_readme.py $$(mktemp -d) train.max_steps=12
+	$(PYTHON) proofs/follow_readme.py $$(mktemp -d) train.max_steps=12
 
 docs: $(READY)  ## Write the pages that are made from the code, build the site of README and docs/ into build/site, and check its links.
-	$(BIN)/python -m tests.keys
-	$(BIN)/python -m tests.goes_with docs/what-goes-with-what.md
+	$(BIN)/python -m proofs.pages.keys
+	$(BIN)/python -m proofs.pages.goes_with docs/what-goes-with-what.md
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@mkdir -p build/pages
 	@ln -sfn $(addprefix ../../,README.md AGENTS.md ARCHITECTURE.md CHANGELOG.md llms.txt docs benchmarks) build/pages/

@@ -89,7 +89,7 @@ def measure(root: Path) -> tuple[dict[str, Counter[str]], dict[str, str]]:
         "import circles": str(count_circles(imports(trees))),
         f"repeated stretches of {REPEATED_LINES} or more lines": str(count_repeats(codes)),
     }
-    for name in ("tests", "recipes", "README.md", "ARCHITECTURE.md"):
+    for name in ("tests", "proofs", "recipes", "README.md", "ARCHITECTURE.md"):
         files = [root / name] if name.endswith(".md") else (root / name).rglob("*.py")
         figures[f"lines of {name}"] = f"{sum(len(path.read_text().splitlines()) for path in files):,}"
     return rooms, figures

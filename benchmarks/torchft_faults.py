@@ -1,4 +1,4 @@
-"""torchft's local SGD beside `tests/distributed/island_faults.py`: as many groups, the same steps, rounds and faults.
+"""torchft's local SGD beside `proofs/island_faults.py`: as many groups, the same steps, rounds and faults.
 
 It has an environment of its own: make one, `pip install -r benchmarks/peers/torchft.txt`, and then
 `PYTHON benchmarks/torchft_faults.py 900` prints a table. The time-outs are those of torchft's own examples.

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hfdist.records import RunFolder, read_lines
-from tests.cluster.elastic import leave_and_come_back
+from proofs.cluster.elastic import leave_and_come_back
 from tests.cluster.machines import INTERFACE
 from tests.cluster.runs import RECIPE, SETTINGS, compare, train_alone
 from tests.distributed.runs import losses

@@ -19,10 +19,10 @@ from hfdist.config.run import RunConfig
 from hfdist.errors import CheckpointError, HfdistError, ResourceError
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.trainer import Trainer
+from proofs.faults import SAVE_EVERY, Reference, make_config, read_run
+from proofs.kills import newest_whole
 from recipes.pretrain import main
 from tests.debian import why_missing
-from tests.distributed.faults import SAVE_EVERY, Reference, make_config, read_run
-from tests.distributed.kills import newest_whole
 from tests.distributed.processes import LONGEST_SECONDS, Life
 
 STEP = 2 * SAVE_EVERY

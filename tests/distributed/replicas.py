@@ -18,8 +18,8 @@ from hfdist.config.run import RunConfig
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.run.builder import Run
+from proofs.layout_changes import COMMON, Layout
 from recipes.pretrain import main
-from tests.distributed.layout_changes import COMMON, Layout
 from tests.distributed.runs import SMALL
 
 SAVED, KILLED, END = 4, 6, 8

@@ -12,9 +12,9 @@ from hfdist.errors import BudgetError
 from hfdist.records import Event, RunFolder, RunRecorder, State, add_event, read_lines, read_run, recording_end
 from hfdist.records.run_file import write_run
 from hfdist.topology import read_launcher
+from proofs.faults import MAX_STEPS, make_config
+from proofs.kills import newest_whole
 from recipes.pretrain import main
-from tests.distributed.faults import MAX_STEPS, make_config
-from tests.distributed.kills import newest_whole
 from tests.distributed.processes import Life
 from tests.distributed.runs import losses, weights
 from tests.marks import many

@@ -4,19 +4,8 @@ import signal
 
 import pytest
 
-from tests.distributed.disk_faults import (
-    ERRORS,
-    STEP,
-    every_fault,
-    make_small_config,
-    require_mount,
-    require_strace,
-    run_fault,
-    run_on_tmpfs,
-    run_with_short_files,
-)
-from tests.distributed.fault_points import Moment
-from tests.distributed.faults import (
+from proofs.fault_points import Moment
+from proofs.faults import (
     Case,
     Victim,
     draw_stops,
@@ -28,7 +17,18 @@ from tests.distributed.faults import (
     run_whole,
     strike,
 )
-from tests.distributed.kills import BOUND, run_both
+from proofs.kills import BOUND, run_both
+from tests.distributed.disk_faults import (
+    ERRORS,
+    STEP,
+    every_fault,
+    make_small_config,
+    require_mount,
+    require_strace,
+    run_fault,
+    run_on_tmpfs,
+    run_with_short_files,
+)
 
 pytestmark = pytest.mark.distributed
 

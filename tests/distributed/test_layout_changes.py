@@ -8,8 +8,7 @@ from hfdist.checkpoint import verify
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
 from hfdist.trainer.run.builder import Run
-from recipes.pretrain import main
-from tests.distributed.layout_changes import (
+from proofs.layout_changes import (
     COMMON,
     CONTROLS,
     LAYOUTS,
@@ -18,6 +17,7 @@ from tests.distributed.layout_changes import (
     change_checkpoint,
     check_clipped,
 )
+from recipes.pretrain import main
 from tests.distributed.runs import SMALL, StopsAt, losses, pretrain, weights
 from tests.marks import many
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.distributed.mesh_controls import CONTROLS, is_seen, run_control
-from tests.distributed.mesh_runs import (
+from proofs.mesh_controls import CONTROLS, is_seen, run_control
+from proofs.mesh_runs import (
     MAX_GRAD_NORM,
     MIDDLE,
     SINGLE,

@@ -13,8 +13,8 @@ from hfdist.errors import NumericsError
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed
 from hfdist.verify.audit.run import describe_step, open_past_run
+from proofs.kills import newest_whole
 from tests.distributed.bad_numbers import ALWAYS, Fault, Kind, pretrain_with
-from tests.distributed.kills import newest_whole
 from tests.distributed.runs import SMALL, losses, weights
 from tests.distributed.trainers import make_trainer, on_ranks
 from tests.marks import many

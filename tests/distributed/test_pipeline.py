@@ -4,7 +4,7 @@ import pytest
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.verify.parity import compare_runs
-from tests.distributed.parity import BOUND, Case, all_cases, run_case, run_single
+from proofs.parity import BOUND, Case, all_cases, run_case, run_single
 from tests.marks import many
 
 pytestmark = pytest.mark.distributed

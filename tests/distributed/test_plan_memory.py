@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.plan_memory import BEGIN, BOUND, END, Cell, Peaks, compare, make_table, read_table, write_table
+from proofs.plan_memory import BEGIN, BOUND, END, Cell, Peaks, compare, make_table, read_table, write_table
 from tests.marks import many
 
 pytestmark = pytest.mark.distributed

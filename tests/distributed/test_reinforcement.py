@@ -8,8 +8,8 @@ import pytest
 from hfdist.config.composition.compose import compose_config
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
+from proofs.follow_readme import ROOT, shown_programs
 from recipes import finetune, tune
-from tests.e2e.follow_readme import ROOT, shown_programs
 from tests.unit.config.shipped import ARITHMETIC, primary_of
 
 pytestmark = pytest.mark.distributed

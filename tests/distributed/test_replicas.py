@@ -14,8 +14,8 @@ from hfdist.errors import ConfigError
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing import checkpointer
 from hfdist.verify.audit.run import open_past_run, prove_once
-from tests.distributed import kills
-from tests.distributed.layout_changes import LAYOUTS
+from proofs import kills
+from proofs.layout_changes import LAYOUTS
 from tests.distributed.processes import Life, Victim
 from tests.distributed.replicas import (
     KILLED,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hfdist.checkpoint import verify
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import RankFailed
-from tests.distributed.layout_changes import change_checkpoint
+from proofs.layout_changes import change_checkpoint
 from tests.distributed.processes import Life
 from tests.distributed.runs import SMALL, losses, pretrain
 

@@ -10,7 +10,7 @@ import pytest
 
 from hfdist import __main__ as command
 from hfdist.records import RunFolder, State, read_lines, read_run
-from tests.distributed.kills import newest_whole
+from proofs.kills import newest_whole
 from tests.e2e.forked import end, run_script, start_forked
 from tests.e2e.test_launch import LAUNCHER, RECIPE, ROOT, SMALL, forked_ranks  # noqa: F401
 

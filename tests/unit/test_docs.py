@@ -11,8 +11,8 @@ from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.config.run import AUTO
 from hfdist.jobs.command import parse_job
 from hfdist.planning.command import parse_request
-from tests.e2e.follow_readme import ELSEWHERE
-from tests.keys import PAGES as GENERATED
+from proofs.follow_readme import ELSEWHERE
+from proofs.pages.keys import PAGES as GENERATED
 from tests.unit.config.shipped import CONF, EXPERIMENTS, plan_of
 
 ROOT = CONF.parent

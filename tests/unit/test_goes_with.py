@@ -7,7 +7,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
-from tests.goes_with import HEAD, axes, refusal
+from proofs.pages.goes_with import HEAD, axes, refusal
 from tests.unit.config.shipped import CONF
 
 PAGE = (CONF.parent / "docs" / "what-goes-with-what.md").read_text(encoding="utf-8")

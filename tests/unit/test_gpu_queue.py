@@ -3,7 +3,7 @@
 import time
 
 from hfdist.records import read_lines
-from tests.gpu_queue import LINES, Line, Outcome, due, table, work
+from proofs.gpu_queue import LINES, Line, Outcome, due, table, work
 
 ABC = [Line(name, 60.0, ()) for name in "abc"]
 

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tests.mutations import MUTATIONS, ROOT, planted, read_modules
+from proofs.mutations import MUTATIONS, ROOT, planted, read_modules
 
 
 def test_each_has_one_place_and_a_test():
