@@ -32,7 +32,7 @@ def explain_learning_rate(config: RunConfig) -> str:
     """Say where the default rate comes from; empty: the run has another rate."""
     is_pretraining = config.optimizer.lr == OptimizerConfig.lr and config.model.init is Init.pretrained
     if is_pretraining and config.task.name is TaskName.causal_lm and not config.adapter.is_used:
-        return " (of a pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
+        return " (a rate for pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
     if config.optimizer.lr != default_learning_rate(config):
         return ""
     _, trainer = _ALL_WEIGHTS[config.task.name]

@@ -1,4 +1,4 @@
-"""What is where in a run's folder. All code takes the paths from here."""
+"""What is where in a run's folder."""
 
 from __future__ import annotations
 

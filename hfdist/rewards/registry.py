@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -89,7 +90,8 @@ def load_rewards(
         raise ConfigError(what, where=where, found=f"{names!r:.80}", allowed=allowed, hint=hint)
     for name, weight in names.items():
         if isinstance(weight, str):
-            what, hint = "the weight of a reward is text", f"{{{name!r}: {weight}}}"
+            number = weight if re.fullmatch(r"-?[\d.]+", weight) else 1.0
+            what, hint = "the weight of a reward is text", f"{{{name!r}: {number}}}"
             raise ConfigError(what, where=f"{where}.{name}", found=repr(weight), allowed="a number", hint=hint)
         if not _is_finite(weight):
             what = "the weight of a reward is no finite number"

@@ -91,9 +91,9 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     raise_limit()
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments, strategy)
-    _check_half_weights(arguments["model"], arguments.get("args"))
     check_trl_arguments(kind, arguments, strategy)
     arguments = with_adapter(arguments, kind, strategy)
+    _check_half_weights(arguments["model"], arguments.get("args"))
     if getattr(arguments["model"], "peft_config", None):
         # The same for recipes, `peft_config`, and a model that brings its adapter.
         check_adapted(arguments["model"], strategy, where="peft_config")
@@ -146,14 +146,14 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
 
 
 def _check_half_weights(model: nn.Module, args: Any) -> None:
-    """Refuse weights of float16 where their gradients are to be scaled: GradScaler takes those of float32 alone."""
-    if getattr(args, "fp16", False) and any(
-        one.requires_grad and one.dtype == torch.float16 for one in model.parameters()
-    ):
-        what, hint = (
-            "fp16=True trains weights of float32 in float16",
-            'from_pretrained(..., dtype="float32"), or bf16=True',
-        )
+    """Refuse weights of float16 that are to be trained with fp16: torch's GradScaler scales gradients of float32 alone.
+
+    DeepSpeed scales the loss itself, and keeps weights of float32 beside those of float16.
+    """
+    if not getattr(args, "fp16", False) or args.deepspeed:
+        return
+    if any(one.requires_grad and one.dtype == torch.float16 for one in model.parameters()):
+        what, hint = "fp16=True trains weights of float32", 'from_pretrained(..., dtype="float32"), or bf16=True'
         raise ConfigError(what, where="model", found="weights of float16", allowed="float32", hint=hint)
 
 

@@ -491,8 +491,10 @@ class DistributedTrainerMixin(_Trainer):
         if self.token_stream is not None:
             # The original takes all of a stream for one epoch: this would be the share of the steps.
             self.state.epoch = cast(Any, None)
-        super().log(logs, *args, **kwargs)
-        self.state.epoch = epoch
+        try:
+            super().log(logs, *args, **kwargs)
+        finally:
+            self.state.epoch = epoch
         if figures:
             self._figures = {}
         elif self.engine is not None:

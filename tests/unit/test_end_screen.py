@@ -53,7 +53,7 @@ def test_a_pretraining_of_few_steps():
         == """\
 first has ended: 20 steps
   trained   a llama of 139,584 parameters, from random weights
-  on        stdlib: 40,960 tokens, from 61 of 1,800 documents; 1 empty
+  on        stdlib: 40,960 tokens, from the first 61 of 1,800 documents; 1 empty
   layout    1 process; sharding none
   quality   held-out loss 6.7944, perplexity 892.8; a model without context (unigram) has 5.6237, which is better: \
 20 steps are few
@@ -98,7 +98,7 @@ def test_an_adapter_that_is_not_merged_is_opened_by_peft(tmp_path):
     end = replace(end, adapter_folder=tmp_path.with_name("adapter"))
     said = describe_end(end)
     assert "peft" not in said, "it is merged"
-    assert f"  adapter   {end.adapter_folder}, which" in said
+    assert f"  adapter   {end.adapter_folder}, which is merged" in said
 
 
 def test_preferences_have_another_measure():
@@ -113,12 +113,12 @@ def test_preferences_have_another_measure():
 def test_answers_are_counted_by_their_prompts():
     said = describe_end(replace(tuned("grpo"), loss=-0.25, left_out=None, cut_off=0.5))
     assert "held-out reward 0.2500\n" in said
-    prompts = "stdlib: 320 prompts, from 61 of 1,800 documents"
+    prompts = "stdlib: 320 prompts, from the first 61 of 1,800 documents"
     assert f"{prompts}; 8 answers to each, 50 % of the last ones cut off at task.max_new_tokens\n" in said
     assert "head runs/first/rollouts.jsonl " in said
 
 
-def test_a_run_that_a_budget_has_stopped_says_how_it_goes_on():
+def test_a_run_that_a_budget_has_stopped_says_so():
     record = replace(RECORD, step=12, seconds=7200, cost=0.001, energy_kwh=None)
     said = describe_end(replace(PRETRAINED, record=record, step=12, stopped_by="max_hours"))
     assert said.startswith("first has stopped at step 12 of 20: train.max_hours is used up\n")

@@ -85,9 +85,11 @@ def used_up(config: RunConfig, name: str, used: float | None, record: RunRecord)
 
 def _enough(limit: float, used: float | None, record: RunRecord) -> float:
     """Give a limit, of two digits, for all steps of a run with a tenth more; twice the limit where no step was done."""
-    if not record.step or not record.max_steps or not used:
+    # Numbers as anybody may have written them.
+    step, max_steps = record.step, record.max_steps
+    if not used or not isinstance(step, int) or not isinstance(max_steps, int) or step <= 0:
         return 2 * limit
-    needed = max(1.1 * used * record.max_steps / record.step, 1.1 * limit)
+    needed = max(1.1 * used * max_steps / step, 1.1 * limit)
     digit = 10.0 ** (math.floor(math.log10(needed)) - 1)
     return math.ceil(needed / digit) * digit
 

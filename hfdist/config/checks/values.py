@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import json
 import os
 import re
@@ -548,8 +547,8 @@ def _check_checkpoints(config: RunConfig) -> None:
     if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
         what = "this is neither auto, nor never, nor a folder that exists"
         allowed = "auto, never, or the folder of a checkpoint"
-        beside = sorted(glob.glob(f"{glob.escape(os.path.dirname(resume))}/step-*"))
-        hint = f"checkpoint.resume={beside[-1]}" if beside else "checkpoint.resume=auto"
+        beside = sorted(str(path) for path in Path(resume).expanduser().parent.glob("step-*") if not path.suffix)
+        hint = shlex.quote(f"checkpoint.resume={beside[-1]}") if beside else "checkpoint.resume=auto"
         hint = nearest(resume.lower(), words, "checkpoint.resume={}") or hint
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
 

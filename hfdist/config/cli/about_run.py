@@ -84,7 +84,7 @@ def read_line(
         ConfigError: a word that is given twice or without a value, a flag or a recipe that is not there, no such run,
             or two configs.
     """
-    given, rest = _split_flags(as_config_flags(_write_run_out(arguments)), group, (OFFLINE_FLAG, *flags))
+    given, rest = _split_flags(as_config_flags(_write_run_out(arguments)), group, keys, (OFFLINE_FLAG, *flags))
     own, of_group, overrides = _divide(rest, group, keys, (*_OF_RUN, *words))
     name = choose("recipe", own.pop("recipe", RECIPES[0]), tuple(NAMES))
     if "run" in own:
@@ -140,7 +140,7 @@ def _divide(
 
 
 def _split_flags(
-    arguments: Sequence[str], group: str, without_value: Sequence[str]
+    arguments: Sequence[str], group: str, keys: Container[str], without_value: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
     """Give the flags with their values ("": it takes none), and the overrides."""
     flags: dict[str, str] = {}
@@ -156,7 +156,9 @@ def _split_flags(
                 raise ConfigError("this flag takes a value", where=COMMAND_LINE, found=argument)
         elif argument.startswith("-"):
             known, key = (*without_value, *_VALUE_FLAGS), name.lstrip("-").replace("-", "_")
-            called = override_for(f"{group}.{key}", value or value_after(next(rest, "")))
+            value = value or value_after(next(rest, "")) or ""
+            own = f"{group}.{key}={value or '...'}" if f"{group}.{key}" in keys else None
+            called = own or override_for(f"{group}.{key}", value or None)
             hint = called or reason_against(key) or nearest(name, known) or "--help"
             raise ConfigError(
                 "there is no such flag", where=COMMAND_LINE, found=argument, allowed=", ".join(known), hint=hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         refuse_references(path)
     if not path.is_file():
         what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {run.config.name}"
-        runs = [str(other.parent) for other in Path(given).parent.glob(f"*/{run.config.name}")]
+        runs = [shlex.quote(str(other.parent)) for other in Path(given).parent.glob(f"*/{run.config.name}")]
         hint = nearest(given, runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ..."
         raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
     recipe = _find_recipe(path, set())

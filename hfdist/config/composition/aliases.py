@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 from hfdist.config.optimizer import OptimizerName
 
-_MODEL, _TEMPLATE, _HUB_DATA = "model={value}", "data.chat.template={value}", "data=hub data.sources.hub.path={value}"
+_HUB_DATA = "data=hub data.sources.hub.path={value}"
 _OVERRIDES = {
     "train.global_batch_size={value}": "batch_size train_batch_size effective_batch_size",
     "train.micro_batch_size={value}": "per_device_train_batch_size per_device_batch_size "
@@ -46,7 +48,6 @@ _OVERRIDES = {
     "data=hub data.sources.hub.subset={value}": "dataset_config_name",
     "data=files data.sources.files.path={value}": "train_file",
     "data.sources.files.text={value}": "text_column dataset_text_field",
-    _TEMPLATE: "chat_template chat_template_path template",
     "'data.chat.template_arguments={enable_thinking: false}'": "chat_template_kwargs",
     # These are said with true or false: see `override_for`.
     "data.chat.train_on=assistant": "assistant_only_loss completion_only_loss",
@@ -57,7 +58,7 @@ _OVERRIDES = {
     "export.push_to={value}": "hub_model_id",
     "export.private={value}": "hub_private_repo",
     "export.revision={value}": "hub_revision",
-    _MODEL: "model_name model_name_or_path pretrained_model_name_or_path base_model model_id",
+    "model={value}": "model_name model_name_or_path pretrained_model_name_or_path base_model model_id",
     "model.type={value}": "model_type",
     "model.config.hidden_size=512": "config_overrides",
     "model.tokenizer.name={value}": "tokenizer_name",
@@ -69,7 +70,7 @@ _OVERRIDES = {
     "model.config.intermediate_size={value}": "intermediate_size",
     "model.config.num_hidden_layers={value}": "num_hidden_layers num_layers n_layer n_layers",
     "model.config.num_attention_heads={value}": "num_attention_heads n_head n_heads",
-    "model.config.attention_dropout={value}": "dropout attention_dropout",
+    "model.config.attention_dropout={value}": "attention_dropout",
     "adapter=lora adapter.rank={value}": "lora_r lora_rank adapter.r",
     "adapter=lora adapter.alpha={value}": "lora_alpha",
     "adapter=lora adapter.dropout={value}": "lora_dropout",
@@ -102,7 +103,7 @@ _OVERRIDES = {
     "report.project={value}": "project",
     "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta kl_coef kl_coeff",
-    "cluster.nodes={value}": "cluster.nodes cluster.num_nodes cluster.nnodes cluster.machines",
+    "cluster.nodes={value}": "cluster.num_nodes cluster.nnodes cluster.machines",
     "cluster.hours=1": "cluster.time cluster.walltime cluster.time_limit",
     "task.loss={value}": "loss_type pref_loss",
     "'task.rewards={{value}: 1.0}'": "reward_funcs reward_functions",
@@ -115,6 +116,7 @@ _OVERRIDES = {
 OVERRIDES = {name: override for override, names in _OVERRIDES.items() for name in names.split()}
 
 _QUANTIZED = "adapter=qlora has the frozen weights in 4 bits"
+_CHAT_TEMPLATE = "a model's own is used; data.chat.template=chatml, or a Jinja file, is for one that has none"
 _PROCESSES = "launch.processes=2 starts two processes on this machine"
 _TOKENS = "special tokens are the tokenizer's own: save_pretrained of a changed one, and model.tokenizer.name=FOLDER"
 _NO_GPU = "a machine without a GPU trains on the CPU; launch.processes=2 starts two ranks on it"
@@ -169,6 +171,8 @@ REASONS = {
         "`train: {max_steps: 20}` and `optimizer: {lr: 1e-4}`; other TrainingArguments in `train: {arguments: {}}`",
     ),
     "config": "--config FILE.yaml",
+    "dropout": "model.config.attention_dropout=0.1 of most models; adapter.dropout=0.1 of an adapter",
+    **dict.fromkeys(("chat_template", "chat_template_path", "template"), _CHAT_TEMPLATE),
     "init_from": "model=FOLDER begins with its weights; the same command again goes on with its own run",
     "always_save_checkpoint": "checkpoint.every=100; the model is always written at the end",
     "standalone": _PROCESSES,
@@ -207,7 +211,7 @@ VALUES = {
         "warmup_stable_decay": "wsd",
     },
 }
-"""Values of keys as others call them, or as they were called."""
+"""Values as others call them, or as they were called, by the key or by the whole override in which they stand."""
 
 
 def override_for(name: str, value: object = None) -> str | None:
@@ -229,16 +233,19 @@ def override_for(name: str, value: object = None) -> str | None:
         value = "auto"
     if template == _HUB_DATA and Path(str(value)).suffix:
         template = "data={value}"
-    if template == _TEMPLATE and value != "chatml" and not Path(str(value)).is_file():
-        value = "chatml"
-    if template in (_MODEL, "data={value}") and "/" not in str(value) and Path(str(value)).exists():
-        # As it stands, it would be an option of the group.
-        value = f"./{value}"
-    return template.replace("{value}", "..." if value is None else str(value))
+    return _fill(template, None if value is None else str(value))
+
+
+def _fill(template: str, value: str | None) -> str:
+    """Put a value in, quoted for a shell where it needs that."""
+    if value is None or re.fullmatch(r"[\w./,:@%+=~\[\]-]+", value):
+        return template.replace("{value}", value or "...")
+    is_one_word = " " not in template and "'" not in template
+    return shlex.quote(template.replace("{value}", value)) if is_one_word else template.replace("{value}", "...")
 
 
 def reason_against(name: str) -> str | None:
-    """Say why hfdist has no key for a name of another trainer; None: not known."""
+    """Say why hfdist has no key for a name of another trainer, or what does it; None: not known."""
     return REASONS.get(name.rpartition(".")[2])
 
 

@@ -61,7 +61,7 @@ def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | No
             raise ConfigError("there is no such config folder", where="--config-dir", found=extra_dir)
         folders = (own, *folders)
     recipe = name if (shipped_folder() / f"{name}.yaml").is_file() else "pretrain"
-    prepared = prepare_overrides(overrides, recipe)
+    prepared = prepare_overrides(overrides, recipe, folders)
     return Request(config_name=name.removesuffix(".yaml"), overrides=prepared, folders=folders)
 
 

@@ -103,7 +103,7 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
 
 
 def _in_file(hint: str) -> str:
-    """Write overrides as a file has them, if the hint is nothing else."""
+    """Write overrides as a file has them; a hint that is more than overrides stays as it is."""
     words = hint.split()
     if not all(re.match(r"'?[\w.]+=", word) for word in words):
         return hint
@@ -133,7 +133,9 @@ def check_keys(config: DictConfig, request: Request) -> None:
 def refuse_own(key: str, value: object) -> None:
     """Refuse a name in `train.arguments` or `adapter.arguments` for which hfdist has a key of its own."""
     own = key.replace(".arguments.", ".")
-    hint = override_for(key, value) or reason_against(key) or (f"{own}={value}" if find_key(own) else None)
+    # Here, None is what the file says.
+    given = "null" if value is None else value
+    hint = override_for(key, given) or reason_against(key) or (f"{own}={value}" if find_key(own) else None)
     if hint is not None and key not in hint:
         what = "hfdist sets this argument itself, from a key of its own"
         raise ConfigError(what, where=key, found=value, hint=hint)
@@ -150,9 +152,9 @@ def explain_interpolation(error: OmegaConfBaseException) -> ConfigError:
     message = first_line(error)
     missing = re.search(r"Interpolation key '([^']+)' not found", message)
     near = nearest_key(missing[1]) if missing else None
-    if missing and missing[1].isupper():
+    if missing and re.fullmatch(r"[A-Z_0-9]+", missing[1]):
         what, key = "no config reads the environment", error.full_key or None
-        hint = f"{key}=${missing[1]} on the command line, where the shell puts it in"
+        hint = f'{key}="${missing[1]}" on the command line, where the shell puts it in' if key else None
         return ConfigError(what, where=key, found=f"${{{missing[1]}}}", hint=hint)
     what, allowed = f"an interpolation cannot be resolved: {message}", "${section.key} of a key that has a value"
     return ConfigError(what, where=error.full_key or None, allowed=allowed, hint=f"${{{near}}}" if near else None)
@@ -326,7 +328,7 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
         return hint
     text = "..." if value is None or isinstance(value, (dict, list)) else value
     leaf = key.rpartition(".")[2]
-    if leaf != key and not members(key.rpartition(".")[0] + f".{leaf}") and leaf in members("") and members(leaf):
+    if leaf != key and leaf in members("") and members(leaf):
         return f"`{leaf}:` is a section of its own, beside `{key.partition('.')[0]}:`"
     if "." not in key:
         near = nearest(key, groups, cutoff=0.7)
@@ -336,7 +338,9 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
     known = None if near is None else find_key(near)
     if known is not None and members(known.name):
         return f"{near}.{members(known.name)[0]}=..."
-    return None if near is None or (known is not None and not fits(known, str(text))) else f"{near}={text}"
+    if near is None:
+        return None
+    return f"{near}={text if known is None or fits(known, str(text)) else '...'}"
 
 
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
@@ -353,9 +357,9 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
 
 
 def _weighted(names: Iterable[str]) -> str:
-    """Give the override for rewards; a function that is named by its file has its own name."""
-    own = [re.split(r"[:./]", name.strip(" '\"").removesuffix(".py"))[-1] for name in names]
-    return f"'{_REWARDS}={{{', '.join(f'{name}: 1.0' for name in own)}}}'"
+    """Give the override for rewards of these names; one that a file names is called as its function."""
+    own = [re.findall(r"\w+", str(name).strip(" '\"").removesuffix(".py"))[-1:] for name in names]
+    return f"'{_REWARDS}={{{', '.join(f'{name}: 1.0' for last in own for name in last)}}}'"
 
 
 def _allowed(key: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ _ALLOWED = "key=value or group=option"
 _OF_MODELS = ("config.json", "adapter_config.json", "tokenizer.json", "model.safetensors")
 
 
-def prepare_overrides(texts: Sequence[str], recipe: str = "pretrain") -> list[GivenOverride]:
+def prepare_overrides(
+    texts: Sequence[str], recipe: str = "pretrain", folders: Sequence[Path] = ()
+) -> list[GivenOverride]:
     """Parse and check the overrides of a recipe.
 
     Five things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
@@ -71,6 +74,11 @@ def prepare_overrides(texts: Sequence[str], recipe: str = "pretrain") -> list[Gi
     (`model.revision=1e5`), a list of texts may be given as its one item (`report.to=wandb`), `data=` and `model=`
     take files, folders and Hub ids as well as an option (`data=chats/*.jsonl`, `model=Qwen/Qwen3-4B`), and
     `strategy.deepspeed=` takes a DeepSpeed config file.
+
+    Args:
+        texts: the arguments.
+        recipe: to name in messages.
+        folders: of configs, whose options a name stands for before it stands for a file; hfdist's own are among them.
 
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
@@ -80,13 +88,24 @@ def prepare_overrides(texts: Sequence[str], recipe: str = "pretrain") -> list[Gi
         # The last one would win, as of any key; but who names two files wants both.
         where, hint = f"data ({COMMAND_LINE})", mixture_hint(dict.fromkeys(files))
         raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=hint)
+    folders = folders or (shipped_folder(),)
+    _refuse_bare_paths(texts)
+    return [_prepare(part, recipe) for text in texts for part in _name_files(text, folders)]
+
+
+def _refuse_bare_paths(texts: Sequence[str]) -> None:
+    """Refuse files and folders that stand alone: a model or data is probably meant."""
     bare = [text for text in texts if "=" not in text and os.path.exists(text) and not is_run_folder(text)]
-    if bare and not any(text.endswith((".yaml", ".yml")) for text in bare):
-        what, found = "this is not an override", " ".join(bare)
-        paths = {"model" if _is_model(text) else "data": text if "/" in text else f"./{text}" for text in bare}
-        hint = " ".join(f"{key}={path}" for key, path in paths.items())
-        raise ConfigError(what, where=COMMAND_LINE, found=found, allowed=_ALLOWED, hint=hint)
-    return [_prepare(part, recipe) for text in texts for part in _name_files(text)]
+    if not bare or any(text.endswith((".yaml", ".yml")) or _groups_with(text) for text in bare):
+        return
+    models = [text for text in bare if _is_model(text)]
+    files = [text for text in bare if text not in models]
+    hints = [shlex.quote(f"model={text if '/' in text else f'./{text}'}") for text in models[:1]]
+    if files:
+        one = files[0] if "/" in files[0] else f"./{files[0]}"
+        hints.append(shlex.quote(f"data={one}") if len(files) == 1 else mixture_hint(files))
+    hint = " ".join(hints)
+    raise ConfigError("this is not an override", where=COMMAND_LINE, found=" ".join(bare), allowed=_ALLOWED, hint=hint)
 
 
 def in_yaml(key: str, value: object) -> str:
@@ -106,23 +125,23 @@ def hint_for_file(key: str, value: str) -> str | None:
     return f"`{in_yaml(path_key, value)}`, and `- override /{key}: {option}` in the defaults list"
 
 
-def _name_files(text: str) -> list[str]:
+def _name_files(text: str, folders: Sequence[Path]) -> list[str]:
     """Write out what a path stands for: `data=FILES`, `model=FOLDER`, and the keys of a DeepSpeed config file."""
     key, _, value = text.partition("=")
     if key.lstrip("+") == PLACE and value.endswith(".json"):
         where = f"{PLACE} ({COMMAND_LINE})"
         return [f"{PLACE}={_in_words(read_deepspeed_file(value, where))}"]
-    if key not in _OF_PATHS or not (re.search(_OF_PATHS[key].looks, value) or _is_there(key, value)):
+    if key not in _OF_PATHS or not (re.search(_OF_PATHS[key].looks, value) or _is_there(key, value, folders)):
         return [text]
     option, path_key, _ = _OF_PATHS[key]
     path = value.strip("\"'").replace("'", "\\'")
     return [f"{key}={option}", f"{path_key}='{path}'"]
 
 
-def _is_there(group: str, name: str) -> bool:
+def _is_there(group: str, name: str, folders: Sequence[Path]) -> bool:
     """Whether a name without a slash is that of a file or folder here, and of no option."""
-    is_one = _is_model(name) if group == "model" else os.path.exists(name)
-    return is_one and name not in list_options(shipped_folder(), group)
+    is_one = bool(name) and (_is_model(name) if group == "model" else os.path.exists(name))
+    return is_one and not any(name in list_options(folder, group) for folder in folders)
 
 
 def _in_words(value: Any) -> str:
@@ -186,7 +205,7 @@ def _for_hydra(override: Override, text: str) -> str:
 
 
 def _is_model(path: str) -> bool:
-    return path.endswith(".gguf") or any((Path(path) / name).exists() for name in _OF_MODELS)
+    return path.endswith(".gguf") or any(os.path.exists(os.path.join(path, name)) for name in _OF_MODELS)
 
 
 def _groups_with(option: str) -> list[str]:

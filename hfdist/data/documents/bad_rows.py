@@ -26,14 +26,22 @@ def find_all_bad(shard: Shard) -> DataError | None:
     return error
 
 
-def with_way_out(error: DataError, shard: Shard, origin: str) -> DataError:
-    """Give the error of a row with what to do; `origin` is the row as `data.quarantine` has it."""
+def with_way_out(error: DataError, shard: Shard, origin: str, *, is_alone: bool) -> DataError:
+    """Give the error of a row with what to do.
+
+    Args:
+        error: of the row.
+        shard: that holds it.
+        origin: of the row, as `data.quarantine` has it.
+        is_alone: whether there is no other shard: without its rows, nothing would be left.
+    """
     all_bad = find_all_bad(shard)
-    if all_bad is not None:
+    if all_bad is not None and is_alone:
         return all_bad
     # A copy: the rows of a damaged file share one.
     error = copy.copy(error)
-    error.hint = _join(error.hint, _in_utf8(error), f"data.on_bad_rows=skip, or 'data.quarantine=[\"{origin}\"]'")
+    way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{origin}\"]'"
+    error.hint = _join(error.hint, _in_utf8(error) or (None if all_bad is None else _as_rows(error)), way_out)
     return error
 
 
@@ -42,22 +50,28 @@ def _join(*hints: str | None) -> str | None:
 
 
 def _in_utf8(error: DataError) -> str | None:
-    is_other = error.what.startswith("not UTF-8")
-    return f"iconv -f ISO-8859-1 -t UTF-8 {_file_of(error)} > NEW, if that is its encoding" if is_other else None
+    if not error.what.startswith("not UTF-8"):
+        return None
+    file = _file_of(error)
+    return "text in UTF-8" if file is None else f"iconv -f ISO-8859-1 -t UTF-8 {file} > NEW, if that is its encoding"
 
 
 def _as_rows(error: DataError) -> str | None:
     """Say what makes rows of JSON of a file that has none."""
     if not error.what.startswith(("not JSON", "a line is not a JSON object")):
         return None
-    file, found = _file_of(error), str(error.found).strip()
+    file, found, words = _file_of(error), str(error.found).strip(), "rows as JSON objects, a line each"
     if found.startswith(("{'", "['")):
         return "rows as json.dumps writes them, since JSON has double quotes"
-    if found == "{":
-        return f"jq -c . {file} > NEW.jsonl, which writes each row on one line"
     kind = ".json" if found.startswith("[") else ".csv" if "," in found and "{" not in found else None
-    return "rows as JSON objects, a line each" if kind is None else f"{command_for(kind)} < {file} > NEW.jsonl"
+    if file is None or (kind is None and found != "{"):
+        return words
+    command = "jq -c ." if kind is None else command_for(kind)
+    return f"{words}: {command} < {file} > NEW.jsonl"
 
 
-def _file_of(error: DataError) -> str:
-    return shlex.quote(str(error.where).partition(", row ")[0])
+def _file_of(error: DataError) -> str | None:
+    """Give the file for a shell; None: a shell does not find it, or it is packed."""
+    file = str(error.where).partition(", row ")[0]
+    is_plain = file.endswith((".jsonl", ".ndjson", ".txt")) and "://" not in file
+    return shlex.quote(file) if is_plain else None

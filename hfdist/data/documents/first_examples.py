@@ -26,7 +26,7 @@ def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
     if roles and _ANSWERS not in roles:
         return found, f"a turn of the role `{_ANSWERS}` is what is learned: rename the role of the answers in the rows"
     if roles and not any(_answers(corpus, number) for number in range(min(corpus.num_documents, _MOST_LOOKED_AT))):
-        return f"{found}, all without a text", "the answers in the rows, which are learned"
+        return f"{found}; no answer has a text", "the answers in the rows, which are learned"
     cut = "data.too_long=truncate_start" if config.too_long is TooLong.truncate_end else "a larger data.sequence_length"
     return found if roles else "", f"{cut} where answers were cut off; report.preview=2 shows what is learned"
 
@@ -52,12 +52,16 @@ def _chosen(example: dict[str, Any]) -> Any:
 
 
 def _roles(corpus: Corpus, number: int) -> list[str]:
+    return [str(turn.get("role")) for turn in _turns(corpus, number)]
+
+
+def _turns(corpus: Corpus, number: int) -> list[dict[str, Any]]:
     turns = _example(corpus, number).get("messages")
-    return [str(turn.get("role")) for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
 
 
 def _answers(corpus: Corpus, number: int) -> bool:
-    turns = _example(corpus, number).get("messages", [])
+    turns = _turns(corpus, number)
     return any(turn.get("role") == _ANSWERS and (turn.get("content") or turn.get("tool_calls")) for turn in turns)
 
 

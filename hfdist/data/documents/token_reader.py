@@ -105,7 +105,8 @@ class Documents:
             for place, error in bad.items():
                 if int(numbers[place]) not in self.corpus.quarantined:
                     shard, _ = self.corpus.shard_of(int(numbers[place]))
-                    raise with_way_out(error, shard, str(self.corpus.origin(int(numbers[place]))))
+                    origin, is_alone = str(self.corpus.origin(int(numbers[place]))), len(self.corpus.shards) == 1
+                    raise with_way_out(error, shard, origin, is_alone=is_alone)
         starts, lengths = columns.starts, columns.lengths
         if too_long is not TooLong.split:
             lengths = np.minimum(lengths, length)

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import shlex
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -418,9 +419,11 @@ def _refuse_splits(folder: Path, key: str) -> None:
     """Refuse what a DatasetDict has saved: its splits are not for training alike."""
     splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
     if len(splits) > 1 and (folder / "dataset_dict.json").is_file():
-        first = "train" if "train" in splits else splits[0]
-        what, hint = "this folder holds several splits, of which one is to be trained on", f"{key}={folder / first}"
-        raise ConfigError(what, where=key, found=", ".join(splits), allowed="the folder of one split", hint=hint)
+        wanted = ("validation", "test", "train") if ".eval_sources." in f"{key}." else ("train",)
+        first = next((name for name in wanted if name in splits), splits[0])
+        what, allowed = "this folder holds several splits, and they are not meant alike", "the folder of one split"
+        hint = shlex.quote(f"{key}={folder / first}")
+        raise ConfigError(what, where=key, found=", ".join(splits), allowed=allowed, hint=hint)
 
 
 def _find_local(pattern: Path, suffixes: tuple[str, ...]) -> list[LocalFile]:

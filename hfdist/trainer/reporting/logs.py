@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import TextIO
 
 import datasets
@@ -54,7 +55,8 @@ class _BesideBars(logging.StreamHandler[TextIO]):
     """Takes progress bars off the screen for a message, so that it has lines of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(file=self.stream):
+        # tqdm has a lock, which a forked process may inherit taken: only who has a bar comes near it.
+        with tqdm.external_write_mode(file=self.stream) if getattr(tqdm, "_instances", None) else nullcontext():
             super().emit(record)
 
 

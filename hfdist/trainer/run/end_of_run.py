@@ -145,7 +145,11 @@ def _loss_before(log_history: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _find_figures(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, step: int) -> dict[str, Any]:
     """Give what the task measures beside the loss."""
-    figures = {"accuracy": ("eval_rewards/accuracies", "eval_accuracies"), "margin": ("eval_rewards/margins",)}
+    # Of pairs, and of a reward model.
+    figures = {
+        "accuracy": ("eval_rewards/accuracies", "eval_accuracies"),
+        "margin": ("eval_rewards/margins", "eval_margins"),
+    }
     of_step = [entry for entry in reversed(trainer.state.log_history) if entry["step"] == step]
     found: dict[str, Any] = {
         name: next((float(entry[key]) for entry in of_step for key in keys if key in entry), None)

@@ -101,7 +101,7 @@ def _rows(end: Ending) -> Iterator[tuple[str, str]]:
     later = "" if end.step == end.record.step else f", of step {end.step:,}, whose held-out loss was the lowest"
     yield "model", f"{end.folder}{later}"
     if end.adapter_folder not in (None, end.folder):
-        yield "adapter", f"{end.adapter_folder}, which the model holds merged"
+        yield "adapter", f"{end.adapter_folder}, which is merged into the model"
 
 
 def _trained(end: Ending) -> str:
@@ -121,9 +121,9 @@ def _data(end: Ending) -> str:
         filled = f", sequences filled to {share(pool.filled)}" if pool.filled < _LEAST_FILLED else ""
         # The one pool of all sources has no name of its own.
         name = pool.name if len(end.pools) > 1 else ", ".join(end.config.data.sources)
-        there, begun = f"{pool.num_documents:,} documents", round(pool.epochs * pool.num_documents)
-        # Of a document that is read in parts, no more is known.
-        read = f"from {begun:,} of {there}" if pool.epochs < 1 else f"{pool.epochs:.2f} epochs of {there}"
+        there, passed = count(pool.num_documents, "document"), round(pool.epochs * pool.num_documents)
+        # Begun or left out: of a document that is read in parts, no more is known.
+        read = f"from the first {passed:,} of {there}" if pool.epochs < 1 else f"{pool.epochs:.2f} epochs of {there}"
         if task.name.is_reinforcement:
             return f"{part}{name}: {count(pool.sequences, 'prompt')}, {read}"
         return f"{part}{name}: {pool.tokens:,} tokens, {read}{filled}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
@@ -11,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.batch import BatchPlan
-from hfdist.config.data import DataConfig
+from hfdist.config.data import DataConfig, RowFormat
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import Init
 from hfdist.config.rates import explain_learning_rate
@@ -36,7 +37,7 @@ _OPEN, _SHUT = "\u27e6", "\u27e7"
 _MOST_CHARACTERS = 600
 _SURVEYED_DOCUMENTS = 256
 _TURNS = {"instruction": "prompt", "output": "completion"}
-"""Columns of one turn each, and those of plain text."""
+"""Columns that become turns, in place of those that become plain text."""
 
 
 def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan | None = None) -> str:
@@ -173,7 +174,8 @@ def advise(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: RunConfig
     if config.model.init is not Init.pretrained or tokenizer.chat_template is None or are_chats(corpus) is not False:
         return None
     data, hint = config.data, "rows whose prompt and answers are lists of messages"
-    if config.task.name is TaskName.causal_lm and not any(source.columns for source in data.sources.values()):
+    is_found = data.format is RowFormat.auto and not any(one.columns or one.format for one in data.sources.values())
+    if config.task.name is TaskName.causal_lm and is_found:
         names = {ours: data.columns.get(theirs, theirs) for ours, theirs in _TURNS.items()}
-        hint = "'data.columns={" + ", ".join(f"{ours}: {theirs}" for ours, theirs in names.items()) + "}'"
+        hint = shlex.quote("data.columns={" + ", ".join(f"{ours}: {theirs}" for ours, theirs in names.items()) + "}")
     return f"prompts and answers are learned as plain text, without the model's chat template; turns of a chat: {hint}"

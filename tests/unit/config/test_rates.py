@@ -5,7 +5,7 @@ import pytest
 from hfdist.config.composition.compose import compose_config, to_values
 from hfdist.config.rates import explain_learning_rate
 
-PRETRAINING = " (of a pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
+PRETRAINING = " (a rate for pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
 
 
 @pytest.mark.parametrize(

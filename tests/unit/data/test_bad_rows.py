@@ -1,5 +1,6 @@
 """What an error of a row proposes: to leave the row out, or, where all are so, to write them in another way."""
 
+import gzip
 import json
 import os
 import re
@@ -32,10 +33,10 @@ def read(path, lanes=1):
         (LINES + b'{"text": 3}\n', "data.on_bad_rows=skip, or 'data.quarantine="),
         (LINES + b'{"text": "\xe9"}\n', "iconv -f ISO-8859-1 -t UTF-8 .* > NEW, if .*, or data.on_bad_rows=skip"),
         (b'{"text": "\xe9"}\n' * 4, "iconv -f ISO-8859-1 -t UTF-8 .* > NEW, if that is its encoding$"),
-        (json.dumps(ROWS).encode(), "python -c .* > NEW.jsonl$"),
-        (json.dumps(ROWS, indent=1).encode(), "python -c .* > NEW.jsonl$"),
-        ("\n".join(json.dumps(row, indent=1) for row in ROWS).encode(), "jq -c . .* > NEW.jsonl, which"),
-        (b"question,answer\n1,2\n3,4\n", "python -c .*read_csv.* > NEW.jsonl$"),
+        (json.dumps(ROWS).encode(), "rows as JSON objects, a line each: python -c .* > NEW.jsonl$"),
+        (json.dumps(ROWS, indent=1).encode(), "rows as JSON objects, a line each: python -c .* > NEW.jsonl$"),
+        ("\n".join(json.dumps(row, indent=1) for row in ROWS).encode(), "a line each: jq -c . < .* > NEW.jsonl$"),
+        (b"question,answer\n1,2\n3,4\n", "a line each: python -c .*read_csv.* > NEW.jsonl$"),
         (b"{'text': 'a'}\n" * 4, "json.dumps"),
         (b"plain text\n" * 4, "rows as JSON objects, a line each$"),
         (b'{"text": 3}\n' * 4, None),
@@ -51,10 +52,26 @@ def test_a_hint_fits_the_file(tmp_path, content, hint, lanes):
         assert caught.value.hint.startswith("data.lanes=")
         return
     assert re.search(hint, caught.value.hint) if hint else caught.value.hint is None
-    is_here = shutil.which("jq") or not (hint or "").startswith("jq")
+    is_here = shutil.which("jq") or "jq -c" not in (hint or "")
     if "> NEW.jsonl" in (hint or "") and lanes == 1 and is_here:
-        command = caught.value.hint.removesuffix(", which writes each row on one line")
+        command = caught.value.hint.partition(": ")[2]
         environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path, env=environment)
         rows = [json.loads(line) for line in (tmp_path / "NEW.jsonl").read_text().splitlines()]
         assert rows == ROWS or rows == [{"question": "1", "answer": "2"}, {"question": "3", "answer": "4"}]
+
+
+def test_a_file_beside_others_may_be_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.jsonl").write_text("{")
+    with pytest.raises(DataError, match="not JSON") as caught:
+        read(tmp_path)
+    assert "data.on_bad_rows=skip, or 'data.quarantine=[\"files:b.jsonl:0\"]'" in caught.value.hint
+
+
+def test_no_command_is_given_for_a_packed_file(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert caught.value.hint == "rows as JSON objects, a line each"

@@ -32,7 +32,6 @@ def training_line(step, **more):
         "mfu": 0.41 + 0.01 * noise,
         "energy_kwh": 0.01 * step,
         "cost": 0.02 * step,
-        "epoch": step / 1e5,
     } | more
 
 
