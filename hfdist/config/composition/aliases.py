@@ -171,7 +171,7 @@ REASONS = {
         "`train: {max_steps: 20}` and `optimizer: {lr: 1e-4}`; other TrainingArguments in `train: {arguments: {}}`",
     ),
     "config": "--config FILE.yaml",
-    "dropout": "model.config.attention_dropout=0.1 of most models; adapter.dropout=0.1 of an adapter",
+    "dropout": "model.config.attention_dropout=0.1 of most models; that of an adapter is adapter.dropout",
     **dict.fromkeys(("chat_template", "chat_template_path", "template"), _CHAT_TEMPLATE),
     "init_from": "model=FOLDER begins with its weights; the same command again goes on with its own run",
     "always_save_checkpoint": "checkpoint.every=100; the model is always written at the end",

@@ -340,7 +340,7 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
         return f"{near}.{members(known.name)[0]}=..."
     if near is None:
         return None
-    return f"{near}={text if known is None or fits(known, str(text)) else '...'}"
+    return f"{near}={text}" if known is None or fits(known, str(text)) else f"{near}, which takes {known.allowed}"
 
 
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
