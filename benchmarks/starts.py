@@ -39,7 +39,7 @@ class Started(Exception):
     """The first step is done."""
 
 
-def stop_behind_the_first_step(marks: Marks) -> Any:
+def stop_after_the_first_step(marks: Marks) -> Any:
     """A callback for a Trainer."""
     from transformers import TrainerCallback
 
@@ -74,7 +74,7 @@ def start_hfdist(marks: Marks, folder: str) -> None:
     run.start_ranks()
     run.build_model()
     run.build_trainer()
-    run.trainer.add_callback(stop_behind_the_first_step(marks))
+    run.trainer.add_callback(stop_after_the_first_step(marks))
     marks.end("model and Trainer")
     run.train()
 
@@ -94,7 +94,7 @@ def start_hf_trainer(marks: Marks, folder: str) -> None:
         LlamaForCausalLM(LlamaConfig(**SIZES)),
         arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=[stop_behind_the_first_step(marks)],
+        callbacks=[stop_after_the_first_step(marks)],
     )
     marks.end("model and Trainer")
     trainer.train()

@@ -44,7 +44,7 @@ class Moment(Enum):
 
     first_batch = "the first batch is read", Place.step
     forward = "forward, in a block", Place.step
-    backward = "backward, behind a block", Place.step
+    backward = "backward, after a block", Place.step
     reduction = "reduction, as a rank joins it", Place.step
     before_step = "before the optimizer's step", Place.step
     after_step = "after the optimizer's step", Place.step

@@ -108,7 +108,7 @@ OF_EXPERTS = {
 
 @dataclass(frozen=True)
 class Course:
-    """What a run has measured: the losses of its steps, and the held-out loss behind the last."""
+    """What a run has measured: the losses of its steps, and the held-out loss after the last."""
 
     losses: tuple[float, ...]
 

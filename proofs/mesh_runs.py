@@ -25,7 +25,7 @@ from hfdist.verify.parity import Bounds, Row, compare
 from tests.zoo.models import tiny_model
 
 FIRST, MIDDLE, END = 1, 2, 5
-"""Steps behind which a run saves: its gradients, what another goes on from, its weights."""
+"""Steps after which a run saves: its gradients, what another goes on from, its weights."""
 RESUMED = "resumed"
 """Folder of a run that goes on, in that of the same family and layout from its beginning."""
 GLOBAL_BATCH, NUM_TOKENS, NUM_BLOCKS = 8, 32, 4
@@ -94,7 +94,7 @@ LAYOUTS = {
 
 
 class SavesAt(TrainerCallback):
-    """Saves behind chosen steps."""
+    """Saves after chosen steps."""
 
     def __init__(self, steps: Iterable[int]) -> None:
         self._steps = frozenset(steps)
@@ -142,7 +142,7 @@ def train(folder: Path, family: str, strategy: Strategy, *, seed: int = 0, start
 
 
 def checkpoint(folder: Path, step: int) -> Path:
-    """Where a run saves behind a step."""
+    """Where a run saves after a step."""
     return folder / f"checkpoint-{step}"
 
 

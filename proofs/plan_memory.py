@@ -191,7 +191,7 @@ class _Profiler(TrainerCallback):
             self._profile.profiler._parse_kineto_results = lambda results: []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Behind the optimizer's step."""
+        """After the optimizer's step."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             tree = self._profile.profiler.kineto_results.experimental_event_tree()
@@ -287,9 +287,9 @@ def write_table(page: Path, found: Mapping[Cell, Peaks]) -> None:
     """Put the table between the marks of a page."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    assert behind, f"{page} has no marks {BEGIN} and {END}"
-    page.write_text(f"{before}{BEGIN}\n\n{make_table(found)}\n\n{END}{behind}", encoding="utf-8")
+    _, _, after = rest.partition(END)
+    assert after, f"{page} has no marks {BEGIN} and {END}"
+    page.write_text(f"{before}{BEGIN}\n\n{make_table(found)}\n\n{END}{after}", encoding="utf-8")
 
 
 def main(page: Path, layouts: Collection[str], families: Collection[str]) -> None:

@@ -104,8 +104,8 @@ def main() -> None:
         return
     text = options.page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    options.page.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{behind}", encoding="utf-8")
+    _, _, after = rest.partition(END)
+    options.page.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{after}", encoding="utf-8")
 
 
 def measure(names: Sequence[str], *, by_cpu: bool) -> list[Row]:

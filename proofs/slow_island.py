@@ -32,7 +32,7 @@ RATES = (1e-3, 2e-3, 4e-3)
 
 
 def run_arm(staleness: str, num_steps: int, lr: float) -> tuple[float, float, float, float]:
-    """Give the held-out loss behind all updates, their number, and when the first and the last island had ended."""
+    """Give the held-out loss after all updates, their number, and when the first and the last island had ended."""
     keys = (*COMMON, f"islands.staleness={staleness}", f"train.max_steps={num_steps}", f"optimizer.lr={lr}")
     with tempfile.TemporaryDirectory() as folder, served() as address:
 
@@ -60,7 +60,7 @@ def run_arm(staleness: str, num_steps: int, lr: float) -> tuple[float, float, fl
         times = [[float(line) for line in path.read_text().split()] for path in sorted(Path(folder).glob("*.times"))]
         seconds = [own[-1] - own[0] for own in times]
         lines = [line for line in read_lines(RunFolder(islands[0].folder).metrics) if "islands/updates" in line]
-        # The slow one ends behind all updates.
+        # The slow one ends after all updates.
         updates = lines[-1]["islands/updates"]
         return eval_losses(islands[0].folder)[-1], updates, min(seconds), max(seconds)
 

@@ -132,7 +132,7 @@ class StrategyConfig:
         return self.sharding is not Sharding.none
 
     @property
-    def frees_behind_forward(self) -> bool:
+    def frees_after_forward(self) -> bool:
         """`reshard`, decided."""
         return self.pipeline == 1 if self.reshard is None else self.reshard
 

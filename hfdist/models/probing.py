@@ -432,7 +432,7 @@ def _shown_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | N
     return all_tokens(ids, mask, padding) if mask is None else mask.long().cumsum(1) * mask - 1
 
 
-def _behind_padding(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
+def _after_padding(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
     """As of RoBERTa."""
     if padding is None:
         return all_tokens(ids, mask, padding)
@@ -440,7 +440,7 @@ def _behind_padding(ids: torch.Tensor, mask: torch.Tensor | None, padding: int |
     return is_text.cumsum(1) * is_text + padding
 
 
-_RULES: tuple[Positions, ...] = (all_tokens, _shown_tokens, _behind_padding)
+_RULES: tuple[Positions, ...] = (all_tokens, _shown_tokens, _after_padding)
 
 
 def padding_id(model: PreTrainedModel) -> int | None:
@@ -515,4 +515,4 @@ def counts_from_zero(model: PreTrainedModel) -> bool:
             found = find_positions(small_model(model))
         except Exception:  # whatever a model raises that cannot be made small
             return True
-    return found is not _behind_padding
+    return found is not _after_padding

@@ -67,23 +67,23 @@ def final_answer(text: str) -> Answer | None:
     boxed = _last_box(text)
     if boxed is not None:
         return _first_number(_MARKER.split(boxed)[-1])
-    _, hashes, behind = text.rpartition("####")
+    _, hashes, after = text.rpartition("####")
     if hashes:
-        return _first_number(behind)
-    *before, behind = _MARKER.split(text)
-    if before and (answer := _first_number(behind)):
+        return _first_number(after)
+    *before, after = _MARKER.split(text)
+    if before and (answer := _first_number(after)):
         return answer
     return _number(list(_NUMBER.finditer(text))[-1:])
 
 
 def _last_box(text: str) -> str | None:
     r"""Give what stands between the braces of the last \boxed{}; None: there is none that ends."""
-    _, box, behind = text.rpartition("\\boxed{")
+    _, box, after = text.rpartition("\\boxed{")
     depth = 1
-    for place, character in enumerate(behind):
+    for place, character in enumerate(after):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0 and box:
-            return behind[:place]
+            return after[:place]
     return None
 
 

@@ -74,13 +74,13 @@ class FsdpStrategy(Strategy):
             engine = Engine(model, context, parts)
         else:
             unused = shard_model(model, self.mesh, self.config, parts)
-            engine = FsdpEngine(model, self.mesh, context, parts, self.config.frees_behind_forward, unused)
+            engine = FsdpEngine(model, self.mesh, context, parts, self.config.frees_after_forward, unused)
         self._count_fractions(engine)
         return engine
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         # The root is gathered once; blocks again for the backward, unless they are kept.
-        again = axes.sizes.blocks / axes.sizes.parameters if self.config.frees_behind_forward else 0.0
+        again = axes.sizes.blocks / axes.sizes.parameters if self.config.frees_after_forward else 0.0
         return axes.shard_weights(again=again, microbatches=self.batch.num_microbatches, begins=FORWARD, ends=BACKWARD)
 
 
@@ -115,9 +115,9 @@ def shard_by_blocks(
     offloads = config.offload is Offload.cpu
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloads else OffloadPolicy()
     for experts in () if parts is None else parts.list_experts(model):
-        _shard(experts, _with_replicas(mesh, "sharded_experts"), config.frees_behind_forward, policy)
+        _shard(experts, _with_replicas(mesh, "sharded_experts"), config.frees_after_forward, policy)
     for unit in units:
-        _shard(unit, axes, config.frees_behind_forward, policy)
+        _shard(unit, axes, config.frees_after_forward, policy)
     _prefetch(cast(list[FSDPModule], units), config.prefetch)
     # The backward begins with what the forward ends with.
     _shard(root, axes, False, policy)
@@ -216,14 +216,14 @@ class ShardedEngine(Engine):
     # FSDP2 has sharded what is whole on the ranks of an expert group.
     axes_of_parts = (TENSOR,)
 
-    def _use(self, root: nn.Module, mesh: DeviceMesh, frees_behind_forward: bool, unused: frozenset[str]) -> None:
+    def _use(self, root: nn.Module, mesh: DeviceMesh, frees_after_forward: bool, unused: frozenset[str]) -> None:
         """Take the module that FSDP knows as its root; the blocks in it are freed after their forwards, or are not.
 
         `unused` is what `shard_by_blocks` gave.
         """
         self._root: Any = root
         self._unused = unused
-        self._frees_behind_forward = frees_behind_forward
+        self._frees_after_forward = frees_after_forward
         self._is_gathered = False
         self._sharded_group = mesh.get_group("sharded")
         has_parts = self._parts is not None and self._parts.groups.tensor is not None
@@ -243,17 +243,17 @@ class ShardedEngine(Engine):
             yield
             return
         self._is_gathered = True
-        self._free_behind_forward(False)
+        self._free_after_forward(False)
         try:
             for unit in self._units:
                 unit.unshard()
             yield
         finally:
             self._is_gathered = False
-            self._free_behind_forward(self._frees_behind_forward)
+            self._free_after_forward(self._frees_after_forward)
             self._reshard()
 
-    def _free_behind_forward(self, frees: bool) -> None:
+    def _free_after_forward(self, frees: bool) -> None:
         for unit in self._units:
             unit.set_reshard_after_forward(frees and unit is not self._root, recurse=False)
 
@@ -353,11 +353,11 @@ class FsdpEngine(ShardedEngine):
         mesh: DeviceMesh,
         context: ContextParallel | None = None,
         parts: ModelParts | None = None,
-        frees_behind_forward: bool = True,
+        frees_after_forward: bool = True,
         unused: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(model, context, parts)
-        self._use(model, mesh, frees_behind_forward, unused)
+        self._use(model, mesh, frees_after_forward, unused)
         # After FSDP's own hook.
         model.register_forward_hook(self._after_forward)
 

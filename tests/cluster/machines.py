@@ -36,7 +36,7 @@ class Machine:
     """Its /etc/hosts. Its own name leads to 127.0.1.1 there, as Debian has it, and the other's to its address."""
 
     def enter(self) -> None:
-        """Move this process to the machine. It must have one thread, as behind a fork."""
+        """Move this process to the machine. It must have one thread, as after a fork."""
         libc = ctypes.CDLL(None, use_errno=True)
         network = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY)
         own, private = str(self.hosts).encode(), _MS_REC | _MS_PRIVATE

@@ -28,7 +28,7 @@ class Kind(Enum):
     nan_loss = "a loss that is no number"
     infinite_loss = "a loss that is infinite, with finite gradients"
     infinite_gradient = "a gradient that is infinite, with a finite loss"
-    flipped_bit = "a bit of the first parameter, behind the step"
+    flipped_bit = "a bit of the first parameter, after the step"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _train(
 
 @contextmanager
 def served(log: Path | None = None, **options: Any) -> Iterator[str]:
-    """Run a server meanwhile; gives its address. `log` gets its lines, each behind seconds."""
+    """Run a server meanwhile; gives its address. `log` gets its lines, each with the seconds in front."""
     listener = socket.create_server(("127.0.0.1", 0))
     process = _FORK.Process(target=_serve, args=(listener, log, options))
     process.start()

@@ -28,7 +28,7 @@ SETTINGS = (*SMALL, *COMMON, f"train.max_steps={END}", "checkpoint=default", f"c
 
 
 class DiesAfter(TrainerCallback):
-    """Kills each rank behind a step, once all that was being saved is whole."""
+    """Kills each rank after a step, once all that was being saved is whole."""
 
     def __init__(self, run: Run, step: int) -> None:
         self._run, self._step = run, step

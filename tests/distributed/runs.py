@@ -53,7 +53,7 @@ def weights(run_dir: Path) -> dict:
 
 
 class StopsAt(TrainerCallback):
-    """Ends the training behind a step."""
+    """Ends the training after a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step

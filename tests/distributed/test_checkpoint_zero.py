@@ -161,13 +161,13 @@ def reference():
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """By setting: the checkpoint after `HALF` steps, and the losses behind it in another engine of the setting."""
+    """By setting: the checkpoint after `HALF` steps, and the losses after it in another engine of the setting."""
     return run_ranks(save_and_continue_all, 2, tmp_path_factory.mktemp("settings"))[0]
 
 
 @pytest.fixture(scope="module")
 def continued_alone(settings):
-    """By setting: the losses behind its checkpoint in a single process."""
+    """By setting: the losses after its checkpoint in a single process."""
     return run_ranks(lambda: {name: continue_alone(path) for name, (path, _) in settings.items()}, 1, group=False)[0]
 
 

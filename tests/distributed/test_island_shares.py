@@ -73,7 +73,7 @@ def test_what_a_lost_island_had_to_read_the_others_do(tmp_path, num_ranks, layou
     assert f"run={folders[0]},{folders[1]},FOLDER" in str(refused.value)
     said = audit(folders, *layout, *KEYS)
     assert said[-1].startswith("AUDIT: passed")
-    # Two of 18 steps, and one of 6 before and 6 behind; its seventh is read by others.
+    # Two of 18 steps, and one of 6 before and 6 after; its seventh is read by others.
     assert f"3 islands, {(18 + 18 + 6 + 6) * 8} sequences of 24 lanes" in said[0]
 
 

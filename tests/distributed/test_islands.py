@@ -240,7 +240,7 @@ def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, at_st
         islands = [Island(folder, 1, *own[index], at_start=wait_at(10, sign)) for index, folder in enumerate(folders)]
         mortal = Island(tmp_path / "mortal", 1, *own[2], at_start=at_start)
         assert "died without a word" in mortal.wait()
-        # Behind step 9: on a busy machine the others may be slower than it is back.
+        # After step 9: on a busy machine the others may be slower than it is back.
         while sum("islands/members" in line for line in read_lines(RunFolder(folders[0]).metrics)) < 3:
             assert islands[0].process.is_alive()
             time.sleep(0.1)
@@ -253,7 +253,7 @@ def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, at_st
     assert difference(found[0], found[1]) == 0
     assert difference(found[2], found[1]) == 0
     lines = [line for line in read_lines(RunFolder(folders[0]).metrics) if "islands/members" in line]
-    # Behind steps 3, 6, ..., 18.
+    # After steps 3, 6, ..., 18.
     assert [line["islands/members"] for line in lines] in ([2, 2, 2, 2, 3, 3], [3, 2, 2, 2, 3, 3])
     # It came back with the state of another, and so at its step.
     steps = [line["step"] for line in read_lines(RunFolder(last).metrics) if "loss" in line]

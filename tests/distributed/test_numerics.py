@@ -128,7 +128,7 @@ FIGURES = ("expert_load_max", "expert_load_min", "router_aux_loss")
 
 
 def test_figures_of_routers_leave_out_what_was_skipped_or_undone(tmp_path, cache_dir):
-    """The bit is found behind the first of two steps that share a line."""
+    """The bit is found after the first of two steps that share a line."""
     skipped = Fault(Kind.nan_loss, (1,))
     steps = ("report.log_every=2", "train.compare_replicas_every=5", "checkpoint.every=4", "train.max_steps=6")
     settings = (*SAVING, "strategy=ddp", *MOE, *steps)

@@ -82,7 +82,7 @@ MORE_CASES = {
 
 
 def run_case(case):
-    """Two steps with an evaluation behind each; the largest relative differences on this rank."""
+    """Two steps with an evaluation after each; the largest relative differences on this rank."""
     torch.set_num_threads(1)
     layout = {"pipeline": 2, "schedule": case.schedule} | case.layout
     num_tensor, num_context = layout.get("tensor", 1), layout.get("context", 1)

@@ -30,11 +30,11 @@ def test_a_traced_peak_is_the_measured_one(cell, bound):
 
 def test_the_table_replaces_that_of_the_page(tmp_path):
     page, cell = tmp_path / "plan.md", Cell(family="llama", size="state", layout="ddp")
-    page.write_text(f"# Plan\n{BEGIN}\nold\n{END}\nbehind\n")
+    page.write_text(f"# Plan\n{BEGIN}\nold\n{END}\nafter\n")
     found = {cell: Peaks(traced=103 * 2**20, measured=100 * 2**20)}
     write_table(page, found)
     assert make_table(found) in page.read_text()
     assert "| llama | state | 103.0 (+3.0%) |" in page.read_text()
     assert "old" not in page.read_text()
     assert make_table(read_table(page)) == make_table(found)
-    assert page.read_text().endswith(f"{END}\nbehind\n")
+    assert page.read_text().endswith(f"{END}\nafter\n")

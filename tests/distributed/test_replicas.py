@@ -46,7 +46,7 @@ def assert_same(run, other):
 
 @pytest.mark.parametrize(("before", "after"), [("zero1 x2", "fsdp2 x2"), many("pp2", "zero3 x2")])
 def test_from_memory_as_from_the_disk(tmp_path, cache_dir, before, after):
-    """Killed behind the step of a checkpoint, so that both have the same state."""
+    """Killed after the step of a checkpoint, so that both have the same state."""
     killed = tmp_path / "killed"
     killed.mkdir()
     live(killed, LAYOUTS[before], killed_after=SAVED)

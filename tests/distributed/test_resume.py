@@ -34,7 +34,7 @@ LAYOUTS = [
 
 
 def stopped(run, folder, step):
-    """What a run that died behind the checkpoint of `step` leaves: later checkpoints and the export are gone."""
+    """What a run that died after the checkpoint of `step` leaves: later checkpoints and the export are gone."""
     shutil.copytree(run, folder, dirs_exist_ok=True)
     for checkpoint in (folder / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:

@@ -47,7 +47,7 @@ def make_model(kind):
 
 
 class Samples(TrainerCallback):
-    """Samples before the first step, and behind each."""
+    """Samples before the first step, and after each."""
 
     def __init__(self):
         self.completions, self.likeliest, self.gathered_bytes = [], [], []

@@ -282,7 +282,7 @@ def test_a_wrong_norm_or_gradient_shows(single, tmp_path, spoil):
 
 
 def with_dropout(folder, layout):
-    """Each rank's generators stand elsewhere, as behind a checkpoint of another layout."""
+    """Each rank's generators stand elsewhere, as after a checkpoint of another layout."""
     torch.manual_seed(dist.get_rank())
     trainer = make_trainer(folder, make_model(attention_dropout=0.5), {"save_strategy": "no"}, **layout)
     setup = trainer.engine.setup

@@ -96,7 +96,7 @@ def test_a_run_holds_the_newest_of_the_history(tmp_path):
     checkpointer.NUM_ENTRIES = 1
     trainer = make_trainer(tmp_path, options=RunOptions(run_values={}))
     trainer.train()
-    # The line at the end comes behind the newest step.
+    # The line at the end comes after the newest step.
     assert [entry["step"] for entry in trainer.state.log_history] == [STEPS, STEPS]
 
 

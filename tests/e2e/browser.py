@@ -24,7 +24,7 @@ class Browser:
     """One tab, with what its console has said.
 
     Args:
-        write: descriptor of what the browser reads: messages of its DevTools protocol, a zero byte behind each.
+        write: descriptor of what the browser reads: messages of its DevTools protocol, a zero byte after each.
         read: descriptor of what it writes.
     """
 

@@ -64,7 +64,7 @@ def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
     assert "its model: runs/grid/trial-000" in said
 
 
-def test_the_best_trial_goes_on_from_its_checkpoint_also_behind_a_stop(tmp_path):
+def test_the_best_trial_goes_on_from_its_checkpoint_also_after_a_stop(tmp_path):
     command = ("sweep", "sweep=asha", "run.name=asha", *TINY, "optimizer.schedule=wsd", "train.max_steps=6",
                "optimizer.warmup_steps=2", "optimizer.warmup_fraction=null", "train.eval_every=null",
                "sweep.trials=2", "sweep.rungs=2", "sweep.factor=2",

@@ -27,7 +27,7 @@ each_tracker = pytest.mark.parametrize(
     ],
 )
 
-# Behind the lines of step 5, two steps after a checkpoint, rank 1 of the first start is killed. The trackers of rank 0,
+# After the lines of step 5, two steps after a checkpoint, rank 1 of the first start is killed. The trackers of rank 0,
 # which write once or twice a second, have time until it is found.
 PROGRAM = """
 import os, signal, time
@@ -69,7 +69,7 @@ def trackio_is_imported_anew():
 
 @pytest.fixture(scope="module")
 def run_of_two_starts(tmp_path_factory, cache_dir, short_library):
-    """Killed behind step 5, and started again by its launcher from step 3."""
+    """Killed after step 5, and started again by its launcher from step 3."""
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "program.py").write_text(PROGRAM)
     settings = (*SMALL, "strategy=ddp", "train.max_steps=7", "train.eval_every=3", "checkpoint.every=3",
@@ -128,7 +128,7 @@ def drive(run_dir, events, *overrides):
 
 @pytest.fixture(scope="module")
 def reports_of_three_starts(tmp_path_factory):
-    """What the trackers have of a run that went back once and was resumed, and once more behind one that began anew."""
+    """What the trackers have of a run that went back once and was resumed, and once more after one that began anew."""
     run_dir = tmp_path_factory.mktemp("back")
     first = [("log", step, {"loss": 1.0 * step}) for step in (1, 2, 3, 4)]
     again = [("log", step, {"loss": 10.0 * step}) for step in (3, 4, 5)]

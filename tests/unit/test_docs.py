@@ -100,7 +100,7 @@ TEXTS = [
     *sorted((ROOT / "recipes").glob("*.py")),
     *sorted(CONF.rglob("*.yaml")),
 ]
-# A line goes on behind a backslash, and in the comments of conf/ on a line that stands further in.
+# A line goes on after a backslash, and in the comments of conf/ on a line that stands further in.
 COMMAND = re.compile(
     r"(?:accelerate launch [^\n]*--config_file (?P<launch>conf/launch/\w+\.yaml) recipes/(?P<recipe>\w+)\.py"
     r"|(?<![\w/])(?<!\$ )hfdist (?P<command>pretrain|finetune|tune|prove|pretokenize))"

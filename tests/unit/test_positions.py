@@ -8,7 +8,7 @@ from tests.zoo.models import tiny_model
 
 
 @pytest.mark.parametrize("kind", ["roberta", "xmod", "data2vec-text"])
-def test_robertas_family_counts_on_behind_its_padding(kind):
+def test_robertas_family_counts_on_after_its_padding(kind):
     model = tiny_model(kind, num_blocks=1)
     assert not counts_from_zero(model)
     rule = find_positions(model)

@@ -127,7 +127,7 @@ def read_and_wait(folder, pids):
     time.sleep(60)
 
 
-def die_behind_the_fork(folder, pids):
+def die_after_the_fork(folder, pids):
     """A rank that is killed before torch's loop asks whose child it is in."""
 
     class Late(worker.ManagerWatchdog):
@@ -149,9 +149,9 @@ def wait_for(loader):
             loader.kill()
 
 
-def test_a_loader_does_not_outlive_a_rank_that_is_killed_behind_the_fork(tmp_path):
+def test_a_loader_does_not_outlive_a_rank_that_is_killed_after_the_fork(tmp_path):
     pids = FORK.SimpleQueue()
-    rank = FORK.Process(target=die_behind_the_fork, args=(tmp_path, pids))
+    rank = FORK.Process(target=die_after_the_fork, args=(tmp_path, pids))
     rank.start()
     loader = psutil.Process(pids.get())
     rank.join()

@@ -102,7 +102,7 @@ def test_a_peak_is_of_the_time_since_the_last_reading():
     after = memory.read()
     least = memory.read()
     assert most - least > 2**26
-    # The memory was given back behind the reading.
+    # The memory was given back after the reading.
     assert after >= least
     assert largest_peaks(CPU)["host"] >= most
 

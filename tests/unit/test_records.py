@@ -205,7 +205,7 @@ def test_a_full_disk_ends_no_step_and_is_no_second_error_at_the_end(tmp_path, mo
         recorder.add(Event.skip, step=2)
 
 
-def test_an_event_behind_a_line_that_was_cut_off_is_no_part_of_it(tmp_path):
+def test_an_event_after_a_line_that_was_cut_off_is_no_part_of_it(tmp_path):
     recorder = begin(tmp_path)
     with RunFolder(tmp_path).events.open("a") as file:
         file.write('{"time": "2026-')

@@ -124,7 +124,7 @@ def test_progress_does_not_measure_what_may_take_long():
     assert (progress.marks, progress.step) == (7, 13)
 
 
-def test_slow_steps_are_a_measure_for_the_first_step_behind_the_warm_up(monkeypatch):
+def test_slow_steps_are_a_measure_for_the_first_step_after_the_warm_up(monkeypatch):
     """A pipeline makes one mark a step, and steps may take longer than a heartbeat may."""
     now = 0.0
     monkeypatch.setattr(diagnosis.time, "monotonic", lambda: now)

@@ -49,7 +49,7 @@ def test_a_model_that_does_not_say_its_width_is_refused():
         rate_factor(config, 8)
 
 
-def test_scaled_groups_come_behind_the_others_with_all_their_settings():
+def test_scaled_groups_come_after_the_others_with_all_their_settings():
     weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(4)]
     groups = [{"params": weights[:2], "weight_decay": 0.5}, {"params": weights[2:], "lr": 0.2}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)

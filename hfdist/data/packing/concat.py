@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Records, Status, make_records
-from hfdist.data.packing.sequence import Integers, Sequence, Shape, behind_the_end, filling
+from hfdist.data.packing.sequence import Integers, Sequence, Shape, after_the_end, filling
 from hfdist.data.sources.document_batch import DocumentBatch, slices
 from hfdist.errors import DataError
 
@@ -111,7 +111,7 @@ class PackingBuffer:
         for own, end in zip(lanes, ends.tolist(), strict=True):
             offset, length = own.place.offset, int(new[_LENGTHS, end - own.num_documents])
             if offset > 0 and offset >= length:
-                raise behind_the_end("document", f"token {offset} of {length}")
+                raise after_the_end("document", f"token {offset} of {length}")
         num_tokens = np.diff(np.cumsum(new[_LENGTHS])[ends - 1], prepend=0).tolist()
         begin = 0
         for (lane, place, _), end, own_tokens in zip(lanes, ends.tolist(), num_tokens, strict=True):

@@ -78,7 +78,7 @@ def without_tokens(
     return Sequence([filling(length, shape)], [length], [(0, length)], next_place, 0, records, problems)
 
 
-def behind_the_end(unit: str, found: str) -> CheckpointError:
+def after_the_end(unit: str, found: str) -> CheckpointError:
     """Build the error of a cursor that stands where there is no document, or no sequence of a window."""
     what = f"the data cursor stands after the end of a {unit}: the data have changed, or it is damaged"
     hint = "the data of the checkpoint, or a new run.name"

@@ -16,7 +16,7 @@ import numpy as np
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Records, Status, join, make_records
 from hfdist.data.order.shuffle import permutation
-from hfdist.data.packing.sequence import Integers, Sequence, Shape, behind_the_end, filling, without_tokens
+from hfdist.data.packing.sequence import Integers, Sequence, Shape, after_the_end, filling, without_tokens
 from hfdist.data.sources.document_batch import DocumentBatch, slices
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.
@@ -129,19 +129,19 @@ class _Pending:
 
     def take(self, num_documents: int) -> tuple[DocumentBatch, Place]:
         """Take the first of them; also returns the place after them."""
-        taken, behind = [], self.chunks[0][0]
+        taken, after = [], self.chunks[0][0]
         while num_documents:
             place, chunk = self.chunks.popleft()
             count = min(num_documents, len(chunk.numbers))
-            behind = Place(place.epoch, place.position + count)
+            after = Place(place.epoch, place.position + count)
             if count < len(chunk.numbers):
-                self.chunks.appendleft((behind, chunk.part(count, len(chunk.numbers))))
+                self.chunks.appendleft((after, chunk.part(count, len(chunk.numbers))))
                 chunk = chunk.part(0, count)
             taken.append(chunk)
             num_documents -= count
         joined = DocumentBatch.join(taken)
         self.num_with_tokens -= int(np.count_nonzero(joined.lengths))
-        return joined, behind
+        return joined, after
 
 
 def _windows(chunks: Iterator[tuple[Place, DocumentBatch]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
@@ -179,7 +179,7 @@ def _sequences(windows: Iterator[_Window], first: int, shape: Shape, last_length
     for window in windows:
         documents, next_place, num_sequences = window.documents, window.next_place, len(window.arrangement.ends)
         if first > 0 and first >= num_sequences:
-            raise behind_the_end("window", f"sequence {first} of {num_sequences}")
+            raise after_the_end("window", f"sequence {first} of {num_sequences}")
         if first == 0 and not documents.lengths.all():
             empty = np.flatnonzero(documents.lengths == 0)
             numbers, fates = documents.numbers[empty], documents.fates[empty]

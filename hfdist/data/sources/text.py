@@ -198,9 +198,9 @@ def _length_of_part(window: bytes) -> int:
     """Length of the next part: all that is left, or up to a line end, or else up to a whole character."""
     if len(window) <= MOST_DOCUMENT_BYTES:
         return len(window)
-    behind_line = window.rfind(b"\n", 0, MOST_DOCUMENT_BYTES) + 1
-    if behind_line:
-        return behind_line
+    after_line = window.rfind(b"\n", 0, MOST_DOCUMENT_BYTES) + 1
+    if after_line:
+        return after_line
     # At most four bytes are one character; more that do not begin one are no UTF-8.
     places = range(MOST_DOCUMENT_BYTES, MOST_DOCUMENT_BYTES - 4, -1)
     return next((place for place in places if window[place] not in _CONTINUATION), MOST_DOCUMENT_BYTES)

@@ -264,11 +264,11 @@ class _Conversation:
             start = at + len(prompt)
         elif body is not None:
             own = content[: len(content) - len(content.lstrip())]
-            start = _back_over(self._text, body, own) if prompt else _behind(self._text, low, body, space)
+            start = _back_over(self._text, body, own) if prompt else _after(self._text, low, body, space)
         else:
             return None
-        behind = content[len(content.rstrip()) :]
-        return Span(start, self._close(k, end, behind))
+        after = content[len(content.rstrip()) :]
+        return Span(start, self._close(k, end, after))
 
     def by_difference(self, k: int) -> Span | None:
         """Find any turn, by what changes in the render when two private characters replace it."""
@@ -285,8 +285,8 @@ class _Conversation:
                     return None
                 continue
             before = _common(whole, replaced)
-            behind = _common(whole[before:][::-1], replaced[before:][::-1])
-            start, end = self._begin(k, before), len(whole) - behind
+            after = _common(whole[before:][::-1], replaced[before:][::-1])
+            start, end = self._begin(k, before), len(whole) - after
             if is_call and start == before:
                 # The call's name stands before its arguments, and nothing tells where it begins.
                 continue
@@ -301,14 +301,14 @@ class _Conversation:
         prompt, space = self._prompt(k)
         low, _ = self._bounds(k) or (0, 0)
         if not prompt:
-            return _behind(self._text, low, body, space)
+            return _after(self._text, low, body, space)
         at = self._text.rfind(prompt, low, body)
         return at + len(prompt) if at >= 0 else body
 
-    def _close(self, k: int, end: int, behind: str = "") -> int:
-        """Where a turn ends, with its end-of-turn token: its content ends at `end`, but for white space `behind`."""
+    def _close(self, k: int, end: int, after: str = "") -> int:
+        """Where a turn ends, with its end-of-turn token: its content ends at `end`, but for white space `after`."""
         closings = self._closings(k)
-        for space in dict.fromkeys((behind, "")):
+        for space in dict.fromkeys((after, "")):
             for closing in closings:
                 if self._text.startswith(space + closing, end):
                     return end + len(space + closing)
@@ -364,14 +364,14 @@ class _Conversation:
             text = self._render([*self._messages[:k], {"role": self._messages[k]["role"], "content": _SENTINEL}])
         except RefusedError:
             return ("",)
-        behind = text.rpartition(_SENTINEL)[2]
-        first = self._tokens.search(behind)
+        after = text.rpartition(_SENTINEL)[2]
+        first = self._tokens.search(after)
         if first is None:
             return ("",)
         end = first.end()
-        while (following := self._tokens.match(behind, end)) is not None:
+        while (following := self._tokens.match(after, end)) is not None:
             end = following.end()
-        return behind[:end], behind[: first.end()]
+        return after[:end], after[: first.end()]
 
     def _render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         return self._template.render(messages, self._tools, asks=asks)
@@ -436,15 +436,15 @@ def _mark(content: str, number: int) -> str:
     if not body:
         return content
     before = content[: len(content) - len(content.lstrip())]
-    behind = content[len(content.rstrip()) :]
-    return f"{before}{chr(_FIRST_MARK + 2 * number)}{body}{chr(_FIRST_MARK + 2 * number + 1)}{behind}"
+    after = content[len(content.rstrip()) :]
+    return f"{before}{chr(_FIRST_MARK + 2 * number)}{body}{chr(_FIRST_MARK + 2 * number + 1)}{after}"
 
 
 def _back_over(text: str, place: int, before: str) -> int:
     return place - len(before) if before and text.endswith(before, 0, place) else place
 
 
-def _behind(text: str, low: int, place: int, space: str) -> int:
+def _after(text: str, low: int, place: int, space: str) -> int:
     """Go back over the white space before a place, but for `space` at its beginning."""
     start = low + len(text[low:place].rstrip())
     return start + len(space) if text.startswith(space, start, place) else place

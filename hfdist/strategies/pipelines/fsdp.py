@@ -49,7 +49,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         super().__init__(strategy, split, *found, mesh=mesh, parts=parts, **axes)
         step = _Step(split.model)
         unused = shard_by_blocks(split.model, step, mesh, strategy.config, parts)
-        self._use(step, mesh, strategy.config.frees_behind_forward, unused)
+        self._use(step, mesh, strategy.config.frees_after_forward, unused)
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()

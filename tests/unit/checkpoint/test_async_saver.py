@@ -170,7 +170,7 @@ def test_one_thread_does_all_saves_and_ends_with_the_saver(tmp_path):
 
 
 def fail_during_a_save(folder):
-    """Let the process end as it does behind an error."""
+    """Let the process end as it does after an error."""
     saver = Saver()
     begin(saver, folder, 1, small_pieces(), lambda path: time.sleep(0.5))
     atexit._run_exitfuncs()

@@ -149,7 +149,7 @@ def test_other_ranks_on_other_machines_read_it(story, machines):
         if machine != 1:
             shutil.rmtree(story / f"memory-{machine}")
     gone = {0, 1, 2} - {*machines}
-    # Two machines that are gone have taken a share along, if one was behind the other.
+    # Two machines that are gone have taken a share along, if one was after the other.
     assert read(story, machines)[0] == (2 if len(gone) < 2 else None)
 
 
@@ -296,7 +296,7 @@ def leave_no_room(step):
     replicas.psutil.virtual_memory = lambda: SimpleNamespace(available=0)
 
 
-def test_the_first_replica_must_find_room_for_another_and_those_behind_it_have_theirs(tmp_path):
+def test_the_first_replica_must_find_room_for_another_and_those_after_it_have_theirs(tmp_path):
     with pytest.raises(RankFailed, match="the memory has no room for replicas of the state"):
         write(tmp_path / "none", before_step=leave_no_room)
     write(tmp_path / "one")

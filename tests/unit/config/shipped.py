@@ -56,7 +56,7 @@ def primary_of(experiment: str) -> str:
 
 
 def plan_of(experiment: str) -> list[str]:
-    """The words behind `hfdist plan` in the file of an experiment: its hardware, and how many processes."""
+    """The words after `hfdist plan` in the file of an experiment: its hardware, and how many processes."""
     text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
     (line,) = re.findall(r"^# hfdist plan (.*(?:\n#   .*)*)", text, flags=re.MULTILINE)
     return shlex.split(line.replace("\n#", " "))

@@ -71,7 +71,7 @@ def test_options_of_all_groups_compose_within_each_experiment(experiment):
     if primary_of(experiment) == "tune":
         # Islands train next tokens only.
         kept.add("islands")
-    # Behind the others, which so keep the options that go together.
+    # After the others, which so keep the options that go together.
     experiments = [*(name for name in EXPERIMENTS if name not in ARITHMETIC), *ARITHMETIC]
     for group in GROUPS:
         if group not in kept:

@@ -187,7 +187,7 @@ PHI = Style(
     special=["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
     end="<|endoftext|>",
     cases={
-        "an end of text behind it": (
+        "an end of text after it": (
             [system("s"), user("Hi"), said("Hello"), user("And?"), said("Bye")],
             "<|system|>\ns<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n⟦Hello<|end|>⟧\n"
             "<|user|>\nAnd?<|end|>\n<|assistant|>\n⟦Bye<|end|>⟧\n<|endoftext|>",
@@ -299,7 +299,7 @@ PLAIN = Style(
     special=[],
     end="<|endoftext|>",
     cases={
-        # Nothing in the template ends a turn, so an end of text is put behind the last one.
+        # Nothing in the template ends a turn, so an end of text is put after the last one.
         "no special tokens": (
             [user("Hi"), said("Hello"), user("And?"), said("Bye")],
             "### User:\nHi\n\n### Assistant:\n⟦Hello⟧\n\n### User:\nAnd?\n\n### Assistant:\n⟦Bye<|endoftext|>⟧",
@@ -327,7 +327,7 @@ def chat_tokenizer(name: str, *, marked: bool = False):
     template = style.template
     if not marked:
         template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    # Jinja would swallow a line break behind a block.
+    # Jinja would swallow a line break after a block.
     tokenizer.chat_template = template.replace("%}\n", "%}{{ '\n' }}")
     return tokenizer
 

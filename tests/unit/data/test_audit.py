@@ -115,7 +115,7 @@ def test_a_run_from_anothers_checkpoint_passes_and_is_known(past, packing, tmp_p
     audited = run.audit()
     assert audited.passed, audited.discrepancies
     assert audited.first_sample == 7 * GLOBAL_BATCH
-    # What is missing behind its beginning is missing all the same.
+    # What is missing after its beginning is missing all the same.
     lane = max(range(LANES), key=lambda n: len(run.ledger[n]))
     ledger = [records.copy() for records in run.ledger]
     ledger[lane] = ledger[lane][ledger[lane]["sequence"] != ledger[lane]["sequence"][-1] - 3]
@@ -145,7 +145,7 @@ def double(records, at):
 
 
 def swap(records, at):
-    """A document and one far behind it in the same epoch and pool."""
+    """A document and one far after it in the same epoch and pool."""
     own = (records["epoch"] == records["epoch"][at]) & (records["pool"] == records["pool"][at])
     other = int(np.flatnonzero(own & (records["sequence"] > records["sequence"][at]))[-1])
     records[[at, other]] = records[[other, at]]

@@ -84,10 +84,10 @@ def test_lanes_together_give_what_each_gives_by_itself(folders, settings, turns)
         same(packed, theirs[lane].next(number))
         states[lane] = [Progress(packed[2].next_place)]
     # And from inside a document on, in another order of turns.
-    behind = {lane: states[lane] for lane in (3, 1, 0, 4, 2)}
-    again = lanes_of(config, behind, together=True)
+    after = {lane: states[lane] for lane in (3, 1, 0, 4, 2)}
+    again = lanes_of(config, after, together=True)
     for number in range(NUM_SEQUENCES, NUM_SEQUENCES + 50):
-        for lane in behind:
+        for lane in after:
             same(again[lane].next(number), theirs[lane].next(number))
 
 
@@ -121,7 +121,7 @@ def test_when_a_lane_is_barren(num_epochs, num_documents):
         iterator.next_documents(1)
 
 
-def test_short_documents_behind_long_ones_are_read_in_few_passes():
+def test_short_documents_after_long_ones_are_read_in_few_passes():
     """The mean of those before says nothing of them."""
     lengths = [5000] * 50 + [3] * 20_000
     reads = []

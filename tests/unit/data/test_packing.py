@@ -63,7 +63,7 @@ def test_each_bad_row_is_told_once_with_the_sequence_that_records_it(packing):
     assert sum(bool(sequence.problems) for sequence in sequences) > 3
 
 
-def test_parts_of_a_batch_behind_each_other_are_the_batch():
+def test_parts_of_a_batch_after_each_other_are_the_batch():
     fates = {1: Status.bad, 4: Status.bad}
     documents = [
         Document(10 + n, np.arange(0 if n in fates else n + 1), fates.get(n, Status.trained), None, n) for n in range(6)
@@ -117,7 +117,7 @@ def test_documents_of_like_length_come_at_the_same_time_in_all_lanes():
 
 
 @pytest.mark.parametrize("packing", [concat, best_fit])
-def test_a_cursor_behind_the_end_is_damaged(packing):
+def test_a_cursor_after_the_end_is_damaged(packing):
     with pytest.raises(CheckpointError, match="after the end"):
         pack(packing, [document(0, 1, 2, 3)] * 64, 4, offset=500)
 
@@ -202,5 +202,5 @@ def test_a_window_ends_where_it_ends_however_documents_come():
         return [one.next_place for one in best_fit(in_chunks(documents, chunk), 0, Shape(100, 0), ("key",))]
 
     assert places(1) == places(32) == places(700)
-    # What is handed out of a window does not depend on what stands behind it, but for what decides where it ends.
+    # What is handed out of a window does not depend on what stands after it, but for what decides where it ends.
     assert len({place.position for place in places(32)}) > 5

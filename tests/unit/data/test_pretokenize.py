@@ -268,7 +268,7 @@ def test_damage_is_found_when_the_folder_is_opened(copied, damage, name):
         np.zeros((501, 1), dtype="<i8"),
         np.zeros(501, dtype="<f8"),
     ],
-    ids=["behind the end", "backwards", "shape", "type"],
+    ids=["after the end", "backwards", "shape", "type"],
 )
 def test_a_damaged_index_is_found_when_it_is_read(copied, array):
     np.save(copied / "00000.index.npy", array)

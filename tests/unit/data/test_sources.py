@@ -232,7 +232,7 @@ def test_every_document_is_mixed_in_once_whatever_the_lanes(data, cache):
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
-def test_compressed_parts_one_behind_the_other_are_all_read(data, cache, suffix, compress):
+def test_compressed_parts_one_after_the_other_are_all_read(data, cache, suffix, compress):
     raw = jsonl_bytes()
     middle = raw.index(b"\n", len(raw) // 2) + 1
     (data / f"rows.jsonl.{suffix}").write_bytes(compress(raw[:middle]) + compress(raw[middle:]))

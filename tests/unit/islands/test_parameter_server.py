@@ -102,7 +102,7 @@ def test_without_synchronous_steps_each_push_is_a_step_and_who_is_far_ahead_wait
         fast.push(1.0)
         assert fast.take() == [0.0, 1.0]
         fast.push(1.0)
-        # Answered behind the push, whether or not that waits.
+        # Answered after the push, whether or not that waits.
         fast.pull()
         assert fast.take() == [-1.0, 0.0]
         if staleness is None:
@@ -131,7 +131,7 @@ def test_the_newest_begins_and_who_comes_later_gets_what_there_is():
         assert "islands 0, 1 train from step 6" in lines or "islands 1, 0 train from step 6" in lines
 
 
-def test_a_server_that_was_started_anew_does_not_begin_behind_a_step():
+def test_a_server_that_was_started_anew_does_not_begin_after_a_step():
     """What its optimizer had kept is lost; the islands have an older one."""
     with served(least=1) as (address, lines):
         worker = Worker(address, 0, 0)

@@ -33,7 +33,7 @@ from hfdist.rewards.arithmetic import arithmetic, final_answer
         ("", None),
         ("**12**", 12),
         ("9" * 1001, None),
-        # Behind a marker, the first number; the last marker counts.
+        # After a marker, the first number; the last marker counts.
         ("3 + 4 = 7 apples for 2 children", 7),
         ("1 = 2 = 3", 3),
         ("The answer is 5. I checked it 2 times.", 5),

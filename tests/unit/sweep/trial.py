@@ -38,7 +38,7 @@ def main():
     if given.get("fail") == "true" and lr > 0.01:
         recorder.end(5, "the loss is not finite")
         sys.exit(5)
-    # As a run that goes on: it may have been killed behind its last step.
+    # As a run that goes on: it may have been killed after its last step.
     done = first - 1 + len(steps)
     recorder.record.step, recorder.record.tokens = done, done * TOKENS_PER_STEP
     for step in range(done + 1, last + 1):
