@@ -35,4 +35,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Here: most programs make no mistake.
+    from hfdist.errors import nearest
+
+    other = {"load_rewards": "hfdist.rewards.load_rewards"}.get(name) or nearest(name, _HOMES, "hfdist.{}")
+    hint = "" if other is None or name.startswith("_") else f"; did you mean {other}?"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

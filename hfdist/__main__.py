@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -68,8 +69,11 @@ def main() -> None:
         after = next((word for word in arguments if word in NAMES), RECIPES[0])
         called = HINTS[name].format(name=after) if name in HINTS else None
         # Such as `train_dpo`.
-        part = next((part for part in re.split("[-_]", name) if part in NAMES), None)
+        parts = [re.sub("[-_]", "", name), *re.split("[-_]", name)]
+        part = next((part for part in parts if part in NAMES), None)
         called = called if part is None else f"hfdist {part}"
+        if name.endswith((".yaml", ".yml")):
+            called = f"hfdist run {shlex.quote(name)}"
         error = ConfigError(
             "there is no such command",
             where="command line",

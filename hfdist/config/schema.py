@@ -187,7 +187,9 @@ def _typed(hint: Any, value: Any, key: Key) -> Any:
 def fits(key: Key, text: str) -> bool:
     """Whether a key takes what a command line says so: text, a number or a name of its own values."""
     kind, is_optional = _without_none(key.type)
-    if kind is str or key.is_free or key.takes_list or (is_optional and text == "null"):
+    if text == "null":
+        return is_optional
+    if kind is str or key.is_free or key.takes_list:
         return True
     try:
         _typed(key.type, text if issubclass(kind, Enum) else json.loads(text.lower()), key)

@@ -5,7 +5,7 @@ from hfdist.data.documents.first_examples import are_alike, are_chats
 from hfdist.data.documents.held_out import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.stream.ledger import Ledger
-from hfdist.data.stream.token_stream import PoolReport, TokenStream, count_steps, describe_losses, report
+from hfdist.data.stream.token_stream import PoolReport, TokenStream, count_steps, count_trained, describe_losses, report
 
 __all__ = [
     "Corpus",
@@ -19,6 +19,7 @@ __all__ = [
     "are_chats",
     "build_held_out",
     "count_steps",
+    "count_trained",
     "describe_losses",
     "open_corpus",
     "open_held_out_sources",

@@ -118,6 +118,11 @@ def distribute(kind: type, strategy: Strategy, model: nn.Module) -> Engine:
 
 def _check_arguments(args: Any, strategy: Strategy) -> None:
     """Compare TrainingArguments with the layout's numbers, which the original class reads there."""
+    counted = getattr(args, "world_size", None)
+    if counted is not None and counted != strategy.topology.world_size:
+        what, hint = "each process would train alone", "TrainingArguments(use_cpu=True) where there are no GPUs"
+        found = f"TrainingArguments count {counted}, the launcher has started {strategy.topology.world_size}"
+        raise ConfigError(what, where="args", found=found, allowed="all processes", hint=hint)
     for name, value in strategy.training_arguments().items():
         if getattr(args, name, None) != value:
             what = "the training arguments were not made for this strategy"

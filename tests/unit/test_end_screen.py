@@ -28,6 +28,7 @@ PRETRAINED = Ending(
     loss=6.7944,
     without_context=5.6237,
     pools=[PoolReport("all", 320, 1.0, 40_960, 0.034, 1800, 1.0)],
+    num_documents=60,
     left_out="1 empty",
     peak_bytes=[{"host": 714 << 20}],
     graded={
@@ -53,7 +54,7 @@ def test_a_pretraining_of_few_steps():
         == """\
 first has ended: 20 steps
   trained   a llama of 139,584 parameters, from random weights
-  on        stdlib: 40,960 tokens, from the first 61 of 1,800 documents; 1 empty
+  on        stdlib: 40,960 tokens, from 60 of 1,800 documents; 1 empty
   layout    1 process; sharding none
   quality   held-out loss 6.7944, perplexity 892.8; a model without context (unigram) has 5.6237, which is better: \
 20 steps are few
@@ -111,10 +112,10 @@ def test_preferences_have_another_measure():
 
 
 def test_answers_are_counted_by_their_prompts():
-    said = describe_end(replace(tuned("grpo"), loss=-0.25, left_out=None, cut_off=0.5))
-    assert "held-out reward 0.2500\n" in said
-    prompts = "stdlib: 320 prompts, from the first 61 of 1,800 documents"
-    assert f"{prompts}; 8 answers to each, 50 % of the last ones cut off at task.max_new_tokens\n" in said
+    said = describe_end(replace(tuned("grpo"), loss=-0.25, left_out=None, cut_off=0.5, rewards=(0.1, 0.3)))
+    assert "reward 0.3000 in the last step (0.1000 in the first), held-out reward 0.2500\n" in said
+    prompts = "stdlib: 320 prompts of 1,800 documents"
+    assert f"{prompts}; 8 answers to each, 50 % of those of the last step cut off at task.max_new_tokens\n" in said
     assert "head runs/first/rollouts.jsonl " in said
 
 

@@ -2,18 +2,20 @@
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import hfdist
 from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.python_words import in_python
 from hfdist.errors import ConfigError
 from hfdist.strategies.select import make_strategy
-from hfdist.trainer.engine_setup import find_strategy
+from hfdist.trainer.engine_setup import _check_arguments, _check_half_weights, find_strategy
 from tests.unit.config.test_checks import CONTRADICTIONS
+from tests.unit.tiny import llama
 
 YAML_ONLY = re.compile(
     r"(?<!deepspeed\.)\b(strategy|train|data|optimizer|launch|run|checkpoint|report|adapter|evaluate|export|task)\.[a-z_]+\b(?!\()"
@@ -131,3 +133,44 @@ def test_each_text_of_an_error_can_be_said_in_python():
     said = ((file, text, in_python(text)) for file, text in texts() if not text.startswith("data.lanes"))
     left = [f"{file}: {text} -> {translated}" for file, text, translated in said if YAML_ONLY.search(translated)]
     assert not left, "\n".join(left)
+
+
+def test_a_mixin_after_its_class_is_refused_with_the_order_that_works():
+    with pytest.raises(ConfigError) as caught:
+        type("Mine", (Trainer, hfdist.DistributedTrainerMixin), {})
+    assert caught.value.hint == "class Mine(DistributedTrainerMixin, Trainer)"
+
+
+def test_float16_is_refused_where_gradients_are_scaled_in_float32(tmp_path):
+    model, args = llama().half(), TrainingArguments(str(tmp_path), fp16=True, use_cpu=True)
+    with pytest.raises(ConfigError, match="fp16=True trains weights of float32"):
+        hfdist.Trainer(model, args, strategy="single")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    _check_half_weights(model, args)
+
+
+def test_processes_that_the_arguments_do_not_count_are_refused(tmp_path):
+    strategy = make_strategy(global_batch_size=8)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, **strategy.training_arguments())
+    strategy.topology = replace(strategy.topology, world_size=2)
+    with pytest.raises(ConfigError, match="each process would train alone") as caught:
+        _check_arguments(args, strategy)
+    assert "use_cpu=True" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("such as strategy=single strategy.pipeline=1", 'such as make_strategy("single", pipeline=1)'),
+        ("strategy=fsdp2 is one", 'make_strategy("fsdp2") is one'),
+    ],
+)
+def test_a_preset_and_its_degrees_are_one_call(text, said):
+    assert in_python(text) == said
+
+
+def test_a_name_that_is_not_there_says_the_nearest():
+    for name, words in (("make_stategy", "hfdist.make_strategy"), ("load_rewards", "hfdist.rewards.load_rewards")):
+        with pytest.raises(AttributeError, match=f"did you mean {words}"):
+            getattr(hfdist, name)

@@ -95,7 +95,7 @@ _OVERRIDES = {
     "run.name={value}": "run_name",
     "checkpoint.every={value}": "save_steps",
     "checkpoint.keep={value}": "save_total_limit",
-    "checkpoint.resume={value}": "resume_from_checkpoint",
+    "checkpoint.resume={value}": "resume_from_checkpoint resume",
     "report.log_every={value}": "logging_steps log_interval",
     "report.progress=false": "disable_tqdm",
     "report.to=[{value}]": "report_to",
@@ -225,12 +225,14 @@ def override_for(name: str, value: object = None) -> str | None:
         value = None
     value = str(value).lower() if isinstance(value, bool) else value
     if isinstance(value, dict | list):
-        value = None
+        value = ",".join(map(str, value)) if isinstance(value, list) else None
     if value is not None and str(value).lower() in ("false", "none", "null", "no_shard"):
         template = _OPPOSITES.get(template, template)
     value = VALUES.get(template.removesuffix("={value}"), {}).get(str(value), value)
-    if template == "checkpoint.resume={value}" and str(value).lower() == "true":
+    if template == "checkpoint.resume={value}" and (value is None or str(value).lower() == "true"):
         value = "auto"
+    if "[{value}]" in template and value is not None:
+        value = str(value).strip("[]")
     if template == _HUB_DATA and Path(str(value)).suffix:
         template = "data={value}"
     return _fill(template, None if value is None else str(value))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -20,10 +21,10 @@ from omegaconf.errors import (
 )
 
 from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
-from hfdist.config.composition.files import display, list_groups, list_options
+from hfdist.config.composition.files import display, list_groups, list_options, read_config_text
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import TRACKERS
-from hfdist.config.schema import all_keys, find_key, fits, members, nearest_key, unknown_keys
+from hfdist.config.schema import all_keys, find_key, fits, flatten, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
 
 _REWARDS = "task.rewards"
@@ -110,6 +111,8 @@ def _in_file(hint: str) -> str:
     pairs = [word.strip("'").partition("=") for word in words]
 
     def line(key: str, value: str) -> str:
+        if key in ("model", "data") and value == "...":
+            return f"`{in_yaml('model.name' if key == 'model' else 'data.sources.files.path', 'PATH')}`"
         is_option = "." not in key and hint_for_file(key, value) is None
         of_group = f"`- override /{key}: {value}` in the defaults list"
         return of_group if is_option else hint_for_file(key, value) or f"`{in_yaml(key, value)}`"
@@ -230,11 +233,15 @@ def _bad_value(
     value = merged[2] if merged and cause.value is None else cause.value
     if override is not None and value in (None, {}):
         value = override.value_text
+    if not key and "with ListConfig" in str(cause):
+        key, value = next(_lists_for_mappings(request), ("", value))
     allowed, options = _allowed(key), request.groups().get(key, [])
     place = _place(error, override, key, request)
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
     if options and isinstance(value, str):
         hint = (hint_for_file(key, value) if is_in_file else None) or nearest(value, options, key + "={}")
+        if is_in_file and hint is None and key == "model":
+            hint = f"`{in_yaml('model.name', value)}`"
     else:
         hint = None if allowed is None else _hint_for_value(key, value, allowed)
     if hint and is_in_file and hint.startswith(f"{key}="):
@@ -246,6 +253,16 @@ def _bad_value(
     if re.search(r"not Optional|Incompatible value 'None'", str(cause)):
         what, found = "this key needs a value, not null", "null"
     return ConfigError(what, where=f"{key} ({place})" if key else place, found=found, allowed=allowed, hint=hint)
+
+
+def _lists_for_mappings(request: Request) -> Iterator[tuple[str, object]]:
+    """Give the keys of the primary config that have a list where names with values belong."""
+    path = request.file(request.config_name)
+    values = {} if path is None else yaml.safe_load(read_config_text(path))
+    for name, value in flatten(values, ""):
+        known = find_key(name) if name else None
+        if known is not None and isinstance(value, list) and not known.takes_list:
+            yield name, value
 
 
 def _bad_group(error: Exception, request: Request) -> ConfigError:
@@ -344,6 +361,8 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
 
 
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
+    if key == "data.sources" and isinstance(value, list):
+        return f"`{in_yaml('data.sources.files.path', 'PATH')}`: each source has a name"
     if allowed.startswith("a list"):
         return f"'{key}=[{value}]'"
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed:

@@ -26,6 +26,17 @@ def find_all_bad(shard: Shard) -> DataError | None:
     return error
 
 
+def find_rows_in_text(shard: Shard) -> DataError | None:
+    """Give an error, if a text file, which is one document, holds rows of JSON."""
+    if not shard.name.endswith(".txt") or not shard.runs:
+        return None
+    (text,) = shard.read([0])
+    if not isinstance(text, str) or not text.startswith('{"'):
+        return None
+    what, hint = "a .txt file is one document, and this one holds rows of JSON", "the same file as NAME.jsonl"
+    return DataError(what, where=shard.name, found=text[:80], hint=hint)
+
+
 def with_way_out(error: DataError, shard: Shard, origin: str, *, is_alone: bool) -> DataError:
     """Give the error of a row with what to do.
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hfdist.config.checks.data import check_mixture
 from hfdist.config.data import BadRows, DataConfig, SourceConfig, cache_dir
 from hfdist.data.cache import digest_of
-from hfdist.data.documents.bad_rows import find_all_bad
+from hfdist.data.documents.bad_rows import find_all_bad, find_rows_in_text
 from hfdist.data.documents.inventory import Inventory
 from hfdist.data.order.shuffle import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
@@ -274,7 +274,8 @@ def open_corpus(
     for pool in corpus.pools:
         if pool.num_documents < config.lanes:
             # A file that is no table of rows has few of them.
-            if config.on_bad_rows is BadRows.error and (bad := find_all_bad(pool.shards[0])) is not None:
+            bad = find_rows_in_text(pool.shards[0]) or find_all_bad(pool.shards[0])
+            if config.on_bad_rows is BadRows.error and bad is not None:
                 raise bad
             names = corpus.source_names if len(corpus.pools) == 1 else [pool.name]
             # Lanes that all processes can share, whatever their layout.

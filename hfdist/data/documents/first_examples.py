@@ -15,6 +15,7 @@ _MOST_LOOKED_AT = 200
 _MOST_TRIED = 16
 """Examples until one can be read."""
 _ANSWERS = "assistant"
+_ASKING = {"user", "system", "developer", "tool"}
 
 
 def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
@@ -23,6 +24,8 @@ def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
     for number in range(min(corpus.num_documents, _MOST_LOOKED_AT) if corpus.has_examples else 0):
         roles.update(_roles(corpus, number))
     found = f"turns of the roles {', '.join(f'{role} ({count:,})' for role, count in roles.most_common(5))}"
+    if roles and not roles.keys() - _ASKING:
+        return found, f"turns of the role `{_ANSWERS}` in the rows: they are what is learned"
     if roles and _ANSWERS not in roles:
         return found, f"a turn of the role `{_ANSWERS}` is what is learned: rename the role of the answers in the rows"
     if roles and not any(_answers(corpus, number) for number in range(min(corpus.num_documents, _MOST_LOOKED_AT))):

@@ -424,7 +424,9 @@ class RowReader:
 
     def _no_text(self, present: Sequence[str], where: str, *, is_row: bool = False) -> ContentError:
         # Other rows of the file have the column.
-        named = f"'{self.section}.text=[{','.join(self.text.paths)},{{}}]'" if is_row else f"{self.section}.text={{}}"
+        # Where it was named, or other rows have it, it is one of several.
+        is_one = is_row or self.text != TEXT
+        named = f"'{self.section}.text=[{','.join(self.text.paths)},{{}}]'" if is_one else f"{self.section}.text={{}}"
         hint = nearest(self.text.paths[0], present, named, cutoff=0.0)
         if any(set(form.needed) <= set(present) for form in _FORMS.values()):
             hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"

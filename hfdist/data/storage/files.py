@@ -382,10 +382,11 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
     if scheme is None or scheme == "file":
         here = Path(path if scheme is None else unquote(path[len("file://") :])).expanduser()
         _refuse_splits(here, key)
-        found = _find_local(here, (*suffixes, *OTHER_SUFFIXES))
+        found = _find_local(here, ("",))
         files = [file for file in found if file.name.endswith(suffixes)] if here.is_dir() else found
         if files and len(files) < len(found):
-            other = next(file.name for file in found if not file.name.endswith(suffixes))
+            others_here = [file.name for file in found if not file.name.endswith(suffixes)]
+            other = next((name for name in others_here if name.endswith(OTHER_SUFFIXES)), others_here[0])
             num_others = len(found) - len(files)
             logger.warning("%s: files of other kinds are left out: %d, such as %s", key, num_others, other)
     else:

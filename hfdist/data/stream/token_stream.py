@@ -629,6 +629,12 @@ def report(cursor: Cursor, plan: Plan) -> list[PoolReport]:
     return reports
 
 
+def count_trained(ledger: Iterable[Records]) -> int:
+    """Count the documents in the records of all lanes that were trained on, wholly or in part; again in each epoch."""
+    begun = ((records["fate"] == Status.trained) & (records["first_token"] == 0) for records in ledger)
+    return sum(int(one.sum()) for one in begun)
+
+
 def describe_losses(ledger: Iterable[Records], config: DataConfig) -> str | None:
     """Describe how many documents in the records of all lanes were cut or left out; None: none.
 

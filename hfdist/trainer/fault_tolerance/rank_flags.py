@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from hfdist.collectives import control_group
+from hfdist.collectives import control_group, rank
 from hfdist.errors import PreemptedError
 from hfdist.processes.stop_signals import heard_signals, leave_closed_terminal
 from hfdist.records.recorder import end_by_signal
@@ -131,3 +131,6 @@ class Preemption(TrainerCallback):
             os.kill(os.getpid(), number)
         if not self._received:
             self._received, self._received_seconds = number, now
+            if rank() == 0:
+                # At once: a step may take minutes. A logger may be in use where the signal comes.
+                os.write(2, f"\n{signal.Signals(number).name}: saving once this step ends\n".encode())

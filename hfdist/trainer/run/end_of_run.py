@@ -22,7 +22,7 @@ from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.config.model import Init
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.task import TaskName
-from hfdist.data import HeldOut, HeldOutSources, are_chats, describe_losses
+from hfdist.data import HeldOut, HeldOutSources, are_chats, count_trained, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
 from hfdist.records import RunRecord
@@ -104,10 +104,10 @@ def _sum_up(
     assert trainer.engine is not None
     model: Any = trainer.engine.model
     stream: Any = trainer.train_dataset
-    left_out, graded = None, {}
+    left_out, num_trained, graded = None, None, {}
     with warning_of_failure("report of the documents that were read"):
         lanes = [read_records(run.run.folder.ledger, lane) for lane in range(run.data.lanes)]
-        left_out = describe_losses(lanes, run.data)
+        left_out, num_trained = describe_losses(lanes, run.data), count_trained(lanes)
     with warning_of_failure("comparison with the plan"):
         graded = _read_grade(run.run.folder.grade) if run.report.plan else {}
     convention = trainer.weighted_loss.convention
@@ -131,6 +131,7 @@ def _sum_up(
         adapter_folder=run.run.folder.adapter if run.adapter.is_used else None,
         **_find_figures(trainer, held_out, found["step"]),
         left_out=left_out,
+        num_documents=num_trained,
         graded=graded,
         is_chat=bool(getattr(trainer.processing_class, "chat_template", None)) and bool(are_chats(stream.corpus)),
         **found,
@@ -158,6 +159,8 @@ def _find_figures(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, s
     found["cut_off"] = next(
         (entry["cut_off"] for entry in reversed(trainer.state.log_history) if "cut_off" in entry), None
     )
+    rewards = [float(entry["reward"]) for entry in trainer.state.log_history if "reward" in entry]
+    found["rewards"] = (rewards[0], rewards[-1]) if rewards else None
     objective = trainer.options.objective
     if objective is not None and held_out is not None and found["accuracy"] is not None:
         items = (default_data_collator([held_out[k]]) for k in range(len(held_out)))

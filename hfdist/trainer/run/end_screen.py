@@ -56,9 +56,13 @@ class Ending:
     """By how much, in the mean: the difference of their rewards."""
     num_held_out: int | None = None
     """Held-out pairs."""
+    rewards: tuple[float, float] | None = None
+    """Mean reward of the first and of the last logged step."""
     cut_off: float | None = None
     """Share of the last answers that were cut at `task.max_new_tokens`."""
     pools: Sequence[PoolReport] = ()
+    num_documents: int | None = None
+    """Documents that were trained on."""
     left_out: str | None = None
     """How many documents were cut or left out, in words."""
     peak_bytes: Sequence[Mapping[str, float]] = ()
@@ -121,18 +125,23 @@ def _data(end: Ending) -> str:
         filled = f", sequences filled to {share(pool.filled)}" if pool.filled < _LEAST_FILLED else ""
         # The one pool of all sources has no name of its own.
         name = pool.name if len(end.pools) > 1 else ", ".join(end.config.data.sources)
-        there, passed = count(pool.num_documents, "document"), round(pool.epochs * pool.num_documents)
-        # Begun or left out: of a document that is read in parts, no more is known.
-        read = f"from the first {passed:,} of {there}" if pool.epochs < 1 else f"{pool.epochs:.2f} epochs of {there}"
+        there = count(pool.num_documents, "document")
+        read = f"{pool.epochs:.2f} epochs of {there}"
+        if pool.epochs < 1 and end.num_documents is not None and len(end.pools) == 1:
+            read = f"from {end.num_documents:,} of {there}"
         if task.name.is_reinforcement:
-            return f"{part}{name}: {count(pool.sequences, 'prompt')}, {read}"
+            return f"{part}{name}: {count(pool.sequences, 'prompt')} of {there}"
         return f"{part}{name}: {pool.tokens:,} tokens, {read}{filled}"
 
     shown = [words(pool) for pool in end.pools[:_SHOWN_POOLS]] or [f"{end.record.tokens:,} tokens"]
     more = len(end.pools) - _SHOWN_POOLS
     parts = [*shown, *([f"{more} more"] if more > 0 else []), *([end.left_out] if end.left_out else [])]
     if task.name.is_reinforcement:
-        cut = "" if not end.cut_off else f", {share(end.cut_off)} of the last ones cut off at task.max_new_tokens"
+        cut = (
+            ""
+            if not end.cut_off
+            else f", {share(end.cut_off)} of those of the last step cut off at task.max_new_tokens"
+        )
         parts.append(f"{task.num_generations} answers to each{cut}")
     return "; ".join(parts)
 
@@ -142,9 +151,10 @@ def _quality(end: Ending) -> str:
     if loss is None:
         return "not measured: the run has no held-out data"
     if task.name.is_reinforcement:
-        return f"held-out reward {0.0 - loss:.4f}" + (
-            "" if before is None else f" ({0.0 - before:.4f} before training)"
-        )
+        first, last = end.rewards or (None, None)
+        trained = "" if last is None else f"reward {last:.4f} in the last step ({first:.4f} in the first), "
+        at_first = "" if before is None else f" ({0.0 - before:.4f} before training)"
+        return f"{trained}held-out reward {0.0 - loss:.4f}{at_first}"
     if before is None and task.name is TaskName.dpo and task.loss is PreferenceLoss.sigmoid:
         # Of a model that is its reference.
         before = math.log(2)

@@ -332,4 +332,7 @@ LINES = [
     "pretrain checkpoint.resume=runs/first/checkpoints/checkpoint-4",
     "job pretrain to=slurm model=tiny --nodes 2",
     "grpo model=owner/model data=prompts.jsonl task.rewards=[arithmetic]",
+    "finetune model=owner/model data=chats.jsonl adapter=lora 'adapter.target_modules=[q_proj,v_proj]'",
+    "finetune model=owner/model data=chats.jsonl --resume",
+    "finetune model=owner/model data=chats.jsonl export.dir=null",
 ]

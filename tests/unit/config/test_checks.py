@@ -92,7 +92,7 @@ CONTRADICTIONS = [
     (["checkpoint.keep_best=true"], "checkpoint.keep_best", "the best is not known", "train.eval_every=500"),
     (["checkpoint.keep_best=true", "train.eval_every=300"], "checkpoint.keep_best", "divides checkpoint.every", None),
     (["model.type=null"], "model.name, model.type", "no model is named", "model=small"),
-    (["model=hub"], "model.name, model.type", "no model is named", "model=hub model.name="),
+    (["model=hub"], "model.name, model.type", "no model is named", "model=HuggingFaceTB/SmolLM2-135M, model=FOLDER"),
     (["model.name=a/b"], "model.name, model.type", "two models", "model=hub model.name=a/b"),
     (["model.init=pretrained"], "model.init", "need the name", "model.init=random"),
     ([*HUB, "model.tokenizer.name=null"], "model.tokenizer.name", "tokenizer", "model.tokenizer.name=some/model"),

@@ -35,9 +35,19 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 
 # text -> (where, part of the message, hint)
 MISTAKES = {
-    "unknown key": ("train:\n  max_step: 3\n", f"train.max_step ({FILE}, line 3)", "no key", "train.max_steps="),
+    "unknown key": (
+        "train:\n  max_step: 3\n",
+        f"train.max_step ({FILE}, line 3)",
+        "no key",
+        "`train: {max_steps: ...}`",
+    ),
     "unknown section": ("optimizr:\n  lr: 3\n", f"optimizr ({FILE}, line 2)", "no key or group", "optimizer"),
-    "synonym": ("train:\n  learning_rate: 3\n", f"train.learning_rate ({FILE}, line 3)", "no key", "optimizer.lr="),
+    "synonym": (
+        "train:\n  learning_rate: 3\n",
+        f"train.learning_rate ({FILE}, line 3)",
+        "no key",
+        "`optimizer: {lr: ...}`",
+    ),
     "wrong type": ("train:\n  max_steps: many\n", f"train.max_steps ({FILE}, line 3)", "a whole number >= 1", None),
     "wrong enum": (
         "train: {precision: bf15}\n",

@@ -167,3 +167,56 @@ def test_a_run_without_a_config_is_one_message(arguments, tmp_path, monkeypatch,
         command_line.main()
     assert ended.value.code == 2
     assert "no such config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("model: m", "`model: {name: m}`"),
+        ("base_model: m", "`model: {name: PATH}`"),
+        ("lora: {r: 8}", "`- override /adapter: lora` in the defaults list"),
+        ("train: {optimizer: {lr: 1e-4}}", "`optimizer:` is a section of its own, beside `train:`"),
+        ("model: {name: '${MODEL_DIR}'}", 'model.name="$MODEL_DIR" on the command line, where the shell puts it in'),
+        ("data: {sources: [{path: a.jsonl}]}", "`data: {sources: {files: {path: PATH}}}`: each source has a name"),
+        ("training_args: {max_steps: 2}", "`train: {max_steps: 20}` and `optimizer: {lr: 1e-4}`; other TrainingArg"),
+        ("max_steps: 2", "`train: {max_steps: ...}`"),
+    ],
+)
+def test_a_mistake_in_a_file_is_answered_as_a_file_has_it(tmp_path, text, hint):
+    (tmp_path / "mine.yaml").write_text(f"defaults: [finetune, _self_]\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        compose_config(name="mine", extra_dir=tmp_path)
+    assert caught.value.hint.startswith(hint), caught.value
+
+
+def test_a_folder_or_a_file_is_meant_where_no_config_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    (tmp_path / "rows").mkdir()
+    config = compose_config(["model=mine", "data=rows"], name="finetune")
+    assert (config.model.name, config.data.sources["files"].path) == ("mine", "rows")
+    for group, name in (("model", "mine"), ("data", "rows")):
+        (tmp_path / "own" / group).mkdir(parents=True)
+        option = {"model": "defaults: [hub]\nname: a/b\n", "data": "defaults: [docstrings]\n"}[group]
+        (tmp_path / "own" / group / f"{name}.yaml").write_text(option)
+    config = compose_config(["model=mine", "data=rows"], name="finetune", extra_dir=tmp_path / "own")
+    assert (config.model.name, list(config.data.sources)) == ("a/b", ["docstrings"])
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["./mine", "a.jsonl"], "model=./mine data=./a.jsonl"),
+        (["a.jsonl", "b.jsonl"], "data=mixture '+data.sources.part1={path: a.jsonl}' "),
+        (["my rows.jsonl"], "'data=./my rows.jsonl'"),
+    ],
+)
+def test_paths_that_stand_alone_are_all_taken_up(tmp_path, monkeypatch, words, hint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("mine/config.json", "a.jsonl", "b.jsonl", "my rows.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as caught:
+        compose_config(words, name="finetune")
+    assert caught.value.hint.startswith(hint), caught.value

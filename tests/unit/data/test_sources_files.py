@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from pyarrow import feather, ipc
 
 from hfdist.config.data import BadRows, RowFormat, SourceConfig, SourceKind
@@ -440,3 +440,12 @@ def test_linked_folders_are_read_once_wherever_they_lead(tmp_path):
     for path in (tree, f"{tmp_path}/[[]tree]/**/*.jsonl", f"{tmp_path}/**/own/**"):
         shards = find_shards("files", files_config(str(path), tmp_path), tmp_path / "cache")
         assert sorted(shard.name.rpartition("/")[2] for shard in shards) == ["a.jsonl", "b.jsonl"], path
+
+
+def test_a_folder_of_splits_is_refused_with_one_of_them(tmp_path):
+    rows = Dataset.from_list([{"text": "a"}])
+    DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="several splits") as caught:
+        open_shards(str(tmp_path / "saved"), tmp_path / "cache")
+    assert caught.value.hint.endswith("saved/train")
+    assert open_shards(str(tmp_path / "saved" / "train"), tmp_path / "cache")

@@ -68,6 +68,22 @@ def test_a_name_that_nothing_has_is_said():
     assert caught.value.where == "rewards.arithmetic"
 
 
+@pytest.mark.parametrize(
+    ("given", "what", "hint"),
+    [
+        ("arithmetic", "with their weights", "{'arithmetic': 1.0}"),
+        (["arithmetic", "other"], "with their weights", "{'arithmetic': 1.0}"),
+        (len, "with their weights", "{'len': 1.0}"),
+        ({"arithmetic": "2.5"}, "is text", "{'arithmetic': 2.5}"),
+        ({"arithmetic": "high"}, "is text", "{'arithmetic': 1.0}"),
+    ],
+)
+def test_rewards_are_a_mapping_of_numbers(given, what, hint):
+    with pytest.raises(ConfigError, match=what) as caught:
+        load_rewards(given)
+    assert caught.value.hint == hint
+
+
 def test_the_room_loads_no_torch():
     program = "import sys, hfdist, hfdist.rewards; hfdist.Generation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
