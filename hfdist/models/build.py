@@ -295,9 +295,10 @@ def initialize_by_name(
             layout.gathered(reachable, writes=True),
             _drawing_anew([] if chosen is None else reachable, kept),
             _on_cpu_in_float32(reachable),
-            torch.random.fork_rng(),
+            torch.random.fork_rng(devices=[]),
         ):
-            torch.manual_seed(_key(seed, name))
+            # It draws on the CPU. torch.manual_seed also notes a stack for each kind of GPU that is not in use yet.
+            torch.default_generator.manual_seed(_key(seed, name))
             owner._init_weights(module)
         initialized.update(id(parameter) for parameter in own)
 
