@@ -483,18 +483,23 @@ class DistributedTrainerMixin(_Trainer):
             self._figures |= self.options.objective.figures(trains=True)
         self._share_sft_metrics()
 
+    @contextmanager
+    def without_epoch(self) -> Iterator[None]:
+        """Log no epoch of a stream: the original takes all of it for one, which would be the share of the steps."""
+        epoch = self.state.epoch
+        if self.token_stream is not None:
+            self.state.epoch = cast(Any, None)
+        try:
+            yield
+        finally:
+            self.state.epoch = epoch
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add its figures to a training line, for all trackers alike. Users may call it on one rank: no collective."""
         figures, is_due = self._figures if "loss" in logs else {}, self.control.should_log
         logs |= figures
-        epoch = self.state.epoch
-        if self.token_stream is not None:
-            # The original takes all of a stream for one epoch: this would be the share of the steps.
-            self.state.epoch = cast(Any, None)
-        try:
+        with self.without_epoch():
             super().log(logs, *args, **kwargs)
-        finally:
-            self.state.epoch = epoch
         if figures:
             self._figures = {}
         elif self.engine is not None:

@@ -76,6 +76,7 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
     assert output.count("held-out loss") == 1, "only rank 0 reports"
     run_dir = tmp_path / "runs" / "first"
     lines = read_lines(RunFolder(run_dir).metrics)
+    assert not any("epoch" in line for line in lines), "of a stream, it would be the share of the steps"
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"}
     assert wanted <= set(lines[0])

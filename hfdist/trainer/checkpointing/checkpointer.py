@@ -354,7 +354,8 @@ class Checkpointer:
 
     def _log(self, figures: dict[str, float]) -> None:
         # Not by the class's own `log`: one that adds its metrics to each line must not spend them on this one.
-        Trainer.log(self._trainer, figures)
+        with self._trainer.without_epoch():
+            Trainer.log(self._trainer, figures)
 
     # ---- what was read ----
 
