@@ -56,6 +56,7 @@ SEAMS = {
     "_hp_optimizer_states_linked": "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer",
     "_init_weights": "transformers.PreTrainedModel",
     "_initial_global_step": "transformers.Trainer",
+    "_instances": "tqdm.tqdm",
     "_is_fsdp_managed_module": "transformers.distributed.fsdp",
     "_is_hf_initialized": "transformers.PreTrainedModel",
     "_is_stateful": "transformers.PreTrainedModel",

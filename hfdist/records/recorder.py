@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -213,12 +212,9 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
 def find_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Give the versions of Python and of packages."""
     versions = {"Python": platform.python_version()}
-    return versions | {package: _version(package) for package in packages}
-
-
-@cache
-def _version(package: str) -> str:
-    # A checkout that is not installed has none.
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return "of an unknown version"
+    for package in packages:
+        # A checkout that is not installed has none.
+        versions[package] = "of an unknown version"
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -101,6 +101,8 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     optimizer, _ = arguments.get("optimizers") or (None, None)
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
     engine = distribute(kind, strategy, arguments["model"])
+    if not engine.reduces_gradients:
+        _check_count(arguments.get("args"), strategy.topology)
     if own is not None:
         own.move_to(engine.model)
     return engine, arguments | {"model": engine.model}
@@ -118,11 +120,6 @@ def distribute(kind: type, strategy: Strategy, model: nn.Module) -> Engine:
 
 def _check_arguments(args: Any, strategy: Strategy) -> None:
     """Compare TrainingArguments with the layout's numbers, which the original class reads there."""
-    counted = getattr(args, "world_size", None)
-    if counted is not None and counted != strategy.topology.world_size:
-        what, hint = "each process would train alone", "TrainingArguments(use_cpu=True) where there are no GPUs"
-        found = f"TrainingArguments count {counted}, the launcher has started {strategy.topology.world_size}"
-        raise ConfigError(what, where="args", found=found, allowed="all processes", hint=hint)
     for name, value in strategy.training_arguments().items():
         if getattr(args, name, None) != value:
             what = "the training arguments were not made for this strategy"
@@ -148,6 +145,15 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
         what = "it deals rows to all processes, and here several of them must read the same rows"
         where, hint = "args.train_sampling_strategy", "group_by_length, or a strategy such as zero3 or fsdp2 alone"
         raise ConfigError(what, where=where, found="batch_rebalance", hint=hint)
+
+
+def _check_count(args: Any, topology: Topology) -> None:
+    """Refuse arguments that count other processes than there are, where accelerate is to reduce the gradients."""
+    counted = getattr(args, "world_size", None)
+    if counted is not None and counted != topology.world_size:
+        what, hint = "each process would train alone", "TrainingArguments(use_cpu=True) where there are no GPUs"
+        found = f"TrainingArguments count {counted}, the launcher has started {topology.world_size}"
+        raise ConfigError(what, where="args", found=found, allowed="all processes", hint=hint)
 
 
 def _check_half_weights(model: nn.Module, args: Any) -> None:

@@ -27,7 +27,7 @@ def answer(folder):
 
 
 def peaks_mib(output):
-    (line,) = re.findall(r"\n  memory +host (.+)", output)
+    (line,) = re.findall(r"\n  peak +host (.+)", output)
     return [float(size) * {"MiB": 1, "GiB": 1024}[unit] for size, unit in re.findall(r"([\d.]+) ([MG]iB)", line)]
 
 

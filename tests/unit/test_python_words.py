@@ -13,7 +13,7 @@ from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.python_words import in_python
 from hfdist.errors import ConfigError
 from hfdist.strategies.select import make_strategy
-from hfdist.trainer.engine_setup import _check_arguments, _check_half_weights, find_strategy
+from hfdist.trainer.engine_setup import _check_count, _check_half_weights, find_strategy
 from tests.unit.config.test_checks import CONTRADICTIONS
 from tests.unit.tiny import llama
 
@@ -153,9 +153,8 @@ def test_float16_is_refused_where_gradients_are_scaled_in_float32(tmp_path):
 def test_processes_that_the_arguments_do_not_count_are_refused(tmp_path):
     strategy = make_strategy(global_batch_size=8)
     args = TrainingArguments(str(tmp_path), use_cpu=True, **strategy.training_arguments())
-    strategy.topology = replace(strategy.topology, world_size=2)
     with pytest.raises(ConfigError, match="each process would train alone") as caught:
-        _check_arguments(args, strategy)
+        _check_count(args, replace(strategy.topology, world_size=2))
     assert "use_cpu=True" in caught.value.hint
 
 
