@@ -62,6 +62,19 @@ class Key:
             words = _describe(kind)
         return f"{words}, or null" if optional else words
 
+    def accepts(self, text: str) -> bool:
+        """Whether a command line may give it this value: text, a number or a name of its own values."""
+        kind, is_optional = _without_none(self.type)
+        if text == "null":
+            return is_optional
+        if kind is str or self.is_free or self.takes_list:
+            return True
+        try:
+            _typed(self.type, text if issubclass(kind, Enum) else json.loads(text.lower()), self)
+        except (ConfigError, ValueError, TypeError):
+            return text == "..."
+        return True
+
 
 @cache
 def all_keys() -> Mapping[str, Key]:
@@ -182,20 +195,6 @@ def _typed(hint: Any, value: Any, key: Key) -> Any:
         found = printable(repr(value), _MOST_SHOWN)
         raise ConfigError("this value is not possible", where=key.name, found=found, allowed=key.allowed)
     return made
-
-
-def fits(key: Key, text: str) -> bool:
-    """Whether a key takes what a command line says so: text, a number or a name of its own values."""
-    kind, is_optional = _without_none(key.type)
-    if text == "null":
-        return is_optional
-    if kind is str or key.is_free or key.takes_list:
-        return True
-    try:
-        _typed(key.type, text if issubclass(kind, Enum) else json.loads(text.lower()), key)
-    except (ConfigError, ValueError, TypeError):
-        return text == "..."
-    return True
 
 
 def _unescaped(value: Any) -> Any:

@@ -24,7 +24,7 @@ from hfdist.config.composition.aliases import VALUES, override_for, override_for
 from hfdist.config.composition.files import display, list_groups, list_options, read_config_text
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import TRACKERS
-from hfdist.config.schema import all_keys, find_key, fits, flatten, members, nearest_key, unknown_keys
+from hfdist.config.schema import all_keys, find_key, flatten, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
 
 _REWARDS = "task.rewards"
@@ -245,9 +245,9 @@ def _bad_value(
     else:
         hint = None if allowed is None else _hint_for_value(key, value, allowed)
     if hint and is_in_file and hint.startswith(f"{key}="):
-        fits, leaf = hint.partition("=")[2], key.rpartition(".")[2]
-        of_group = f"`- override /{key}: {fits}` in the defaults list of the file, in place of this line"
-        hint = of_group if options else f"`{leaf}: {fits}` in {place}"
+        option, leaf = hint.partition("=")[2], key.rpartition(".")[2]
+        of_group = f"`- override /{key}: {option}` in the defaults list of the file, in place of this line"
+        hint = of_group if options else f"`{leaf}: {option}` in {place}"
     what = "the value has the wrong type or is not among the allowed"
     found = repr(value) if isinstance(value, str) else value
     if re.search(r"not Optional|Incompatible value 'None'", str(cause)):
@@ -357,7 +357,7 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
         return f"{near}.{members(known.name)[0]}=..."
     if near is None:
         return None
-    return f"{near}={text}" if known is None or fits(known, str(text)) else f"{near}, which takes {known.allowed}"
+    return f"{near}={text}" if known is None or known.accepts(str(text)) else f"{near}, which takes {known.allowed}"
 
 
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:

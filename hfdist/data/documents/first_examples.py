@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from hfdist.config.data import DataConfig, TooLong
@@ -20,15 +22,15 @@ _ASKING = {"user", "system", "developer", "tool"}
 
 def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
     """Look at the first examples: give the roles that were found in them ("": no conversations), and a hint."""
-    roles: Counter[str] = Counter()
-    for number in range(min(corpus.num_documents, _MOST_LOOKED_AT) if corpus.has_examples else 0):
-        roles.update(_roles(corpus, number))
+    turns = [turn for example in _first_examples(corpus, _MOST_LOOKED_AT) for turn in _turns(example)]
+    roles = Counter(str(turn.get("role")) for turn in turns)
+    answers = [turn for turn in turns if turn.get("role") == _ANSWERS]
     found = f"turns of the roles {', '.join(f'{role} ({count:,})' for role, count in roles.most_common(5))}"
     if roles and not roles.keys() - _ASKING:
         return found, f"turns of the role `{_ANSWERS}` in the rows: they are what is learned"
-    if roles and _ANSWERS not in roles:
+    if roles and not answers:
         return found, f"a turn of the role `{_ANSWERS}` is what is learned: rename the role of the answers in the rows"
-    if roles and not any(_answers(corpus, number) for number in range(min(corpus.num_documents, _MOST_LOOKED_AT))):
+    if roles and not any(turn.get("content") or turn.get("tool_calls") for turn in answers):
         return f"{found}; no answer has a text", "the answers in the rows, which are learned"
     cut = "data.too_long=truncate_start" if config.too_long is TooLong.truncate_end else "a larger data.sequence_length"
     return found if roles else "", f"{cut} where answers were cut off; report.preview=2 shows what is learned"
@@ -36,16 +38,13 @@ def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
 
 def are_chats(corpus: Corpus) -> bool | None:
     """Whether examples are turns of a chat, by the first one that can be read; None: plain text, or tokens."""
-    if not corpus.has_examples:
-        return None
-    examples = (_example(corpus, number) for number in range(min(corpus.num_documents, _MOST_TRIED)))
+    examples = _first_examples(corpus, _MOST_TRIED)
     return next(("messages" in example for example in examples if {"messages", "prompt"} & example.keys()), None)
 
 
 def are_alike(corpus: Corpus) -> bool:
     """Whether the two answers of each of the first pairs are the same, so that nothing tells them apart."""
-    numbers = range(min(corpus.num_documents, _MOST_TRIED) if corpus.has_examples else 0)
-    examples = [_example(corpus, number) for number in numbers]
+    examples = _first_examples(corpus, _MOST_TRIED)
     pairs = [example for example in examples if isinstance(example.get("rejected"), str | list)]
     return bool(pairs) and all(_chosen(example) == example["rejected"] for example in pairs)
 
@@ -54,24 +53,16 @@ def _chosen(example: dict[str, Any]) -> Any:
     return example["messages"][example["learned_from"] :] if "messages" in example else example["completion"]
 
 
-def _roles(corpus: Corpus, number: int) -> list[str]:
-    return [str(turn.get("role")) for turn in _turns(corpus, number)]
-
-
-def _turns(corpus: Corpus, number: int) -> list[dict[str, Any]]:
-    turns = _example(corpus, number).get("messages")
+def _turns(example: dict[str, Any]) -> list[dict[str, Any]]:
+    turns = example.get("messages")
     return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
 
 
-def _answers(corpus: Corpus, number: int) -> bool:
-    turns = _turns(corpus, number)
-    return any(turn.get("role") == _ANSWERS and (turn.get("content") or turn.get("tool_calls")) for turn in turns)
-
-
-def _example(corpus: Corpus, number: int) -> dict[str, Any]:
-    try:
-        example: Any = json.loads(corpus.text(number))
-    # A text may be any JSON, or none.
-    except (DataError, ValueError, RecursionError):
-        return {}
-    return example if isinstance(example, dict) else {}
+def _first_examples(corpus: Corpus, most: int) -> Iterator[dict[str, Any]]:
+    """Read the first examples, one when it is asked for; {}: it cannot be read, or a text that is no example."""
+    for number in range(min(corpus.num_documents, most) if corpus.has_examples else 0):
+        example: Any = None
+        # A text may be any JSON, or none.
+        with suppress(DataError, ValueError, RecursionError):
+            example = json.loads(corpus.text(number))
+        yield example if isinstance(example, dict) else {}
