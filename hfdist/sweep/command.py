@@ -36,6 +36,7 @@ from hfdist.records import RunFolder
 from hfdist.records.lines import parse_line
 from hfdist.records.trials import SETTINGS, Trial
 from hfdist.sweep.controller import Controller, Sweep
+from hfdist.sweep.end_screen import describe_end
 from hfdist.sweep.launchers.base import LOG, Launcher
 from hfdist.sweep.launchers.local import LocalLauncher
 from hfdist.sweep.launchers.ray import RayLauncher
@@ -227,20 +228,9 @@ def _sweep(arguments: list[str]) -> None:
             _say(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in shares.items())}")
     best = controller.best()
     if best is not None:
-        history = controller.history(best)
-        folder = sweep.folder_of(best)
-        _say(f"best: {folder}: {' '.join(as_overrides(best.values))}")
-        for one in history[:-1]:
-            _say(f"  up to step {one.results[-1].step}, trial {one.number}: {' '.join(as_overrides(one.values))}")
-        path = write_best(sweep, history)
-        run = RunFolder(folder)
-        for delivered in (run.model, run.adapter):
-            if delivered.is_dir():
-                _say(f"its {delivered.name}: {delivered}")
-        _say("what comes next:")
-        _say(f"  hfdist report {sweep.folder}  # makes a page of all trials")
+        path = write_best(sweep, controller.history(best))
         again = f"hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}"
-        _say(f"  {again}  # trains the best one again")
+        _say(describe_end(sweep, controller, best, again))
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")

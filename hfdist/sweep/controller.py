@@ -303,15 +303,18 @@ class Controller:
 
     def table(self) -> str:
         """All trials, the best first."""
-        rows: list[list[str]] = [["trial", self._config.metric, "tokens", "rung", "values"]]
+        # Without rungs each trial has one.
+        rungs = ["rung"] if self.sweep.has_lengths else []
+        rows: list[list[str]] = [["trial", self._config.metric, "tokens", *rungs, "values"]]
         for trial in self._ranked(self.log.trials):
             shown = "failed" if trial.failure is not None else "-"
             value = shown if trial.value is None else f"{trial.value:.4f}"
             values = " ".join(as_overrides(trial.values))
-            rows.append([str(trial.number), value, f"{trial.tokens:,}", str(len(trial.results)), values])
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+            reached = [str(len(trial.results)) for _ in rungs]
+            rows.append([str(trial.number), value, f"{trial.tokens:,}", *reached, values])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
         return "\n".join(
-            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
         )
 
 

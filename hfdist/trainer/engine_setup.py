@@ -53,6 +53,10 @@ def find_strategy(strategy: Any, arguments: dict[str, Any]) -> tuple[Strategy, d
     where = "Trainer(strategy)"
     if not isinstance(strategy, str):
         allowed, hint = 'hfdist.make_strategy(...), the name of a preset such as "fsdp2", None', 'strategy="fsdp2"'
+        if isinstance(strategy, dict) and strategy:
+            name = [repr(strategy["name"])] if "name" in strategy else []
+            given = {"global_batch_size": 8} | {key: value for key, value in strategy.items() if key != "name"}
+            hint = f"strategy=hfdist.make_strategy({', '.join([*name, *(f'{k}={v!r}' for k, v in given.items())])})"
         raise ConfigError("this is no strategy", where=where, found=repr(strategy), allowed=allowed, hint=hint)
     args = arguments.get("args")
     if args is None:

@@ -108,7 +108,9 @@ def _check_reinforcement(config: RunConfig) -> None:
         what, hint = "answers need a reward", "'task.rewards={arithmetic: 1.0}'"
         if RowFormat.prompt in _formats(config).values():
             hint = f"data.format=prompt_completion {hint}"
-        raise ConfigError(what, where="task.rewards", found="none", allowed="{NAME: WEIGHT}", hint=hint)
+        hint += "; docs/rewards.md has others, and how to write one"
+        allowed = f"{{NAME: WEIGHT}}, of {', '.join((*_WITH_REFERENCE, REWARD_MODEL))}, or of a package of your own"
+        raise ConfigError(what, where="task.rewards", found="none", allowed=allowed, hint=hint)
     compared = [name for name in config.task.rewards if name in _WITH_REFERENCE]
     if compared and RowFormat.prompt in _formats(config).values():
         what = "this reward compares an answer with the data's, and prompts alone have none"

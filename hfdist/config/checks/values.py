@@ -104,9 +104,9 @@ def _check_model(config: RunConfig) -> None:
         raise ConfigError("no model is named", where=both, found="both null", allowed=allowed, hint=hint)
     if model.name is not None and model.type is not None:
         what = "two models are named: the architecture of a model.name is known, so it takes no model.type"
-        is_path = "/" in model.name or os.path.isdir(model.name)
+        is_path = "/" in model.name or os.path.exists(model.name) or model.name.endswith(".gguf")
         hint = f"model=hub model.name={model.name}" if is_path else f"model={model.name} model.name=null"
-        hint = f"{hint}, or model.name=null"
+        hint = f"{hint}, or model.name=null for a model that begins with random weights"
         raise ConfigError(what, where=both, found=f"{model.name} and {model.type}", hint=hint)
     if model.gguf_file is not None and (model.name is None or not model.gguf_file.endswith(".gguf")):
         what = "a GGUF file lies in a repository or folder, which model.name gives"

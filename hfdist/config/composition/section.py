@@ -16,7 +16,7 @@ from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for
 from hfdist.config.composition.files import display, list_options, read_config_text, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.schema import Key, flatten, keys_of, values_by_key
+from hfdist.config.schema import Key, all_keys, find_key, flatten, keys_of, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
 
@@ -37,7 +37,7 @@ class Section:
         """Merge a file and overrides over the defaults, and check them; ConfigError: the first mistake."""
         config = OmegaConf.structured(self._kind)
         given = [(f"{self._prefix}{key}", value, display(path)) for key, value in self.read(path).items()]
-        given += [(*_parse(override), COMMAND_LINE) for override in overrides]
+        given += [(*self._parse(override), COMMAND_LINE) for override in overrides]
         for key, value, place in given:
             config = self._merge(config, key, value, place)
         try:
@@ -97,7 +97,11 @@ class Section:
             if name not in self.keys:
                 called = override_for(name, value) or ""
                 is_own = called.startswith(self._prefix)
-                hint = called if is_own else nearest(name, self.keys, f"{{}}={value}", cutoff=0.6)
+                hint = called if is_own else self._of_a_run(name, value)
+                leaves = [key.removeprefix(self._prefix) for key in self.keys]
+                hint = hint or nearest(
+                    name.removeprefix(self._prefix), leaves, f"{self._prefix}{{}}={value}", cutoff=0.6
+                )
                 section = self.keys.get(name.rpartition(".")[0])
                 known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]
                 what, names = f"there is no key `{name}`", ", ".join(known)
@@ -112,6 +116,27 @@ class Section:
             # A member of a free mapping is no key itself.
             allowed = (self.keys.get(key) or self.keys[key.rpartition(".")[0]]).allowed
             raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
+
+    def _of_a_run(self, name: str, value: Any) -> str | None:
+        """Give the override of a run whose key was put into this section; None: it is no key of a run."""
+        leaf = name.removeprefix(self._prefix)
+        values = ",".join(map(str, value)) if isinstance(value, list) else value
+        named = [key for key in all_keys() if leaf in (key, key.rpartition(".")[2]) and find_key(key) is not None]
+        return f"{named[0]}={values}" if named else override_for(leaf, values)
+
+    def _parse(self, override: str) -> tuple[str, Any]:
+        key, _, value = override.partition("=")
+        try:
+            parsed = OverridesParser.create().parse_override(override)
+            if parsed.is_sweep_override() or parsed.is_add() or parsed.is_delete():
+                raise HydraException("only key=value")
+            refuse_secrets(parsed.value(), key, place=COMMAND_LINE)
+            return parsed.key_or_group, parsed.value()
+        except HydraException as error:
+            quoted = f"quote it, for the shell and for the config: '{key}=\"{value}\"'"
+            what, hint = "this is not an override", None if key in self.keys else self._of_a_run(key, value)
+            hint = hint or quoted
+            raise ConfigError(what, where=COMMAND_LINE, found=override, allowed="key=value", hint=hint) from error
 
     def _members(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Give the keys that a value sets, each with its full name."""
@@ -137,16 +162,3 @@ class Section:
                 if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):
                     what = f"a value of a {self._group} is one line"
                     raise ConfigError(what, where=name, found=text, allowed="text without control characters")
-
-
-def _parse(override: str) -> tuple[str, Any]:
-    key, _, value = override.partition("=")
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-        if parsed.is_sweep_override() or parsed.is_add() or parsed.is_delete():
-            raise HydraException("only key=value")
-        refuse_secrets(parsed.value(), key, place=COMMAND_LINE)
-        return parsed.key_or_group, parsed.value()
-    except HydraException as error:
-        what, hint = "this is not an override", f"quote it, for the shell and for the config: '{key}=\"{value}\"'"
-        raise ConfigError(what, where=COMMAND_LINE, found=override, allowed="key=value", hint=hint) from error

@@ -459,6 +459,9 @@ class RowReader:
             hint = f"{named}; data.format=prompt, where rewards need none"
         elif self.format is RowFormat.preference and any(set(form.needed) <= set(present) for form in _FORMS.values()):
             hint = "hfdist sft learns from such rows; dpo and reward compare a chosen answer with a rejected one"
+        elif "messages" in present and missing[:1] == ["prompt"]:
+            # What is asked, and the answer that is compared: a list of messages each.
+            hint = 'rows such as {"prompt": messages[:-1], "completion": messages[-1:]}'
         # Of a row, columns without a value are not here.
         elif len(free) >= len(missing) > 0 and not is_row:
             hint = self._mapping(dict(zip(missing, free, strict=False)))

@@ -281,10 +281,10 @@ class Run:
         logger.info("%s", describe_run(config, trainer, data=_describe_data(data), plan=self.plan))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
-                logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
+                logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task))
                 if (advice := advise(data.corpus, data.tokenizer, config)) is not None:
                     logger.warning("%s", advice)
-            for text in preview(data.stream, data.tokenizer, config.report.preview):
+            for text in preview(data.stream, data.tokenizer, config.report.preview, config.task):
                 logger.info("%s", text)
         if config.optimizer.changes:
             trainer.add_callback(OptimizerChanges(config.optimizer))
@@ -361,7 +361,8 @@ class Run:
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, goes_on=start.goes_on))
             trainer.args.eval_on_start = bool(config.evaluate.at_start) and start.checkpoint is None
-            with naming_lack_of_memory(self.plan), reporting("before the end of the first step") as ended:
+            first = "evaluating, then taking the first step" if trainer.args.eval_on_start else "taking the first step"
+            with naming_lack_of_memory(self.plan), reporting(first) as ended:
                 trainer.add_callback(_FirstStep(ended))
                 trainer.train(resume_from_checkpoint=start.checkpoint)
             if replicas is not None:

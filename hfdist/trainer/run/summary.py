@@ -36,6 +36,8 @@ from hfdist.trainer.trainer import Trainer
 _OPEN, _SHUT = "\u27e6", "\u27e7"
 _MOST_CHARACTERS = 600
 _SURVEYED_DOCUMENTS = 256
+_EXAMPLES = {"docstrings"}
+"""Sources that hfdist finetune reads if no other is named."""
 _TURNS = {"instruction": "prompt", "output": "completion"}
 """Columns that become turns, in place of those that become plain text."""
 
@@ -110,13 +112,19 @@ def describe_kernels(trainer: Trainer) -> str:
     return f"{trainer.engine.description}; loss {'of all logits' if head is None else head.description}"
 
 
-def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:
+def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int, task: TaskConfig) -> Iterator[str]:
     """Show the next sequences of a stream, decoded from what the model gets; the stream stays where it is."""
     for number, (_, _, sequence) in enumerate(islice(stream.packed(0, 1), count), 1):
         num_targets = int((sequence.rows[LABELS] != IGNORED).sum())
         share = 100 * num_targets / max(sequence.num_tokens, 1)
-        head = f"sequence {number}: {sequence.num_tokens:,} tokens, {num_targets:,} of them targets ({share:.1f} %)"
+        what = _marked(task)
+        head = f"sequence {number}: {sequence.num_tokens:,} tokens, {num_targets:,} of them {what} ({share:.1f} %)"
         yield f"{head}, between {_OPEN} and {_SHUT}\n{_show(sequence, tokenizer)}"
+
+
+def _marked(task: TaskConfig) -> str:
+    """Name the tokens that an example marks as its answer: with rewards they are compared, and not learned."""
+    return "of the reference" if task.name.is_reinforcement else "targets"
 
 
 def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -146,7 +154,7 @@ def _safe(text: str) -> str:
     return f"{safe[:half]} [{len(safe) - 2 * half:,} characters] {safe[-half:]}"
 
 
-def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: TaskConfig) -> str:
     """Say what becomes of some examples: their length, the share of targets, and how many are cut or left out."""
     documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
     read = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
@@ -164,13 +172,15 @@ def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfi
     ]
     told = "".join(f"; {count} {what}" for count, what in notes if count)
     mean = num_tokens / max(len(trained), 1)
-    return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them targets{told}"
+    return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them {_marked(task)}{told}"
 
 
 def advise(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> str | None:
-    """Say that pairs have nothing to learn, or that a model of chats learns plain text; None: neither."""
+    """Say what a user may not have meant: equal pairs, an example of ours, chats as plain text; None: nothing."""
     if are_alike(corpus):
         return "chosen and rejected are the same in each of the first pairs: they tell nothing apart"
+    if config.model.init is Init.pretrained and config.data.sources.keys() <= _EXAMPLES:
+        return "the model learns from an example, Python's own docstrings; for your data: data=FILE or data=FOLDER"
     if config.model.init is not Init.pretrained or tokenizer.chat_template is None or are_chats(corpus) is not False:
         return None
     data, hint = config.data, "rows whose prompt and answers are lists of messages"

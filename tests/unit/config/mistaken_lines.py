@@ -296,6 +296,8 @@ LINES = [
     "job to=slurm launch.processes=4",
     "job to=slurm strategy=ddp",
     "sweep sweep=grid optimizer.lr=1e-3",
+    "sweep sweep=grid sweep.lr=[1e-3,3e-3]",
+    "sweep sweep=grid sweep.learning_rate=1e-3,3e-3",
     "sweep sweep=grid 'optimizer.lr=interval(1e-4, 1e-2)'",
     "sweep sweep=grd optimizer.lr=1e-3,3e-3",
     "sweep sweep=grid cluster=slurm optimizer.lr=1e-3,3e-3",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hfdist.config.data import BadRows, ChatConfig, DataConfig, Packing, RowFormat, SourceConfig, SourceKind, TooLong
+from hfdist.config.task import TaskConfig
 from hfdist.data import TokenStream, build_held_out, describe_losses, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import Status
@@ -130,7 +131,7 @@ class TestTooLong:
         losses = f"1 cut to {LENGTH} tokens, 2 left out without a target"
         assert describe_losses([records], config) == losses
         assert describe_losses([records[records["document"] == 0]], config) is None
-        told = survey(stream.corpus, tokenizer(), config)
+        told = survey(stream.corpus, tokenizer(), config, TaskConfig())
         assert told.startswith("5 examples: ")
         assert told.endswith(f"; 1 cut to {LENGTH} tokens; 2 left out without a target")
 
@@ -276,7 +277,7 @@ def test_a_tokenizer_without_a_template_stops_before_training(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.chat\.template"):
         Encoders(train_bpe(["a b"], 300), config.chat).check(corpus_of(config).shards)
     with pytest.raises(ConfigError, match=r"data\.chat\.template"):
-        survey(corpus_of(config), train_bpe(["a b"], 300), config)
+        survey(corpus_of(config), train_bpe(["a b"], 300), config, TaskConfig())
 
 
 def test_text_and_conversations_go_together(tmp_path):
@@ -309,7 +310,7 @@ class TestPreview:
     def test_it_shows_what_the_stream_gives(self, tmp_path):
         stream = stream_of(config_of(tmp_path))
         before = json.dumps(stream.state_dict())
-        shown = list(preview(stream, tokenizer(), 2))
+        shown = list(preview(stream, tokenizer(), 2, TaskConfig()))
         assert json.dumps(stream.state_dict()) == before
         for text, (_, _, sequence) in zip(shown, stream.packed(0, 1), strict=False):
             labels = sequence.rows[LABELS]
@@ -326,7 +327,7 @@ class TestPreview:
         asked = {"role": "user", "content": "\x1b[31m" + "Hi " * 900}
         rows = [{"messages": [asked, {"role": "assistant", "content": "a"}]}]
         stream = stream_of(config_of(tmp_path, lanes=1, sequence_length=2048), rows)
-        (text,) = preview(stream, tokenizer(), 1)
+        (text,) = preview(stream, tokenizer(), 1, TaskConfig())
         assert "\u27e6a<|im_end|>\u27e7" in text
         assert "\x1b[31m" not in text
         assert "\\x1b[31mHi" in text

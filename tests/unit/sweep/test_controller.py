@@ -21,6 +21,7 @@ from hfdist.records import RunFolder, read_lines, read_run
 from hfdist.records.trials import Result, TrialLog
 from hfdist.sweep import live
 from hfdist.sweep.controller import Controller, Sweep
+from hfdist.sweep.end_screen import describe_end
 from hfdist.sweep.launchers.local import LocalLauncher, TrialProcess
 from hfdist.sweep.space import Space, parse_dimension
 from tests.unit.sweep.trial import TOKENS_PER_STEP, loss
@@ -250,7 +251,19 @@ def test_a_trial_that_fails_does_not_stop_the_others(tmp_path):
     assert [trial.failure for trial in book.trials] == [None, "the loss is not finite", None]
     controller = Controller(sweep, make_launcher(sweep), print)
     assert controller.best().values == {"optimizer.lr": 1e-2}
-    assert controller.table().splitlines()[-1].split() == ["1", "failed", "0", "0", "optimizer.lr=0.1"]
+    assert controller.table().splitlines()[-1].split() == ["1", "failed", "0", "optimizer.lr=0.1"]
+    told = describe_end(sweep, controller, controller.best(), "hfdist pretrain")
+    # Of the three values 1e-2 is between the others; it is the largest of those that have ended, but not of all tried.
+    assert told.startswith(f"best: {sweep.folder_of(controller.best())}: optimizer.lr=0.01\nused by all trials: ")
+
+
+def test_the_end_says_that_the_best_value_is_the_last_one_that_was_tried(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "grid", values="1e-3,1e-2")
+    sweep.folder.mkdir()
+    finish(sweep, tmp_path / "lines")
+    controller = Controller(sweep, make_launcher(sweep), print)
+    told = describe_end(sweep, controller, controller.best(), "hfdist pretrain")
+    assert "  optimizer.lr=0.01 is the largest that was tried: a larger one may be better\n" in told
 
 
 def test_a_trial_that_cannot_begin_is_no_result_of_its_earlier_rung(tmp_path):
