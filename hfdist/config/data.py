@@ -125,24 +125,40 @@ class SourceConfig:
     """One named source of documents."""
 
     kind: SourceKind = SourceKind.files
-    """`stdlib`: the installed Python standard library's own source, no download; `docstrings`: what its functions do,
-    as conversations; `files`: files by glob; `hub`: a dataset that `datasets` opens; `tokens`: what
-    `recipes/pretokenize.py` wrote."""
+    """What the source is: stdlib | docstrings | files | hub | tokens.
+
+    `stdlib`: the installed Python standard library's own source, no download; `docstrings`: what its functions do, as
+    conversations; `files`: files by glob; `hub`: a dataset that `datasets` opens; `tokens`: what
+    `recipes/pretokenize.py` wrote.
+    """
     path: str | None = None
-    """files: a file, folder or glob of .parquet, .arrow, .jsonl(.gz|.zst), .ndjson or .txt, here or at http(s)://, s3://,
-    gs://, hf://; hub: the dataset's id or saved folder; tokens: the folder."""
+    """Where it lies. files: file, folder, glob or URL; hub: id or folder; tokens: folder.
+
+    Files are .parquet, .arrow, .jsonl(.gz|.zst), .ndjson or .txt, here or at http(s)://, s3://, gs://, hf://.
+    """
     text: Any = field(default="text", metadata={LIMIT: _COLUMN})
-    """The column that holds the text, or a list of columns, of which each file has one. Unused for .txt files, which
-    are one document each."""
+    """Column of the text (parquet, arrow, jsonl, hub); a list: each file has one of them.
+
+    Unused for .txt files, which are one document each.
+    """
     columns: dict[str, Any] = field(default_factory=dict)
-    """By the name that a format has for a column: the column of the rows, such as {prompt: question}; `a.b` is b within
-    a; a list: the first that a row has. Empty: as `data.columns` says."""
+    """Columns as data.columns has them, for this source alone.
+
+    By the name that a format has for a column: the column of the rows; `a.b` is b within a. Empty: as `data.columns`
+    says.
+    """
     format: RowFormat | None = None
+    """What its rows hold; null: as data.format says."""
     subset: str | None = None
+    """hub: the dataset's configuration."""
     split: str = "train"
+    """hub: the dataset's split."""
     revision: str | None = None
+    """hub: branch, tag or commit."""
     weight: float | None = limited(None, above=0)
+    """Share of the sequences beside the other weights; null for all: documents are mixed as they are."""
     epochs: int | None = limited(None, at_least=1)
+    """Passes at the most, then the others go on without it; null: no limit."""
 
 
 @dataclass(kw_only=True)
@@ -160,10 +176,16 @@ class ChatConfig:
     """How conversations become tokens and targets."""
 
     template: str | None = None
+    """File with a chat template in Jinja, or chatml; null: the tokenizer's own."""
     system: str | None = None
+    """System prompt of conversations that have none."""
     train_on: TrainOn = TrainOn.assistant
-    """Which tokens are targets; of a prompt with its completion: `all`, or only the completion."""
+    """Targets: assistant (all its turns) | last (its last one) | all (every token).
+
+    Of a prompt with its completion: `all`, or only the completion.
+    """
     template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as {enable_thinking: false}."""
 
 
 @dataclass(kw_only=True)
@@ -171,35 +193,65 @@ class DataConfig:
     """The token stream."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Sources by name; documents of all are mixed."""
     anneal: list[WeightChange] = field(default_factory=list)
-    """Weights that replace those of the sources from a step on, in order of steps. Counted in global batches, which are
-    the steps but for batches without a target: those take no step."""
+    """Weights after so many batches: [{step: 900, weights: {web: 1, books: 4}}]; 0 pauses a source.
+
+    Counted in global batches, which are the steps but for batches without a target: those take no step.
+    """
     sequence_length: int = limited(512, at_least=2)
+    """Tokens in a sequence."""
     packing: Packing = Packing.concat
+    """How documents become sequences: concat (cut) | best_fit (whole) | none (one each) | auto (as needed)."""
     too_long: TooLong = TooLong.split
-    """What to do with a document longer than a sequence. With `packing=none`, `split` keeps its beginning only."""
+    """What becomes of longer documents: split | truncate_end | truncate_start | drop.
+
+    With `packing=none`, `split` keeps its beginning only.
+    """
     format: RowFormat = RowFormat.text
+    """What rows hold: see docs/fine-tuning.md and docs/tune.md; auto: told by their columns."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The same of each source that has none of its own."""
+    """Columns of other names: {prompt: question, completion: meta.answer}; a list: the first that is there."""
     keep_columns: bool | None = None
-    """Whether rewards see the columns that the format does not read, as `Generation.columns`; null: in grpo and rloo.
-    What JSON does not have, such as images and times, is left out."""
+    """Whether rewards see the other columns of a row; null: in grpo and rloo.
+
+    They come as `Generation.columns`. What JSON does not have, such as images and times, is left out.
+    """
     chat: ChatConfig = field(default_factory=ChatConfig)
+    """How conversations become tokens and targets."""
     seed: int = limited(0, at_least=0)
+    """Seed of the order of the documents."""
     lanes: int = limited(48, at_least=1)
-    """Independent reading positions. Fixes the order; the number of data ranks must divide it."""
+    """Independent reading positions; the number of data ranks must divide it.
+
+    They fix the order.
+    """
     eval_fraction: float = limited(0.02, at_least=0, at_most=0.5)
-    """Share of documents held out, chosen by a hash of their text, so that equal documents fall on one side."""
+    """Share of documents held out, by a hash of their text.
+
+    Equal documents fall on one side.
+    """
     eval_sources: dict[str, SourceConfig] = field(default_factory=dict)
-    """Held-out documents of their own instead of a share of the others (`eval_fraction=0`): all of each source."""
+    """Held-out files instead (eval_fraction=0), as sources: {val: {path: val.jsonl}}.
+
+    All of each source is held out.
+    """
     eval_sequences: int = limited(128, at_least=1)
+    """Most sequences of an evaluation; with eval_sources of each."""
     workers: int = limited(1, at_least=0)
+    """Processes per rank that read and tokenize ahead; 0: none."""
     prefetch: int = limited(64, at_least=1)
+    """Sequences that each holds ready."""
     on_bad_rows: BadRows = BadRows.error
+    """Rows and files that cannot be read: error | skip | quarantine (skip, and write them down)."""
     quarantine: list[str] = field(default_factory=list)
+    """Rows to take out, as SOURCE:FILE:ROW; everything else stays where it was."""
     cache_dir: str | None = None
+    """Folder of remote files, tokens, indexes and tokenizers; null: $HFDIST_CACHE or ~/.cache/hfdist."""
     file_cache_bytes: int = limited(100 * 2**30, at_least=2**20)
+    """Bytes of remote files that a machine keeps."""
     token_cache_bytes: int = limited(100 * 2**30, at_least=0)
+    """Bytes of tokens that a machine keeps for the next epoch and run; 0: none."""
 
 
 def cache_dir(config: DataConfig) -> Path:

@@ -45,36 +45,59 @@ class IslandsConfig:
     """An island is a launch of its own, in any layout; all islands have the same."""
 
     method: IslandMethod = IslandMethod.none
+    """How launches train one model together: none | diloco | federated | parameter_server."""
     count: int = limited(1, at_least=1)
-    """Islands with which the training begins. Each reads one of so many shares of the data; clients have their own."""
+    """Islands with which the training begins, and which share the data.
+
+    Each reads one of so many shares of the data; clients have their own.
+    """
     index: int = limited(0, at_least=0)
-    """Which of them this launch is."""
+    """Which of the islands this launch is."""
     address: str | None = None
     """HOST:PORT of `hfdist serve`."""
     every: int = limited(100, at_least=1)
-    """Steps of a round; a parameter server has none."""
+    """Steps of a round, at whose end islands exchange what they have learned.
+
+    A parameter server has none.
+    """
     outer_optimizer: OuterRule = OuterRule.nesterov
+    """What steps along the mean of what all have learned: nesterov | adam."""
     outer_lr: float = limited(0.7, above=0)
+    """Rate of the outer step along the mean of what all have learned."""
     outer_momentum: float = limited(0.9, at_least=0, at_most=0.999)
+    """Momentum of the outer step; adam: beta1."""
     outer_beta2: float = limited(0.99, at_least=0, at_most=0.9999)
-    """This and `outer_eps` are Adam's."""
+    """adam: decay of the mean of squares."""
     outer_eps: float = limited(1e-3, above=0)
+    """adam: what is added to the root of the mean of squares."""
     fragments: int = limited(1, at_least=1)
-    """Parts of the model that are exchanged one after another, each once in a round."""
+    """Parts of the model that are exchanged in turn, each once in a round."""
     overlap: int = limited(0, at_least=0)
     """Steps that are trained while an exchange is under way."""
     mix: float = limited(0.0, at_least=0, at_most=0.999)
-    """Share of an island's own weights that stays after an exchange; the rest comes from the outer weights."""
+    """Share of an island's own weights that stays after an exchange.
+
+    The rest comes from the outer weights.
+    """
     participation: float = limited(1.0, above=0, at_most=1)
-    """Share of the clients that train in a round, drawn anew for each; the others wait."""
+    """federated: share of the clients that train in a round.
+
+    They are drawn anew for each; the others wait.
+    """
     proximal: float = limited(0.0, at_least=0)
-    """How strongly the weights are held to those at the round's begin (FedProx), as decoupled decay towards them."""
+    """federated: how strongly weights are held to those at the round's begin (FedProx).
+
+    It is decoupled decay towards them.
+    """
     staleness: int | None = limited(0, at_least=0)
-    """Steps by which an island of a parameter server may be ahead of the slowest one. 0: all push, then there is one
-    step with the mean of all. None: no island waits for another."""
+    """parameter_server: steps by which an island may be ahead of the slowest; null: any.
+
+    0: all push, then there is one step with the mean of all.
+    """
     codec: Codec = Codec.fp32
+    """How changes travel: fp32 | bf16 | int8 | fp4, always added up in float32."""
     timeout_seconds: float = limited(60.0, above=0)
-    """How long an island looks for a server that does not answer, or waits for a part of which nothing comes."""
+    """How long a silent server is looked for, and a part that does not come is waited for."""
 
     @property
     def shares(self) -> int:

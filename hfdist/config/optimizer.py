@@ -102,22 +102,39 @@ class OptimizerConfig:
     """Weight decay is applied to matrices only (parameters with two dimensions or more)."""
 
     name: OptimizerName = OptimizerName.adamw
+    """Update rule: adamw, muon, sgd, adafactor, ...: see docs/optimizers.md."""
     plugin: str | None = None
-    """In place of `name`: an optimizer that an installed package offers, by its entry point in `hfdist.optimizers`."""
+    """In place of name: what an installed package offers, by its entry point in hfdist.optimizers."""
     arguments: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the optimizer's class, such as {momentum: 0.9} of sgd."""
     lr: float | None = limited(3e-4, above=0)
-    """Peak of the learning rate. None: by what is trained, until the config is complete."""
+    """Peak learning rate.
+
+    None: by what is trained, until the config is complete.
+    """
     base_width: int | None = limited(None, at_least=1)
+    """Width (hidden_size) at which lr was found: hidden matrices take lr x base_width / hidden_size."""
     beta1: float = limited(0.9, at_least=0, at_most=0.9999999)
-    """This, `beta2` and `eps` are those of Adam and its relatives."""
+    """Decay of the mean of gradients."""
     beta2: float = limited(0.95, at_least=0, at_most=0.9999999)
+    """Decay of the mean of squared gradients."""
     eps: float = limited(1e-8, above=0)
+    """What is added to the root of the mean of squared gradients."""
     weight_decay: float = limited(0.1, at_least=0)
+    """Decay of weights, of matrices only."""
     fused: bool = True
+    """adamw: whether one kernel updates all parameters."""
     schedule: Schedule = Schedule.cosine
+    """Shape of the rate after warm-up: cosine | wsd (warm-up, stable, decay) | linear | constant."""
     warmup_steps: int = limited(0, at_least=0)
+    """Steps over which the rate rises to lr."""
     warmup_tokens: int | None = limited(None, at_least=0)
+    """In place of warmup_steps: tokens, rounded up to whole steps."""
     warmup_fraction: float | None = limited(None, at_least=0, at_most=0.9)
+    """In place of warmup_steps: share of all steps."""
     decay_fraction: float = limited(0.2, above=0, at_most=1)
+    """wsd: last share of the steps, over which the rate falls."""
     min_lr_ratio: float | None = limited(None, at_least=0, at_most=1)
+    """cosine, wsd: last rate as a share of lr; null: 0.1."""
     changes: list[OptimizerChange] = field(default_factory=list)
+    """Other values after a step: [{step: 200, lr: 1.0e-3}]; also weight_decay, beta1, beta2, eps."""

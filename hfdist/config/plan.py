@@ -1,7 +1,6 @@
 """`plan.*`: for which hardware and how many processes `hfdist plan` works, and what it looks for.
 
-The comments of conf/plan/default.yaml say what each key means. A plan's keys are no part of a run's config: the same
-run is planned for many machines.
+A plan's keys are no part of a run's config: the same run is planned for many machines.
 """
 
 from __future__ import annotations
@@ -28,13 +27,21 @@ class PlanConfig:
     """`plan.*`: the machines of a plan, and what is asked."""
 
     hardware: str | None = None
+    """Device of conf/hardware/, such as h100_80gb; null: what this machine has."""
     processes: int | None = limited(None, at_least=1)
+    """Number of processes, one a device; null: launch.processes."""
     per_machine: int | None = limited(None, at_least=1)
+    """Processes of each machine; null: as the hardware has it."""
     memory_gib: float | None = limited(None, above=0)
+    """Memory that each process may use; null: as the hardware has it."""
     search: bool = False
+    """Whether all layouts are looked at, in place of the one that is asked."""
     best: int = limited(10, at_least=1)
+    """Number of layouts that are shown."""
     find: Find | None = None
+    """processes: the fewest on which the run fits; with search in any layout; null: nothing."""
     calibrate: bool = False
+    """Whether five steps of this run run here first, and the plan takes their times."""
 
 
 GROUP = "plan"

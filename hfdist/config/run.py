@@ -1,7 +1,7 @@
 """The whole config of a run as one typed value, with the small groups that belong to the run and not to the model.
 
-The comments of conf/ say what each key means; `--help` and docs/keys.md show them. The dataclasses give type, default
-and limit, and say only what a comment has no room for.
+A key stands in one place, its field: type, default, limit, and in the docstring below what it is. The first paragraph
+is what `--help` and docs/keys.md show. The files of conf/ say only what is different in a preset.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ class RunSection:
     """`run.*`: the run's name and folder."""
 
     name: str = "default"
+    """Name of the folder, in which the run goes on; where none is given, another command gets another folder."""
     dir: str = "runs/${run.name}"
-    """Everything that the run writes goes here. Relative to where the command was started."""
+    """Folder of all that the run writes: config.yaml, run.json, metrics.jsonl, checkpoints/, model/, loss.png.
+
+    Relative to where the command was started.
+    """
 
     @property
     def folder(self) -> RunFolder:
@@ -59,7 +63,9 @@ class LaunchConfig:
     """
 
     processes: str = field(default="1", metadata={LIMIT: _PROCESSES})
+    """Number of processes, or auto: one for each GPU."""
     max_restarts: int = limited(0, at_least=0)
+    """How often all start again after one was lost or told to stop."""
 
 
 class Chat(Enum):
@@ -88,21 +94,37 @@ class EvaluateConfig:
     """
 
     at_start: bool | None = None
-    """None: of a model that is trained already, until the config is complete."""
+    """Whether the run evaluates before the first step, too; null: if the model is trained already.
+
+    None until the config is complete.
+    """
     prompts: list[str] = field(default_factory=list)
+    """Texts that the model continues greedily at each evaluation, into samples.jsonl."""
     chat: Chat = Chat.auto
+    """Whether prompts are a user's message: auto (where the tokenizer has a chat template) | always | never."""
     max_new_tokens: int = limited(64, at_least=1)
-    """Most tokens of each continuation; an end-of-text token ends it sooner."""
+    """Most tokens of each continuation.
+
+    An end-of-text token ends it sooner.
+    """
     metrics: list[str] = field(default_factory=list)
-    """Names of metrics that installed packages offer (entry points `hfdist.metrics`), or `exact_match`, `word_f1`: of
-    continued held-out prompts, beside what stands there."""
+    """Metrics of continued held-out prompts: exact_match | word_f1 | of packages (docs/fine-tuning.md).
+
+    Packages offer them by entry points `hfdist.metrics`.
+    """
     num_generations: int = limited(32, at_least=1)
+    """Most held-out examples that are continued for the metrics."""
     # A checkpoint holds the newest 1000.
     patience: int | None = limited(None, at_least=1, at_most=999)
+    """Evaluations without a lower held-out loss, after which the run stops; null: never."""
     min_delta: float = limited(0.0, at_least=0)
+    """Least difference to the best held-out loss that counts as lower."""
     export: Export = Export.last
+    """Which weights are exported: last | best (the lowest held-out loss, with checkpoint.keep_best=true)."""
     lm_eval: list[str] = field(default_factory=list)
+    """Tasks of the harness lm-eval for the exported model, such as [hellaswag]."""
     lm_eval_include: str | None = None
+    """Folder with YAML files of your own tasks."""
 
 
 @dataclass(kw_only=True)
@@ -113,17 +135,30 @@ class CheckpointConfig:
     """
 
     every: int | None = limited(None, at_least=1)
+    """Steps between saves; null: none."""
     keep: int = limited(2, at_least=1)
+    """How many of the newest stay."""
     keep_every: int | None = limited(None, at_least=1)
+    """Steps whose multiples stay, too; null: none."""
     keep_best: bool = False
+    """Whether the one with the lowest held-out loss stays, too."""
     replicate_every: int | None = limited(None, at_least=1)
-    """Steps between replicas in the memory of this machine and of the next one; each save leaves one, too."""
+    """Steps between copies in memory, for a start after a lost process or machine; null: none.
+
+    Each save leaves one, too.
+    """
     replicate_dir: str = "/dev/shm"
+    """Folder in memory, with room for two copies of what this machine and the one before hold."""
     background: bool = True
+    """Whether a copy in memory is written while training goes on; false: no copy, and training waits."""
     resume: str = "auto"
-    """`auto`: the newest that verifies, from step 0 if there are none; `never`: refuse a folder that has checkpoints;
-    or the path of one to begin from: of another run, it counts until this run has checkpoints of its own."""
+    """auto: the newest that verifies | never | the path of one to begin from (again: from its own).
+
+    `auto` begins at step 0 if there are none; `never` refuses a folder that has checkpoints; one of another run counts
+    until this run has checkpoints of its own.
+    """
     allow_changes: bool = False
+    """Whether a run goes on though keys or data files have changed that change the training: batch, ..."""
 
 
 @dataclass(kw_only=True)
@@ -134,8 +169,7 @@ class WatchConfig:
     """
 
     heartbeat_seconds: float | None = limited(60.0, at_least=1)
-    """A rank that is silent for so long, or without progress while the others wait for it, ends the run with exit code
-    6; null: no watch."""
+    """Longest silence, and longest time without progress while others wait; null: no watch."""
 
 
 @dataclass(kw_only=True)
@@ -146,19 +180,35 @@ class ReportConfig:
     """
 
     log_every: int = limited(1, at_least=1)
+    """Steps between lines of metrics.jsonl."""
     to: list[str] = field(default_factory=list)
+    """Trackers, such as [tensorboard,wandb]; also trackio, mlflow, and all others of transformers."""
     project: str | None = None
-    """What trackers file the run under; the run's name there is `run.name`."""
+    """Project of the trackers, in MLflow the experiment; null: as their variables say, or hfdist.
+
+    The run's name there is `run.name`.
+    """
     progress: bool = True
+    """Whether rank 0 shows a bar."""
     preview: int = limited(0, at_least=0)
+    """Sequences shown before the first step, with targets and context told apart; 0: none."""
     plot: bool = True
+    """Whether the end draws loss.png."""
     timeline: bool = True
+    """Whether a pipeline leaves timeline.png, the measured schedule, and timeline.json, a Chrome trace."""
     plan: bool = True
+    """Whether memory and time are planned before the first step, and graded at the end: plan.json, grade.json."""
     alerts: bool = True
+    """Whether the run warns of what goes wrong, such as a spike of the loss or a slow rank."""
     alert_command: str | None = None
-    """Split into words as a shell does, and started without one. It gets the alert as JSON on its standard input."""
+    """Program that gets each alert as JSON; only your command line can give it.
+
+    Split into words as a shell does, and started without one. It gets the alert on its standard input.
+    """
     sample_prompt: str | None = None
+    """Text that the trained model continues at the end; null: none."""
     sample_tokens: int = limited(64, at_least=1)
+    """Most tokens of that text."""
 
 
 @dataclass(kw_only=True)
@@ -166,11 +216,17 @@ class CostConfig:
     """`cost.*`: what devices and energy cost, and what stands in for a meter where there is none."""
 
     price_per_hour: float | None = limited(None, at_least=0)
+    """Price of an hour of one GPU, or of one host where there is none; null: not known."""
     price_per_kwh: float | None = limited(None, at_least=0)
+    """Price of energy, where the hours do not cover it; null: not known, or covered."""
     currency: str = field(default="USD", metadata={LIMIT: _CURRENCY})
+    """Currency of the prices."""
     gco2e_per_kwh: float | None = limited(None, at_least=0)
+    """Grams of CO2 equivalent for a kWh of your grid; null: not known."""
     device_watts: float | None = limited(None, above=0)
+    """Watts of a GPU without a meter: a figure for all its time; null: its energy is not known."""
     host_watts: float | None = limited(None, above=0)
+    """Watts of a whole host without a meter, under full load; null: 5 W for each core."""
 
 
 @dataclass(kw_only=True)
@@ -181,8 +237,11 @@ class ExportConfig:
     """
 
     push_to: str | None = None
+    """Hub repository OWNER/NAME to upload the model to at the end; checked before the training."""
     private: bool = True
+    """Whether a repository that is made new is private."""
     revision: str | None = None
+    """Branch to upload to; null: the default one."""
 
 
 @dataclass(kw_only=True)
@@ -191,6 +250,7 @@ class RunConfig:
 
     run: RunSection = field(default_factory=RunSection)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """How a run's processes start on this machine; under `accelerate launch` or torchrun, these start them."""
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -30,11 +34,18 @@ class Key:
     name: str
     type: Any
     limit: Limit | None = None
+    owner: Any = None
+    """The dataclass that has the field."""
 
     @property
     def leaf(self) -> str:
         """The last part of the name."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def words(self) -> str | None:
+        """What it is: the first paragraph of the docstring below the field; None: it has none."""
+        return None if self.owner is None else _field_docstrings(self.owner).get(self.leaf)
 
     @property
     def is_free(self) -> bool:
@@ -253,7 +264,19 @@ def values_by_key(section: Any, prefix: str) -> Iterator[tuple[Key, Any]]:
 def _direct_keys(cls: Any, prefix: str) -> Iterator[Key]:
     hints = _type_hints(cls)
     for field in dataclasses.fields(cls):
-        yield Key(name=f"{prefix}{field.name}", type=hints[field.name], limit=field.metadata.get(LIMIT))
+        yield Key(name=f"{prefix}{field.name}", type=hints[field.name], limit=field.metadata.get(LIMIT), owner=cls)
+
+
+@cache
+def _field_docstrings(cls: Any) -> Mapping[str, str]:
+    """Give the first paragraph of the docstring below each field; Python keeps none, so it is read off the source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    found = {}
+    for field, after in itertools.pairwise(body):
+        words = after.value if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) else None
+        if isinstance(words, ast.Constant):
+            found[ast.unparse(field.target)] = " ".join(inspect.cleandoc(str(words.value)).partition("\n\n")[0].split())
+    return found
 
 
 @cache

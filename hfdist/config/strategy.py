@@ -81,40 +81,60 @@ class StrategyConfig:
     """A degree that is not given is 1; the data degree is what is left of the processes."""
 
     sharding: Sharding = Sharding.none
+    """What ranks share: none | zero1 (optimizer state) | zero2 (+ gradients) | zero3, fsdp2 (+ parameters)."""
     data: int | None = limited(None, at_least=1)
-    """Data-parallel degree; null: all processes that are left. A number makes another count an error."""
+    """Data-parallel degree; null: all processes that are left.
+
+    A number makes another count an error.
+    """
     min_data: int = limited(1, at_least=1)
+    """Fewest data ranks: notices a launcher that started a single process."""
     replicate: int = limited(1, at_least=1)
-    """Groups of data ranks that each hold all of the state. With more than one, FSDP2 is called HSDP."""
+    """fsdp2: groups of data ranks that each hold all of the state (HSDP)."""
     pipeline: int = limited(1, at_least=1)
+    """Ranks of a pipeline, each with some of the model's blocks."""
     context: int = limited(1, at_least=1)
-    """Ranks that share each sequence."""
+    """Ranks that share each sequence (not with ZeRO, but for zero1 in a pipeline)."""
     context_method: ContextMethod = ContextMethod.auto
+    """How they do: ulysses (all-to-all of heads) | gather (of keys and values) | auto: ulysses if heads divide."""
     tensor: int = limited(1, at_least=1)
+    """Ranks that share the matrices of each layer; with none and fsdp2."""
     expert: int = limited(1, at_least=1)
+    """Data ranks that share the experts of each block; with none and fsdp2."""
     schedule: Schedule = ONE_F_ONE_B
-    """What the stages of a pipeline do when. More stages a rank and the zero-bubble schedules idle less."""
+    """Order of a pipeline: gpipe | 1f1b | interleaved_1f1b | interleaved_zero_bubble | zbv | dualpipev.
+
+    More stages a rank and the zero-bubble schedules idle less.
+    """
     stages_per_rank: int | None = limited(None, at_least=1)
+    """Stages of a rank; null: 1, or 2 where the schedule is made of several."""
     balance: Balance = Balance.flops
+    """What the stages share evenly: parameters | flops | measured."""
     blocks_per_stage: list[int] | None = None
+    """In place of balance: blocks of each stage, such as [7,8,8,7]."""
     offload: Offload = Offload.none
+    """Where ZeRO and fsdp2 keep and step the optimizer's state: none (the device) | cpu."""
     compression: Compression = Compression.none
+    """How gradients of ddp travel: none | fp16, bf16 (half the bytes) | powersgd | topk (far less)."""
     compression_rank: int = limited(1, at_least=1)
-    """Width of PowerSGD's matrices."""
+    """powersgd: width of the two matrices that stand for one."""
     compression_share: float = limited(0.01, above=0, at_most=1)
-    """Share of a gradient's entries that topk sends."""
+    """topk: share of the entries that travel, those with the largest size."""
     compression_warmup_steps: int = limited(10, at_least=0)
-    """First steps of a run, in which powersgd and topk send all."""
+    """powersgd, topk: first steps, which send all."""
     reshard: bool | None = None
-    """Whether FSDP2 frees a block's gathered parameters after its forward, and gathers them again for its backward.
+    """fsdp2: whether gathered parameters are freed after a block's forward; null: if there is no pipeline.
 
-    None: it does so, but a pipeline keeps them for a whole step."""
+    They are gathered again for the backward; a pipeline keeps them for a whole step.
+    """
     prefetch: int = limited(0, at_least=0)
-    """Blocks whose parameters FSDP2 gathers ahead of the one that computes; 0: one, and only in the backward."""
+    """fsdp2: blocks that are gathered ahead; 0: one, and only in the backward."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema.
+    """Further keys of DeepSpeed's config; on the command line also a file of it, as ds.json.
 
-    Those that follow from other keys are `auto`, or equal to what follows."""
+    They are merged over the generated ones and checked against its schema. Those that follow from other keys are
+    `auto`, or equal to what follows.
+    """
 
     @property
     def defers_gradients(self) -> bool:

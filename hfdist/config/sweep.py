@@ -1,7 +1,6 @@
 """`sweep.*`: how many trials a sweep makes, how their values are chosen, and where they run.
 
-The comments of conf/sweep/*.yaml say what each key means. A sweep's keys are no part of a run's config: a trial is an
-ordinary run.
+A sweep's keys are no part of a run's config: a trial is an ordinary run.
 """
 
 from __future__ import annotations
@@ -51,18 +50,31 @@ class SweepConfig:
     """`sweep.*`."""
 
     sampler: Sampler = Sampler.tpe
+    """How values are chosen: grid | random | tpe | pbt."""
     trials: int = limited(20, at_least=1)
+    """Number of trials; of a grid at most; pbt: members."""
     metric: str = "eval_loss"
+    """Figure of metrics.jsonl whose last value counts."""
     direction: Direction = Direction.minimize
+    """Which values are better: minimize | maximize."""
     seed: int = limited(0, at_least=0)
+    """Seed of the values."""
     space: dict[str, str] = field(default_factory=dict)
+    """Values by key, as after the = on the command line: {optimizer.lr: 'tag(log, interval(1e-4, 1e-2))'}."""
     rungs: int = limited(1, at_least=1)
+    """Lengths of trials: 1: all train to their end; 3: a ninth, a third and all of the tokens."""
     factor: int = limited(3, at_least=2)
+    """How many times longer the next rung is, and which share of the trials it takes."""
     brackets: int = limited(1, at_least=1)
+    """With rungs: so many begin at later rungs, and are compared with each other alone."""
     generations: int = limited(1, at_least=1)
+    """pbt: how often bad members go on as changed good ones, and one."""
     launcher: LauncherName = LauncherName.local
+    """Where trials run: local | slurm (a job each) | ray (a placement group each); cluster.* says on what."""
     slots: int = limited(1, at_least=1)
+    """Trials that run side by side."""
     devices: list[str] = field(default_factory=list)
+    """CUDA_VISIBLE_DEVICES of each slot, such as ['0,1', '2,3']; []: all see all."""
 
 
 GROUP = "sweep"

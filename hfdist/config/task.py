@@ -109,30 +109,46 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
+    """What is learned: causal_lm | dpo | kto | reward | grpo | rloo."""
     loss: PreferenceLoss = PreferenceLoss.sigmoid
+    """dpo: sigmoid | robust | hinge | ipo | apo_zero | apo_down; kto: kto | apo_zero_unpaired."""
     beta: float = limited(0.1, at_least=0)
+    """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all."""
     label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
+    """robust: the share of pairs that may be the wrong way round."""
     desirable_weight: float = limited(1.0, at_least=0)
+    """kto: weight of answers that were liked."""
     undesirable_weight: float = limited(1.0, at_least=0)
+    """kto: weight of the others."""
     num_generations: int = limited(8, at_least=2)
-    """Answers to each prompt: a sequence of the data is a prompt, so that a forward has so many rows for each."""
+    """grpo, rloo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
+
+    A forward has so many rows for each.
+    """
     max_new_tokens: int = limited(256, at_least=1)
+    """Most tokens of an answer."""
     temperature: float = limited(1.0, above=0)
+    """Temperature of the distribution that answers are drawn from."""
     top_k: int | None = limited(None, at_least=1)
+    """Number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
+    """Probability that the likeliest tokens, from which an answer is drawn, reach together."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Names of rewards, with the weight of each in the sum: `arithmetic`, `code`, `code_without_landlock`,
-    `reward_model`, or what installed packages offer (entry points `hfdist.rewards`)."""
+    """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, reward_model, or of installed packages.
+
+    Packages offer them by entry points `hfdist.rewards`.
+    """
     reward_model: str | None = None
-    """Folder of the model that the reward `reward_model` is the score of, as `task.name=reward` trains it."""
+    """grpo, rloo: folder of the model that the reward `reward_model` is the score of."""
     scale_rewards: bool = True
+    """grpo: whether advantages are divided by the standard deviation of a prompt's rewards."""
     clip: float = limited(0.2, above=0)
     """How far the ratio of new to old probabilities may move a loss."""
     generators: int = limited(0, at_least=0)
-    """Processes beside the ranks that answer prompts; 0: the ranks answer them within the step."""
+    """grpo, rloo: processes beside the ranks that answer prompts; 0: the ranks, within the step."""
     max_staleness: int = limited(1, at_least=0)
-    """By how many steps the policy that gave an answer may be older than the one that it trains."""
+    """generators: steps by which the policy that gave an answer may be older than the one that it trains."""
     sync_every: int = limited(1, at_least=1)
-    """Steps between the policies that generators get."""
+    """generators: steps between the policies that they get; <= max_staleness + 1."""
     answer_seconds: float = limited(600.0, above=0)
-    """After which a prompt goes to another generator, too."""
+    """generators: time after which a prompt goes to another one, too."""

@@ -66,31 +66,54 @@ class TrainConfig:
     """What a step is and how many there are."""
 
     max_steps: int | None = limited(100, at_least=1)
+    """Optimizer steps at the most; null: as many as the epochs take."""
     epochs: int | None = limited(None, at_least=1)
-    """Passes over the data at the most. The steps that they take are counted beforehand, so that the learning rate
-    falls over just as many. It is the limit of each source that gives none."""
+    """Passes over the data at the most; their steps are counted beforehand; null: no limit.
+
+    The learning rate falls over just as many steps. It is the limit of each source that gives none.
+    """
     max_hours: float | None = limited(None, above=0)
+    """Hours of all starts; then the run saves, evaluates, exports, and ends with exit code 8."""
     max_cost: float | None = limited(None, above=0)
+    """Cost of all starts, by the prices of cost.*; then the run ends as with max_hours."""
     max_kwh: float | None = limited(None, above=0)
+    """Energy of all starts; then the run ends as with max_hours."""
     deadline: str | None = field(default=None, metadata={LIMIT: _DEADLINE})
+    """Time by which the run has ended so: 2030-01-31T18:00 (of this machine), ...T18:00+01:00."""
     global_batch_size: int = limited(32, at_least=1)
+    """Sequences in one optimizer step, over all processes; their number does not change it."""
     micro_batch_size: int = limited(8, at_least=1)
+    """Sequences in one forward of one data rank: bounded by memory."""
     eval_every: int | None = limited(None, at_least=1)
+    """Steps between evaluations; null: only at the end."""
     eval_micro_batch_size: int | None = limited(None, at_least=1)
+    """Sequences in one forward of an evaluation; null: micro_batch_size; does not change the result."""
     precision: Precision = Precision.fp32
+    """Arithmetic: fp32 | bf16 | fp16 (with loss scaling) | fp8; the optimizer keeps float32 masters."""
     max_grad_norm: float = limited(1.0, above=0)
+    """Global norm to which gradients are scaled down."""
     max_skipped_steps: int = limited(3, at_least=1)
+    """Steps in a row without a finite loss and gradient; then back to the last checkpoint."""
     max_rollbacks: int = limited(2, at_least=0)
+    """How often it goes back without getting beyond the step that failed; then exit code 5."""
     compare_replicas_every: int | None = limited(100, at_least=1)
+    """Steps between comparisons of what several processes hold; null: none (unlike machines)."""
     seed: int = limited(0, at_least=0)
+    """Seed of random weights and dropout."""
     compile: Compile = Compile.auto
+    """What is compiled: auto (blocks on a GPU, without a pipeline or ZeRO-3) | none | blocks | model."""
     gradient_checkpointing: bool = False
+    """Whether only the blocks' inputs are kept, and the rest is computed again."""
     recompute: Recompute = Recompute.all
+    """What gradient_checkpointing computes again: all | cheap (keeps attention and half of the products)."""
     activation_offload: bool = False
-    """Whether the blocks' inputs, which gradient checkpointing keeps, wait for the backward in host memory."""
+    """Whether the blocks' inputs of gradient_checkpointing wait for the backward in host memory."""
     freeze: list[str] = field(default_factory=list)
+    """Shell-style patterns of parameter names that are not trained: ['model.layers.[0-3].*']."""
     train_only: list[str] = field(default_factory=list)
+    """Patterns of the only ones that are trained; empty: all (with an adapter: all of the adapter)."""
     arguments: dict[str, Any] = field(default_factory=dict)
+    """Further fields of transformers' TrainingArguments, checked against it."""
 
     @property
     def is_checkpointed_by_trainer(self) -> bool:

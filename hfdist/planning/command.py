@@ -14,7 +14,7 @@ from hfdist.config.cli.about_run import MEANINGS, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline, quick_imports
 from hfdist.config.hardware import CPU, Hardware, read_hardware
-from hfdist.config.plan import DEFAULTS, GROUP, SECTION, compose_plan
+from hfdist.config.plan import GROUP, SECTION, compose_plan
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError, ResourceError
@@ -109,6 +109,4 @@ def _plan(arguments: list[str]) -> None:
         sys.exit(DOES_NOT_FIT)
 
 
-main = as_command(
-    _HELP.format(keys=SECTION.describe(DEFAULTS), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan
-)
+main = as_command(_HELP.format(keys=SECTION.describe(), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan)

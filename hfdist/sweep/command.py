@@ -318,7 +318,7 @@ def _say(line: str) -> None:
 
 main = as_command(
     _HELP.format(
-        keys=SECTION.describe(SECTION.options()[_PRESET]),
+        keys=SECTION.describe(),
         meanings=MEANINGS,
         presets=" | ".join(SECTION.options()),
         preset=_PRESET,

@@ -1,6 +1,6 @@
 """The pages of docs/ that are made from the code: `python -m proofs.pages.keys` writes all, or those that it is given.
 
-All keys are made from the dataclasses and the comments of conf/, other trainers' names from the table of synonyms.
+All keys are made from the dataclasses, other trainers' names from the table of synonyms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.compose import compose_untyped, make_request
 from hfdist.config.composition.files import list_groups, list_options, shipped_folder
-from hfdist.config.composition.help import descriptions
 from hfdist.config.data import SourceConfig
 from hfdist.config.schema import ANY_NAME, Key, all_keys, members, plain
 from proofs.pages.python_names import python
@@ -31,7 +30,7 @@ hfdist pretrain --help
 
 The help shows the same lines with the values of your run. Set a key as `key=value`, for example `train.max_steps=200`.
 *Default* is the value of `hfdist pretrain`; where that of `hfdist finetune` differs, it stands after a semicolon.
-`make docs` writes this page from the dataclasses in `hfdist/config/` and the comments in `conf/`.
+`make docs` writes this page from the dataclasses in `hfdist/config/`.
 """
 SOURCE = f"data.sources.{ANY_NAME}"
 HELD_OUT = f"data.eval_sources.{ANY_NAME}"
@@ -90,7 +89,7 @@ def _section(section: str, values: list[dict[str, Any]]) -> Iterator[str]:
         if key.name == HELD_OUT:
             yield f"| `{_shown(key)}.*` | | as `{_shown(all_keys()[SOURCE])}.*` | files that are held out |"
         elif not members(key.name) and key.name != SOURCE:
-            words = descriptions()[key.name]
+            words = key.words or ""
             # A comment with bars lists the values, with words on each.
             allowed = "" if " | " in words else _escaped(key.allowed)
             yield f"| `{_shown(key)}` | {_default(key, values)} | {allowed} | {_escaped(words)} |"

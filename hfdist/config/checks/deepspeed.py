@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -61,7 +62,9 @@ def read_deepspeed_file(given: str, where: str) -> dict[str, Any]:
         with path.open("rb") as file:
             values = read_json(file.read(_MOST_BYTES + 1), _MOST_BYTES)
     except (OSError, NotAMessageError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason, cause = error.strerror if isinstance(error, OSError) else str(error), error.__cause__
+        if isinstance(cause, json.JSONDecodeError):
+            reason = f"no JSON: {cause.msg}, line {cause.lineno}, column {cause.colno}"
         raise ConfigError(f"the file cannot be read: {reason}", where=where, found=given, allowed=allowed) from error
     if not isinstance(values, dict):
         raise ConfigError("the file has no keys", where=where, found=given, allowed=allowed)

@@ -83,9 +83,13 @@ def _check_packages(config: RunConfig) -> None:
 def check_model_paths(config: RunConfig) -> None:
     """Raise a ConfigError where the model, its tokenizer, an adapter or a reward model is a path that leads nowhere."""
     for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
-        if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
+        if name is None or os.path.exists(os.path.expanduser(name)):
+            continue
+        near = _near(key, name)
+        # An id of the Hub has one slash, and hardly the name of a folder that is here.
+        if _is_local(name) or name.count("/") > 1 or (near is not None and os.path.isdir(os.path.dirname(name) or "/")):
             what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
-            raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
+            raise ConfigError(what, where=key, found=name, allowed=allowed, hint=near)
     name = config.model.name or ""
     is_model, holds_model = (os.path.isfile(os.path.expanduser(f"{name}/{file}")) for file in _OF_MODELS)
     if name and holds_model and not is_model:

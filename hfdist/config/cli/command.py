@@ -6,6 +6,7 @@ import argparse
 import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,7 +225,9 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(OFFLINE_FLAG, action="store_true", help="No connection to the Hub or to remote data")
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"the command line cannot be read: {message}", where="command line", hint="--help")
+        named = re.search(r"--cfg/-c: invalid choice: '(.*?\.ya?ml)'", message)
+        hint = f"--config {named[1]}" if named else "--help"
+        raise ConfigError(f"the command line cannot be read: {message}", where="command line", hint=hint)
 
     parser.error = refuse  # type: ignore[method-assign]
     flags, rest = parser.parse_known_args(as_config_flags(arguments))

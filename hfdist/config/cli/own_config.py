@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hfdist.config.cli.recipe_names import NAMES, RECIPES
-from hfdist.config.composition.files import display, read_config_text, refuse_references
+from hfdist.config.composition.files import display, read_config, refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError, nearest
@@ -56,15 +54,12 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
 def _find_recipe(path: Path, seen: set[Path]) -> str | None:
     """Give the recipe that a file begins with, itself or by a file beside it, or the one of its task."""
     seen.add(path)
-    values: dict[str, Any] = yaml.safe_load(read_config_text(path))
+    values = read_config(path)
     listed = values.get("defaults")
     items = listed if isinstance(listed, list) else []
     names = [str(item).removesuffix(".yaml") for item in items if isinstance(item, str)]
     for name in names:
         if name in RECIPES:
-            if "_self_" in names[: names.index(name)] and values.keys() - {"defaults"}:
-                what, hint = f"the values of {name} come after those of the file, and win", f"`[{name}, _self_]`"
-                raise ConfigError(what, where=f"defaults ({display(path)})", found=f"_self_ before {name}", hint=hint)
             return name
         beside = path.parent / f"{name}.yaml"
         if "/" not in name and beside not in seen and beside.is_file():

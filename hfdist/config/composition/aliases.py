@@ -203,6 +203,7 @@ _OPPOSITES = {
 VALUES = {
     "model.loss": dict.fromkeys(("liger", "cut_cross_entropy"), "chunked"),
     "optimizer.name": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW"), "adamw"),
+    "strategy.offload": dict.fromkeys(("nvme", "disk", "optimizer", "all", "true"), "cpu"),
     "model.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     "adapter=lora adapter.targets=[{value}]": {"all": "all-linear"},
     "optimizer.schedule": {
@@ -224,6 +225,9 @@ def override_for(name: str, value: object = None) -> str | None:
         # As LLaMA-Factory has `stage: sft`.
         value = None
     value = str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, float) and value.is_integer():
+        # As `num_train_epochs: 3.0`.
+        value = int(value)
     if isinstance(value, dict | list):
         value = ",".join(map(str, value)) if isinstance(value, list) else None
     if value is not None and str(value).lower() in ("false", "none", "null", "no_shard"):

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
+from hfdist.config.composition.defaults_list import check_defaults_list
 from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
@@ -67,6 +68,7 @@ def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | No
 
 def compose_untyped(request: Request) -> DictConfig:
     """Let Hydra merge files and overrides, each typed; values may be missing. ConfigError: a mistake in one of them."""
+    check_defaults_list(request)
     try:
         with searching(request.folders), initialize(config_path=None, job_name="hfdist", version_base="1.3"):
             config = compose(request.config_name, [override.for_hydra for override in request.overrides])

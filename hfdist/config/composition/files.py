@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.config_search_path import ConfigSearchPath
@@ -151,9 +152,18 @@ def read_config_text(path: Path) -> str:
     return text
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Give what a config file holds, with its references as text; ConfigError: see `read_config_text`."""
+    values: dict[str, Any] | None = yaml.safe_load(read_config_text(path))
+    return values or {}
+
+
 @lru_cache(_NUM_KEPT)
 def _check_text(text: str, place: str) -> None:
     root = _parse(text, place)
+    if root is None and text.strip():
+        # Comments alone: a preset that is different in nothing.
+        return
     if root is None:
         hint = f"delete {place}, or begin a config with `defaults: [finetune, _self_]`"
         raise ConfigError("the config file is empty", where=place, allowed=_MAPPING, hint=hint)
@@ -198,8 +208,7 @@ def refuse_references(path: Path) -> None:
     """
     place = display(path)
     root = _parse(read_config_text(path), place)
-    assert root is not None
-    for names, key, value in _pairs(root, (), place):
+    for names, key, value in _pairs(root, (), place) if root is not None else ():
         if not names and str(key.value) == "defaults":
             listed = [item.value for item in value.value] if isinstance(value, yaml.SequenceNode) else value.value
             if listed != list(RUN_DEFAULTS):
@@ -241,8 +250,18 @@ def _parse(text: str, place: str) -> yaml.Node | None:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         where = place if mark is None else f"{place}, line {mark.line + 1}"
         found = None if mark is None or mark.line >= len(lines) else lines[mark.line].strip()
-        hint = "indent with spaces; YAML takes no tabs" if "'\\t'" in problem else None
+        hint = _yaml_hint(problem, found or "")
         raise ConfigError(f"not valid YAML: {problem}", where=where, found=found, hint=hint) from error
+
+
+def _yaml_hint(problem: str, line: str) -> str | None:
+    if "'\\t'" in problem:
+        return "indent with spaces; YAML takes no tabs"
+    if "${" in line and "'}'" in problem:
+        return re.sub(r"([^\s{,]*\$\{[^}]*\}[^\s},]*)", r'"\1"', line)
+    if "mapping values are not allowed" in problem or "expected <block end>" in problem:
+        return "begin the keys of one section in the same column, and keys of the file in the first"
+    return None
 
 
 def _check_size(root: yaml.Node, place: str) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from hfdist.config.composition.files import list_groups, list_options, shipped_folder
 from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.schema import find_key
 
@@ -45,29 +42,6 @@ def describe(config: DictConfig, request: Request) -> str:
     return f"{_HEAD}\nGroups and their options (group=option)\n{groups}\nKeys (key=value)\n{keys}\n{_FOOT}"
 
 
-@cache
-def descriptions() -> dict[str, str]:
-    """What the shipped files say of each key in the comment after it; the names of sources are `*`."""
-    folder = shipped_folder()
-    found: dict[str, str] = {}
-    for group in list_groups(folder):
-        names = list_options(folder, group)
-        of_files = [dict(_comments(folder / group / f"{name}.yaml", f"{group}.")) for name in names]
-        # The file that explains the group before those that only say what is different in them.
-        for of_file in sorted(of_files, key=len, reverse=True):
-            found = of_file | found
-    for name in ("pretrain", "finetune", "tune"):
-        found = dict(_comments(folder / f"{name}.yaml", "")) | found
-    return found
-
-
-def _comments(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
-    for key, words in _keys_with_comments(path.read_text(encoding="utf-8"), prefix):
-        known = find_key(key)
-        if known is not None and words:
-            yield known.name, words
-
-
 def _keys_with_comments(text: str, prefix: str) -> Iterator[tuple[str, str | None]]:
     """Each key of a YAML text in block style by its full name, with the comment after it."""
     parents: list[tuple[int, str]] = []
@@ -89,5 +63,5 @@ def _keys(config: DictConfig) -> Iterator[str]:
             yield f"  {line}"
             continue
         known = find_key(next(keys)[0])
-        words = None if known is None else descriptions().get(known.name)
+        words = None if known is None else known.words
         yield f"  {line}" if words is None else f"  {line:<{_WIDTH}}  # {words}"

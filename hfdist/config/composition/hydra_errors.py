@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -21,13 +20,15 @@ from omegaconf.errors import (
 )
 
 from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
-from hfdist.config.composition.files import display, list_groups, list_options, read_config_text
+from hfdist.config.composition.files import display, list_groups, list_options, read_config
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import TRACKERS
 from hfdist.config.schema import all_keys, find_key, flatten, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
 
 _REWARDS = "task.rewards"
+_OPTION_NAMES = ("name", "type", "option", "preset", "kind")
+"""What people call the option of a group within its section."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,22 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
         f"in {section}: {', '.join(known)}" if known else f"groups and sections: {_listed([*groups, *members('')])}"
     )
     hint = _hint_for_unknown(key, value, groups)
-    if hint is not None and place != COMMAND_LINE:
-        hint = _in_file(hint)
+    if place != COMMAND_LINE:
+        hint = _hint_for_section(key, request) or (None if hint is None else _in_file(hint))
     return ConfigError(what, where=where, found=value, allowed=allowed, hint=hint)
+
+
+def _hint_for_section(key: str, request: Request) -> str | None:
+    """Say what a file has in place of a misspelt section, or of an option's name within one; None: it is neither."""
+    section, _, leaf = key.rpartition(".")
+    if not section and override_for(key) is None:
+        near = nearest(key, members(""), cutoff=0.7)
+        return None if near is None else f"`{near}:` in place of `{key}:`"
+    path, groups = request.file(request.config_name), request.groups()
+    if path is None or leaf not in _OPTION_NAMES or section not in groups:
+        return None
+    option = dict(flatten(read_config(path), "")).get(key)
+    return f"`- override /{section}: {option}` in the defaults list" if option in groups[section] else None
 
 
 def _in_file(hint: str) -> str:
@@ -154,7 +168,8 @@ def explain_interpolation(error: OmegaConfBaseException) -> ConfigError:
     """Translate what OmegaConf raises while it resolves `${...}`."""
     message = first_line(error)
     missing = re.search(r"Interpolation key '([^']+)' not found", message)
-    near = nearest_key(missing[1]) if missing else None
+    called = (override_for(missing[1]) or "").partition("=")[0] if missing else ""
+    near = called if find_key(called) else nearest_key(missing[1]) if missing else None
     if missing and re.fullmatch(r"[A-Z_0-9]+", missing[1]):
         what, key = "no config reads the environment", error.full_key or None
         hint = f'{key}="${missing[1]}" on the command line, where the shell puts it in' if key else None
@@ -174,6 +189,9 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
         return ConfigError(
             "there is no such primary config", where=where, found=name, allowed=_listed(names), hint=hint
         )
+    if name == request.config_name and Path(f"{name}.yaml").is_file():
+        what, hint = "a primary config by its name lies in the folder of --config-dir", f"--config {name}.yaml"
+        raise ConfigError(what, where=f"--config-name ({COMMAND_LINE})", found=name, hint=hint)
     groups, place = request.groups(), _file_place(error, request) or COMMAND_LINE
     options = groups.get(group, [])
     if not options:
@@ -184,7 +202,7 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
     else:
         own = f"add {group}/{option}.yaml to a folder and give --config-dir"
         hint = _option_hint(group, option, options) or own
-    return _no_option(group, option, options, _chooser(group, option, request) or place, hint)
+    return no_option(group, option, options, _chooser(group, option, request) or place, hint)
 
 
 def _option_hint(group: str, option: str, options: list[str]) -> str | None:
@@ -204,7 +222,8 @@ def _option_hint(group: str, option: str, options: list[str]) -> str | None:
     return nearest(option, options, group + "={}")
 
 
-def _no_option(group: str, option: str, options: list[str], place: str, hint: str) -> ConfigError:
+def no_option(group: str, option: str, options: list[str], place: str, hint: str | None) -> ConfigError:
+    """Say that a group has no such option."""
     what, where = f"the group `{group}` has no option `{option}`", f"{group} ({place})"
     return ConfigError(what, where=where, found=option, allowed=_listed(options), hint=hint)
 
@@ -258,7 +277,7 @@ def _bad_value(
 def _lists_for_mappings(request: Request) -> Iterator[tuple[str, object]]:
     """Give the keys of the primary config that have a list where names with values belong."""
     path = request.file(request.config_name)
-    values = {} if path is None else yaml.safe_load(read_config_text(path))
+    values = {} if path is None else read_config(path)
     for name, value in flatten(values, ""):
         known = find_key(name) if name else None
         if known is not None and isinstance(value, list) and not known.takes_list:
@@ -291,7 +310,7 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
             group, options = override.key, groups[override.key]
             option = override.value_text
             hint = override_for_option(group, option) or f"{group}={options[0]}"
-            return _no_option(group, option, options, COMMAND_LINE, hint)
+            return no_option(group, option, options, COMMAND_LINE, hint)
     place = _file_place(error, request) or request.config_name
     return ConfigError(f"the config cannot be composed: {message}", where=place)
 
@@ -365,6 +384,8 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"`{in_yaml('data.sources.files.path', 'PATH')}`: each source has a name"
     if allowed.startswith("a list"):
         return f"'{key}=[{value}]'"
+    if key == "optimizer.warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        return f"{key}=0 optimizer.warmup_fraction={value}"
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed:
         return f"{key}={int(value)}"
     if str(value) in VALUES.get(key, {}):

@@ -216,7 +216,9 @@ def _groups_with(option: str) -> list[str]:
 def _not_an_override(text: str) -> ConfigError:
     key, equals, value = text.partition("=")
     known = all_keys().get(key)
-    if not equals and text.endswith((".yaml", ".yml")):
+    if text.endswith(",") and text.strip(","):
+        hint = text.rstrip(",")
+    elif not equals and text.endswith((".yaml", ".yml")):
         hint = f"--config {text}, if that is a config"
     elif not equals and text.endswith(":"):
         hint = f"{text[:-1]}=VALUE, without a space"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from hfdist.config.composition.aliases import override_for_option
-from hfdist.config.composition.files import list_options, read_config_text, shipped_folder
+from hfdist.config.composition.files import list_options, read_config, shipped_folder
 from hfdist.errors import ConfigError, nearest
 
 
@@ -18,7 +16,7 @@ def read_preset(group: str, name: str, *, where: str) -> dict[str, Any]:
         called = (override_for_option(group, name) or "").partition("=")[2]
         hint = f'"{called}"' if called in known else nearest(name, known, '"{}"') or f'"{known[0]}"'
         raise ConfigError(f"there is no such {group}", where=where, found=name, allowed=", ".join(known), hint=hint)
-    values: dict[str, Any] = yaml.safe_load(read_config_text(shipped_folder() / group / f"{name}.yaml"))
+    values = read_config(shipped_folder() / group / f"{name}.yaml")
     begins_with = values.pop("defaults", [])
     merged: dict[str, Any] = {}
     for other in begins_with:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -14,9 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for
-from hfdist.config.composition.files import display, list_options, read_config_text, shipped_folder
+from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.schema import Key, all_keys, find_key, flatten, keys_of, values_by_key
+from hfdist.config.schema import Key, all_keys, find_key, flatten, keys_of, plain, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
 
@@ -49,15 +50,12 @@ class Section:
 
     def read(self, path: Path) -> dict[str, Any]:
         """Give what a file holds, its values unchecked; ConfigError: see `read_config_text`."""
-        content: dict[str, Any] = yaml.safe_load(read_config_text(path))
-        return content
+        return read_config(path)
 
-    def describe(self, path: Path) -> str:
-        """Give a line for each key, with its value and its comment in a file, for a command's help."""
-        rows = [line.partition("#") for line in path.read_text(encoding="utf-8").splitlines() if ": " in line]
-        given = [
-            (f"{self._prefix}{value.strip().replace(': ', '=')}", words.strip()) for value, _, words in rows if value
-        ]
+    def describe(self) -> str:
+        """Give a line for each key, with its default and what it is, for a command's help."""
+        values = values_by_key(self._kind(), self._prefix)
+        given = [(f"{key.name}={_shown(value)}", key.words or "") for key, value in values if not is_dataclass(value)]
         width = max(len(key) for key, _ in given)
         return "\n".join(f"{key:<{width}}  {words}" for key, words in given)
 
@@ -162,3 +160,8 @@ class Section:
                 if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):
                     what = f"a value of a {self._group} is one line"
                     raise ConfigError(what, where=name, found=text, allowed="text without control characters")
+
+
+def _shown(value: Any) -> str:
+    value = plain(value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -317,6 +317,8 @@ _NAMED = {format: form.needed for format, form in _FORMS_BY_NAME.items()} | {
 }
 """What the hint says of columns whose names tell nothing, in their order."""
 _NUMBERS = ("id", "idx", "index")
+_TEXT_COLUMNS = ("content", "body", "raw_text", "raw_content", "document", "article", "passage", "story", "code")
+"""Columns that hold the text in many datasets."""
 
 
 @dataclass(frozen=True)
@@ -427,7 +429,9 @@ class RowReader:
         # Where it was named, or other rows have it, it is one of several.
         is_one = is_row or self.text != TEXT
         named = f"'{self.section}.text=[{','.join(self.text.paths)},{{}}]'" if is_one else f"{self.section}.text={{}}"
-        hint = nearest(self.text.paths[0], present, named, cutoff=0.0)
+        free = [column for column in present if column not in _NUMBERS and len(column) > 1] or present
+        likely = [column for column in _TEXT_COLUMNS if column in free]
+        hint = nearest(self.text.paths[0], likely[:1] or free, named, cutoff=0.0)
         if any(set(form.needed) <= set(present) for form in _FORMS.values()):
             hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"
         return ContentError(f"there is no column {self.text}", where=where, allowed=", ".join(present), hint=hint)

@@ -281,7 +281,8 @@ class Run:
         logger.info("%s", describe_run(config, trainer, data=_describe_data(data), plan=self.plan))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
-                logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task))
+                a_step = self.strategy.batch.tokens_per_step
+                logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task, a_step))
                 if (advice := advise(data.corpus, data.tokenizer, config)) is not None:
                     logger.warning("%s", advice)
             for text in preview(data.stream, data.tokenizer, config.report.preview, config.task):

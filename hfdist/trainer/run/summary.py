@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.batch import BatchPlan
-from hfdist.config.data import DataConfig, RowFormat
+from hfdist.config.data import DataConfig, Packing, RowFormat
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import Init
 from hfdist.config.rates import explain_learning_rate
@@ -154,8 +154,13 @@ def _safe(text: str) -> str:
     return f"{safe[:half]} [{len(safe) - 2 * half:,} characters] {safe[-half:]}"
 
 
-def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: TaskConfig) -> str:
-    """Say what becomes of some examples: their length, the share of targets, and how many are cut or left out."""
+def survey(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: TaskConfig, tokens_per_step: int = 0
+) -> str:
+    """Say what becomes of some examples: their length, the share of targets, and how many are cut or left out.
+
+    Also that a step reads all of them several times, if it does; 0 tokens a step: not known.
+    """
     documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
     read = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
     rows = (row for chunk in read for row in zip(chunk.views(), chunk.fates, chunk.cut_tokens, strict=True))
@@ -172,6 +177,9 @@ def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfi
     ]
     told = "".join(f"; {count} {what}" for count, what in notes if count)
     mean = num_tokens / max(len(trained), 1)
+    times = tokens_per_step / max(num_tokens * corpus.num_documents / max(len(found), 1), 1)
+    if times > 1 and config.packing is not Packing.none:
+        told += f"; a step of {tokens_per_step:,} tokens reads all of them {times:,.1f} times (train.global_batch_size)"
     return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them {_marked(task)}{told}"
 
 

@@ -4,17 +4,20 @@ import dataclasses
 import re
 import typing
 from enum import Enum
+from itertools import chain
 
 import pytest
 import yaml
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import list_groups, list_options
-from hfdist.config.composition.help import descriptions
 from hfdist.config.model import Init
+from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import ANY_NAME, all_keys
+from hfdist.config.schema import ANY_NAME, all_keys, keys_of, members, plain
+from hfdist.config.sweep import SweepConfig
 from hfdist.errors import ConfigError
+from hfdist.jobs.cluster import ClusterConfig
 from tests.unit.config.shipped import (
     ARITHMETIC,
     CONF,
@@ -25,12 +28,6 @@ from tests.unit.config.shipped import (
     needed_overrides,
     primary_of,
 )
-
-# The file of each group in which all its keys stand with a comment.
-NAMED = {"model": "small", "adapter": "none", "data": "stdlib", "strategy": "single", "optimizer": "adamw",
-         "islands": "none", "task": "causal_lm"}  # fmt: skip
-DOCUMENTED_IN = {"run": "pretrain.yaml", "launch": "pretrain.yaml"}
-DOCUMENTED_IN |= {group: f"{group}/{NAMED.get(group, 'default')}.yaml" for group in GROUPS if group != "experiment"}
 
 
 def test_the_folder_holds_exactly_these_groups():
@@ -98,44 +95,30 @@ def test_each_file_opens_with_a_comment_or_explains_each_key(group, option):
     assert all(len(line) <= 120 for line in lines)
 
 
-def values_in_conf(section):
-    """What the file says that documents a section; a primary config holds two sections beside its list of groups."""
-    values = yaml.safe_load((CONF / DOCUMENTED_IN[section]).read_text())
-    return values[section] if section in ("run", "launch") else values
+def test_a_preset_says_only_what_is_different():
+    """Values that equal the default of the dataclass stand in one place: there."""
+    defaults = {**plain(RunConfig()), "plan": plain(PlanConfig()), "sweep": plain(SweepConfig())}
+    # Those of accelerate have the name of a section.
+    del defaults["launch"]
+    repeated = []
+    for path in sorted(CONF.glob("*/*.yaml")):
+        group, values = path.parent.name, yaml.safe_load(path.read_text()) or {}
+        # What an option extends may be different from the default.
+        if group in defaults and "defaults" not in values:
+            repeated += [
+                f"{path.name}: {group}.{name}" for name, value in values.items() if value == defaults[group][name]
+            ]
+    assert not repeated
 
 
-def test_each_key_stands_in_the_file_that_documents_its_group():
-    for key in [key.name for key in all_keys().values()]:
-        if key.startswith("data.eval_sources."):
-            continue  # described as the sources are
-        section, _, rest = key.partition(".")
-        values = values_in_conf(section)
-        for part in filter(None, rest.split(".")):
-            # The source that the file has stands for any.
-            part = next(iter(values)) if part == ANY_NAME else part
-            assert part in values, key
-            values = values[part]
-
-
-ON_PURPOSE = ["model.type", "model.config", "data.sources", "strategy.data", "checkpoint.every", "report.sample_prompt"]
-
-
-@pytest.mark.parametrize("section", [s for s in DOCUMENTED_IN if s != "run"])
-def test_the_documented_defaults_are_those_of_the_dataclasses(section):
-    """Values that a preset sets on purpose are not defaults."""
-    values = values_in_conf(section)
-    defaults = dataclasses.asdict(getattr(RunConfig(), section))
-    for name, value in values.items():
-        if f"{section}.{name}" not in ON_PURPOSE:
-            # A number where words are allowed, too, is text to the dataclass.
-            assert plain(defaults[name]) in (value, str(value)), f"{section}.{name}"
-
-
-def plain(value):
-    """As YAML has it."""
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    return getattr(value, "value", value)
+def test_each_key_says_what_it_is():
+    """By the docstring below its field, which stands alone: it is no half of another sentence."""
+    sections = {"run", *members("")}
+    of_others = chain.from_iterable(keys_of(kind, "") for kind in (PlanConfig, SweepConfig, ClusterConfig))
+    for key in [*all_keys().values(), *of_others]:
+        if key.name not in sections and key.leaf != ANY_NAME and not dataclasses.is_dataclass(key.type):
+            assert key.words, key.name
+            assert not re.match(r"(Of|Or|Over|On|By) ", key.words), key.name
 
 
 LISTED = re.compile(r"  - (\w+): \w+ +# (.* \| .*)")
@@ -152,9 +135,9 @@ REFUSED = {"float16"}
 """Values that are known only to say why they are refused."""
 
 
-def test_a_comment_that_lists_values_lists_all():
-    """Bars in the comment after a key divide its values, each with words of its own."""
-    words = {key: text for key, text in descriptions().items() if " | " in text}
+def test_a_key_that_lists_its_values_lists_all():
+    """Bars in what a key says divide its values, each with words of its own."""
+    words = {key.name: key.words for key in all_keys().values() if " | " in (key.words or "")}
     kinds = {key: kind for key in words for kind in enums(all_keys()[key].type)}
     assert {"strategy.schedule", "train.precision"} <= set(kinds)
     for key, kind in kinds.items():

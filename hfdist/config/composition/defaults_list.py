@@ -1,0 +1,94 @@
+"""Checks the defaults list of a user's own primary config, where Hydra's own words do not say what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hfdist.config.composition.aliases import override_for
+from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
+from hfdist.config.composition.hydra_errors import Request, no_option
+from hfdist.config.schema import all_keys, members
+from hfdist.errors import ConfigError, nearest
+
+_SELF = "_self_"
+_PAGE = "keys of hfdist: docs/coming-from.md has what others call them"
+
+
+def check_defaults_list(request: Request) -> None:
+    """Raise a ConfigError on the first mistake in the list; hfdist's own files have none."""
+    path = request.file(request.config_name)
+    if path is None or path.parent == shipped_folder():
+        return
+    values = read_config(path)
+    listed, place, recipes = values.get("defaults"), display(path), list_options(shipped_folder(), ".")
+    where = f"defaults ({place})"
+    if listed is None:
+        _check_is_ours(values, place)
+        return
+    if not isinstance(listed, list):
+        hint = f"`defaults: [{listed if listed in recipes else recipes[0]}, {_SELF}]`"
+        raise ConfigError("the defaults list is no list", where=where, found=listed, allowed="a list", hint=hint)
+    names = [item for item in listed if isinstance(item, str)]
+    for name in names:
+        _check_name(name, request, where)
+    recipe = next((name for name in names if name in recipes), None)
+    if recipe is not None and _SELF in names[: names.index(recipe)] and values.keys() - {"defaults"}:
+        what, hint = f"the values of {recipe} come after those of the file, and win", f"`[{recipe}, {_SELF}]`"
+        raise ConfigError(what, where=where, found=f"{_SELF} before {recipe}", hint=hint)
+    for keyword, group, option in _chosen(listed):
+        _check_option(keyword, group, option, recipe, request, where)
+
+
+def _chosen(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
+    """Give what stands before a group, its name, and the option, of each item that chooses one."""
+    for item in listed:
+        for key, option in item.items() if isinstance(item, Mapping) else ():
+            keyword, _, group = str(key).rpartition(" ")
+            if isinstance(option, str) and "${" not in option:
+                yield keyword, group.lstrip("/").partition("@")[0], option.removesuffix(".yaml")
+
+
+def _check_is_ours(values: Mapping[str, Any], place: str) -> None:
+    if {"compute_environment", "distributed_type"} & values.keys():
+        what, hint = (
+            "this is a config of accelerate",
+            f"accelerate launch --config_file {place} recipes/pretrain.py ...",
+        )
+        raise ConfigError(what, where=place, found=next(iter(values)), hint=hint)
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed([*all_keys()])}
+    others = {
+        name: override_for(name, value) or (f"{by_leaf[name]}={value}" if name in by_leaf else None)
+        for name, value in values.items()
+        if name not in members("")
+    }
+    written = [override for override in others.values() if override is not None and "..." not in override]
+    if len(written) > 1:
+        what, hint = "this is a config of another trainer", f"hfdist finetune {' '.join(written)}"
+        raise ConfigError(what, where=place, found=", ".join(map(str, others)), allowed=_PAGE, hint=hint)
+
+
+def _check_name(name: str, request: Request, where: str) -> None:
+    recipes = list_options(shipped_folder(), ".")
+    known = {option for folder in request.folders for option in list_options(folder, ".")}
+    if name in (_SELF, "run_schema") or name.removesuffix(".yaml") in known or "/" in name:
+        return
+    groups = [group for group, options in request.groups().items() if name in options]
+    hint = f"`override /{groups[0]}: {name}`" if groups else nearest(name, recipes, "`{}`", cutoff=0.6)
+    allowed = f"{', '.join(recipes)}, {_SELF}, or `override /GROUP: OPTION`"
+    raise ConfigError("there is no such config", where=where, found=name, allowed=allowed, hint=hint)
+
+
+def _check_option(keyword: str, group: str, option: str, recipe: str | None, request: Request, where: str) -> None:
+    groups = request.groups()
+    if group.startswith("hydra") or keyword == "optional" or (group not in groups and "/" in group):
+        return
+    if group not in groups:
+        allowed, hint = ", ".join(groups), nearest(group, groups, f"`override /{{}}: {option}`")
+        raise ConfigError(f"there is no group `{group}`", where=where, found=group, allowed=allowed, hint=hint)
+    if option not in groups[group]:
+        called = nearest(option, groups[group], f"`override /{group}: {{}}`")
+        raise no_option(group, option, groups[group], where, called)
+    if recipe is not None and not keyword and group != "experiment":
+        what, hint = f"{recipe} has chosen an option of this group already", f"`override /{group}: {option}`"
+        raise ConfigError(what, where=where, found=f"{group}: {option}", hint=f"{hint} at the end of the list")
