@@ -5,17 +5,15 @@ from __future__ import annotations
 import atexit
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
     TrainerControl,
@@ -27,38 +25,16 @@ from transformers import (
 from hfdist.checkpoint import Keep
 from hfdist.collectives import on_rank_zero
 from hfdist.config.checks.preflight import check_run
-from hfdist.config.checks.values import check_schedule
 from hfdist.config.composition.compose import to_values, to_yaml
-from hfdist.config.data import Packing, cache_dir
+from hfdist.config.data import cache_dir
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
-from hfdist.config.train import Precision
-from hfdist.data import (
-    Corpus,
-    HeldOut,
-    HeldOutSources,
-    Ledger,
-    TokenStream,
-    build_held_out,
-    count_steps,
-    open_corpus,
-    open_held_out_sources,
-)
-from hfdist.data.tokenization.chat_template import adopt_template
-from hfdist.data.tokenization.encoders import Encoders
-from hfdist.errors import ConfigError
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_store import find_slots
-from hfdist.models import TrainableParameters, build_model, check_weights, find_architecture, fit_vocabulary
+from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
 from hfdist.models.adapter import check_adapter
-from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
-from hfdist.models.build import try_adapter
-from hfdist.models.float8 import use_float8
 from hfdist.models.loss import choose_loss
-from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
-from hfdist.models.resolve import resolve_model
-from hfdist.models.tokenizer import load_tokenizer
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import ClassAndSettings, check_optimizer, find_optimizer
 from hfdist.planning.machines import STEPS
@@ -80,7 +56,6 @@ from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.islands import ServerOptimizer
 from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.objectives.choose import check_rewards, fit_model, make_objective
-from hfdist.trainer.objectives.learned_reward import check_reward_model
 from hfdist.trainer.optimizer_changes import OptimizerChanges
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
@@ -92,7 +67,9 @@ from hfdist.trainer.reporting.trackers import Trackers, ending_trackers
 from hfdist.trainer.reporting.traffic import Traffic
 from hfdist.trainer.run.end_of_run import finish
 from hfdist.trainer.run.own_plan import OwnPlan, begin_plan, naming_lack_of_memory, runtime_bytes, take_plan
+from hfdist.trainer.run.run_data import RunData, build_data, count_max_steps, writing
 from hfdist.trainer.run.run_lock import RunLock
+from hfdist.trainer.run.run_model import check_packing, find_model, save_memory, speed_up
 from hfdist.trainer.run.summary import advise, describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 from hfdist.trainer.trainer import RunOptions, Trainer
@@ -103,16 +80,6 @@ logger = logging.getLogger(__name__)
 
 _UNCLIPPED = 1e30
 """A norm that no finite gradient reaches."""
-
-
-@dataclass(frozen=True)
-class RunData:
-    """What a run reads, and the tokenizer that it reads with."""
-
-    corpus: Corpus
-    tokenizer: PreTrainedTokenizerBase
-    stream: TokenStream
-    held_out: HeldOut | HeldOutSources | None
 
 
 class Run:
@@ -168,14 +135,7 @@ class Run:
     @reporting("finding the model")
     def find_model(self) -> None:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
-        start = resolve_model(self.config.model, cache_dir=_make_cache(self.config))
-        self._here, self._fetch_weights = replace(self.config, model=start.model), start.fetch_weights
-        self.architecture = find_architecture(
-            start.model, sequence_length=self.config.data.sequence_length, scores=self._scores
-        )
-        try_adapter(start.model, self.architecture, self.config.adapter)
-        if self.config.task.reward_model is not None:
-            check_reward_model(self.config.task.reward_model)
+        self._here, self.architecture, self._fetch_weights = find_model(self.config)
 
     @reporting("opening the data and counting its documents")
     def open_data(self) -> None:
@@ -201,7 +161,7 @@ class Run:
         config, folder = self.config, self.config.run.folder.path
         check_resume(config)
         if self.topology.is_main:
-            with _writing("run.dir", config.run.dir):
+            with writing("run.dir", config.run.dir):
                 folder.mkdir(parents=True, exist_ok=True)
                 # The process holds the lock until it ends, for whatever reason.
                 atexit.register(RunLock(folder).release)
@@ -235,23 +195,12 @@ class Run:
     def build_trainer(self) -> None:
         """Make the Trainer, and log what it is about to do."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
-        folder, train = config.run.folder, config.train
-        if not self.strategy.partitions_in_constructor and class_keeps_documents_apart(model) is False:
-            logger.warning(
-                "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
-            )
-        if data.stream.plan.packing is not Packing.none and not counts_from_zero(model):
-            what = "packed documents have positions from 0, and this model counts otherwise in one document"
-            found = f"{data.stream.plan.packing.value}, with {type(model).__name__}"
-            hint = "data.packing=none"
-            raise ConfigError(what, where="data.packing", found=found, allowed="none for this model", hint=hint)
+        folder = config.run.folder
+        check_packing(model, data.stream, self.strategy)
         objective = make_objective(config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments)
         if objective is not None:
             fit_model(model, data.tokenizer)
-        if train.precision is Precision.fp8:
-            use_float8(model)
-        if compiles_blocks(config, model, self.strategy):
-            compile_blocks(model)
+        speed_up(config, model, self.strategy)
         measures, evaluators = make_evaluators(
             config, data.held_out, model=model, tokenizer=data.tokenizer, arguments=arguments, topology=self.topology
         )
@@ -273,12 +222,11 @@ class Run:
             optimizer_cls_and_kwargs=self._find_optimizer(),
             options=self._make_options(measures, objective),
         )
-        if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
-            checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
+        save_memory(config, model)
         runtime = runtime_bytes(trainer.engine, arguments.device) if config.report.plan else None
         if self._own_plan is not None:
             self.plan = take_plan(self._own_plan, config, runtime_bytes=runtime, max_steps=arguments.max_steps)
-        logger.info("%s", describe_run(config, trainer, data=_describe_data(data), plan=self.plan))
+        logger.info("%s", describe_run(config, trainer, data=data.describe(), plan=self.plan))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
                 a_step = self.strategy.batch.tokens_per_step
@@ -410,63 +358,6 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
     trainer.remove_callback(PrinterCallback)
 
 
-def _make_cache(config: RunConfig) -> Path:
-    folder = cache_dir(config.data)
-    with _writing("data.cache_dir", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def build_data(config: RunConfig, topology: Topology) -> RunData:
-    """See `Run.open_data`."""
-    folder = _make_cache(config)
-    with _writing("data.cache_dir", folder):
-        corpus = open_corpus(config.data)
-        tokenizer = load_tokenizer(
-            config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
-        )
-        adopt_template(tokenizer, config.data.chat)
-        Encoders(tokenizer, config.data.chat).check(corpus.shards)
-        if config.data.eval_sources:
-            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
-        else:
-            held_out = build_held_out(corpus, tokenizer, config.data)
-    islands = config.islands
-    data_rank, data_size, run = topology.data_rank, topology.data_size, (islands.index, islands.shares)
-    if islands.method is IslandMethod.parameter_server:
-        # There are no rounds, at which lanes could be dealt: an island is some of the data ranks.
-        data_rank, data_size, run = data_rank * run[1] + run[0], data_size * run[1], (0, 1)
-    stream = TokenStream(
-        corpus,
-        tokenizer,
-        config.data,
-        data_rank=data_rank,
-        data_size=data_size,
-        global_batch_size=islands.shares * config.train.global_batch_size,
-        run=run,
-    )
-    stream.may_begin_anew = config.checkpoint.allow_changes
-    if topology.is_first_of_replica:
-        # All ranks of a model replica read the same data: only one of them writes the ledger.
-        stream.ledger = Ledger(config.run.folder.ledger, corpus, config.data.on_bad_rows)
-    return RunData(corpus, tokenizer, stream, held_out)
-
-
-def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Give the number of steps: the lower of `train.max_steps` and what `train.epochs` takes; either may be null."""
-    train = config.train
-    if train.epochs is None:
-        assert train.max_steps is not None  # checked with the config
-        return train.max_steps
-    data = replace(config.data, quarantine=[])
-    if config.data.quarantine:
-        # Quarantined rows count too: a resumed run may take out more rows, and its learning rates must not change.
-        corpus = open_corpus(data)
-    max_steps = count_steps(corpus, tokenizer, data, global_batch_size=train.global_batch_size, at_most=train.max_steps)
-    check_schedule(config, max_steps)
-    return max_steps
-
-
 class _FirstStep(TrainerCallback):
     """Ends the report of the start."""
 
@@ -499,20 +390,3 @@ class _Beginning(TrainerCallback):
                 set_aside(path)
             # Trackers begin a new run, too.
             folder.trackers.unlink(missing_ok=True)
-
-
-@contextmanager
-def _writing(key: str, folder: str | Path) -> Iterator[None]:
-    """Turn an OSError into a ConfigError that names the key of the folder."""
-    try:
-        yield
-    except OSError as error:
-        what = f"the folder cannot be used: {error.strerror or error}"
-        raise ConfigError(what, where=key, found=folder, allowed="a writable folder") from error
-
-
-def _describe_data(data: RunData) -> str:
-    return (
-        f"{', '.join(data.corpus.source_names)}: {data.corpus.num_documents:,} documents; "
-        f"tokenizer of {len(data.tokenizer):,}; {len(data.held_out or ()):,} held-out sequences"
-    )

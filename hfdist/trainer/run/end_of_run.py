@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
 from hfdist.checkpoint.folder import step_name
-from hfdist.collectives import gather_json, on_rank_zero, world_size
+from hfdist.collectives import gather_json, world_size
 from hfdist.config.model import Init
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.task import TaskName
@@ -28,7 +26,7 @@ from hfdist.errors import HfdistError
 from hfdist.records import RunRecord
 from hfdist.trainer.budget.usage import Usage
 from hfdist.trainer.evaluation import lm_eval
-from hfdist.trainer.export.merge import write_merged
+from hfdist.trainer.export.deliver import deliver
 from hfdist.trainer.export.model_card import Exported, write_card
 from hfdist.trainer.export.push_to_hub import push
 from hfdist.trainer.reporting.callbacks import plot_losses
@@ -61,7 +59,7 @@ def finish(
     if run.evaluate.export is Export.best:
         loss, step = _take_best(trainer, loss)
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
-    folder, not_uploaded = _deliver(trainer, run, patient), None
+    folder, not_uploaded = deliver(trainer, run, patient), None
     usage.read()
     if trainer.is_world_process_zero():
         if is_over and (prompt := run.report.sample_prompt) is not None:
@@ -183,35 +181,6 @@ def warning_of_failure(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.warning("no %s: %s: %s", what, type(error).__name__, error)
-
-
-def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None) -> Path:
-    """Write the model, or the adapter and the model that it is merged into; give the folder that a user would open."""
-    model, adapter = run.run.folder.model, run.run.folder.adapter
-    if not run.adapter.is_used:
-        trainer.save_model(str(model))
-        return model
-    trainer.save_model(str(adapter))
-    logger.info("adapter: %s", adapter)
-    if not run.adapter.merge:
-        return adapter
-    return model if on_rank_zero(lambda: _merge(trainer, run, adapter, model), patient) else adapter
-
-
-def _merge(trainer: Trainer, run: RunConfig, adapter: Path, folder: Path) -> bool:
-    model: Any = trainer.model
-    assert trainer.strategy is not None
-    # Where its weights were read from, and not the Hub, where a branch may have moved on since.
-    base = replace(run.model, name=model.name_or_path, revision=None, gguf_file=None)
-    with trainer.strategy.without_partitioning(trainer.args):
-        return write_merged(
-            adapter,
-            folder,
-            base=base,
-            config=copy.deepcopy(model.config),
-            generation=model.generation_config,
-            tokenizer=trainer.processing_class,
-        )
 
 
 def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None, int]:

@@ -1,0 +1,120 @@
+"""What a run reads: its corpus, tokenizer, stream and held-out set, and how many steps they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from hfdist.config.checks.values import check_schedule
+from hfdist.config.data import cache_dir
+from hfdist.config.islands import IslandMethod
+from hfdist.config.run import RunConfig
+from hfdist.data import (
+    Corpus,
+    HeldOut,
+    HeldOutSources,
+    Ledger,
+    TokenStream,
+    build_held_out,
+    count_steps,
+    open_corpus,
+    open_held_out_sources,
+)
+from hfdist.data.tokenization.chat_template import adopt_template
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.errors import ConfigError
+from hfdist.models.tokenizer import load_tokenizer
+from hfdist.topology import Topology
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, and the tokenizer that it reads with."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    stream: TokenStream
+    held_out: HeldOut | HeldOutSources | None
+
+    def describe(self) -> str:
+        """Give the line on the data that a run starts with."""
+        return (
+            f"{', '.join(self.corpus.source_names)}: {self.corpus.num_documents:,} documents; "
+            f"tokenizer of {len(self.tokenizer):,}; {len(self.held_out or ()):,} held-out sequences"
+        )
+
+
+def make_cache(config: RunConfig) -> Path:
+    """Make the folder of the cache, and give it."""
+    folder = cache_dir(config.data)
+    with writing("data.cache_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def build_data(config: RunConfig, topology: Topology) -> RunData:
+    """Open what `config` names, for the data rank of `topology`.
+
+    Raises:
+        ConfigError, DataError: sources that are missing, unreadable or too small.
+    """
+    folder = make_cache(config)
+    with writing("data.cache_dir", folder):
+        corpus = open_corpus(config.data)
+        tokenizer = load_tokenizer(
+            config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
+        )
+        adopt_template(tokenizer, config.data.chat)
+        Encoders(tokenizer, config.data.chat).check(corpus.shards)
+        if config.data.eval_sources:
+            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
+        else:
+            held_out = build_held_out(corpus, tokenizer, config.data)
+    islands = config.islands
+    data_rank, data_size, run = topology.data_rank, topology.data_size, (islands.index, islands.shares)
+    if islands.method is IslandMethod.parameter_server:
+        # There are no rounds, at which lanes could be dealt: an island is some of the data ranks.
+        data_rank, data_size, run = data_rank * run[1] + run[0], data_size * run[1], (0, 1)
+    stream = TokenStream(
+        corpus,
+        tokenizer,
+        config.data,
+        data_rank=data_rank,
+        data_size=data_size,
+        global_batch_size=islands.shares * config.train.global_batch_size,
+        run=run,
+    )
+    stream.may_begin_anew = config.checkpoint.allow_changes
+    if topology.is_first_of_replica:
+        # All ranks of a model replica read the same data: only one of them writes the ledger.
+        stream.ledger = Ledger(config.run.folder.ledger, corpus, config.data.on_bad_rows)
+    return RunData(corpus, tokenizer, stream, held_out)
+
+
+def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Give the number of steps: the lower of `train.max_steps` and what `train.epochs` takes; either may be null."""
+    train = config.train
+    if train.epochs is None:
+        assert train.max_steps is not None  # checked with the config
+        return train.max_steps
+    data = replace(config.data, quarantine=[])
+    if config.data.quarantine:
+        # Quarantined rows count too: a resumed run may take out more rows, and its learning rates must not change.
+        corpus = open_corpus(data)
+    max_steps = count_steps(corpus, tokenizer, data, global_batch_size=train.global_batch_size, at_most=train.max_steps)
+    check_schedule(config, max_steps)
+    return max_steps
+
+
+@contextmanager
+def writing(key: str, folder: str | Path) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the key of the folder."""
+    try:
+        yield
+    except OSError as error:
+        what = f"the folder cannot be used: {error.strerror or error}"
+        raise ConfigError(what, where=key, found=folder, allowed="a writable folder") from error
