@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Alerts(TrainerCallback):
-    """Watches the lines of metrics and of ranks. Put it after the callback that gives it the lines of ranks.
+    """Watches the lines of metrics and of ranks.
 
     Args:
         recorder: of this process, which is rank 0.

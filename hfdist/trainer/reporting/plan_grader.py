@@ -34,7 +34,7 @@ _UNSTEADY_STEPS = 2
 
 
 class PlanGrader(TrainerCallback):
-    """Measures what a plan has said. All ranks have it; rank 0 writes. It comes after `RankTimes`.
+    """Measures what a plan has said. All ranks have it; rank 0 writes.
 
     Args:
         plan: on rank 0; None: there is none, and nothing is written.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +32,10 @@ from hfdist.optim.registry import make_small
 from hfdist.optim.width import rate_factor
 from hfdist.planning.describe import describe_shortly
 from hfdist.planning.plan import Plan
+from hfdist.trainer.run.state import RunState
 from hfdist.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 _OPEN, _SHUT = "\u27e6", "\u27e7"
 _MOST_CHARACTERS = 600
@@ -40,6 +44,21 @@ _EXAMPLES = {"docstrings"}
 """Sources that hfdist finetune reads if no other is named."""
 _TURNS = {"instruction": "prompt", "output": "completion"}
 """Columns that become turns, in place of those that become plain text."""
+
+
+def tell_start(run: RunState) -> None:
+    """Log what a run is about to do."""
+    config, data = run.config, run.data
+    logger.info("%s", describe_run(config, run.trainer, data=data.describe(), plan=run.plan))
+    if not run.trainer.is_world_process_zero():
+        return
+    if data.corpus.has_examples:
+        a_step = run.strategy.batch.tokens_per_step
+        logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task, a_step))
+        if (advice := advise(data.corpus, data.tokenizer, config)) is not None:
+            logger.warning("%s", advice)
+    for text in preview(data.stream, data.tokenizer, config.report.preview, config.task):
+        logger.info("%s", text)
 
 
 def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan | None = None) -> str:

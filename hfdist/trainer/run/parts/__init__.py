@@ -1,0 +1,53 @@
+"""All parts of a run, in their order."""
+
+from __future__ import annotations
+
+from hfdist.trainer.run.parts.budget import BudgetPart, UsagePart
+from hfdist.trainer.run.parts.evaluation import EvaluatorsPart, ObjectivePart
+from hfdist.trainer.run.parts.folder import FolderPart
+from hfdist.trainer.run.parts.lines import BarPart, MetricsPart, TrackersPart
+from hfdist.trainer.run.parts.measured import PlanPart, RanksPart, TimelinePart, TrafficPart
+from hfdist.trainer.run.parts.part import Part
+from hfdist.trainer.run.parts.training import (
+    FirstStepPart,
+    OptimizerChangesPart,
+    PreemptionPart,
+    RecordPart,
+    WatchPart,
+)
+from hfdist.trainer.run.parts.upload import UploadPart
+
+PARTS: tuple[type[Part], ...] = (
+    # Opens the folder: before UploadPart, which speaks with the Hub. Its callback goes before all others.
+    FolderPart,
+    # ---- given to the Trainer ----
+    # Before MetricsPart, which moves lines away that trackers read first; before WatchPart, which may give another
+    # error in place of one that trackers are told.
+    TrackersPart,
+    MetricsPart,
+    BarPart,
+    # Before WatchPart, because early stopping decides what follows an evaluation.
+    EvaluatorsPart,
+    ObjectivePart,
+    # Before BudgetPart, which takes its figures; before RecordPart, whose first writing has the sources of energy.
+    UsagePart,
+    # ---- once the Trainer is built ----
+    # Before RecordPart, which records no start that is refused.
+    OptimizerChangesPart,
+    TimelinePart,
+    # Before PlanPart, which reads the last lines of ranks.
+    RanksPart,
+    TrafficPart,
+    PlanPart,
+    # ---- where the training begins ----
+    # Both before WatchPart: they decide what follows a step.
+    PreemptionPart,
+    # Before RecordPart, which records no start that is refused.
+    BudgetPart,
+    WatchPart,
+    RecordPart,
+    # Last: the start ends once all others have seen a step.
+    FirstStepPart,
+    UploadPart,
+)
+"""What a run does or reports beside the training, in the order of its callbacks."""

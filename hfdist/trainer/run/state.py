@@ -1,0 +1,57 @@
+"""What the steps of a run have made so far, for its later steps and for its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Event
+
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
+
+from hfdist.config.run import RunConfig
+from hfdist.planning.plan import Plan
+from hfdist.records import RunRecorder
+from hfdist.strategies.base import Strategy
+from hfdist.topology import Topology
+from hfdist.trainer.budget.budget import Budget
+from hfdist.trainer.budget.usage import Usage
+from hfdist.trainer.checkpointing.start import Start
+from hfdist.trainer.evaluation.loop import Measure
+from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.objectives.base import Objective
+from hfdist.trainer.run.own_plan import OwnPlan
+from hfdist.trainer.run.run_data import RunData
+from hfdist.trainer.trainer import Trainer
+
+
+class RunState:
+    """The attributes of a run. Each step sets some; before its step, an attribute without a value is not there."""
+
+    config: RunConfig
+    topology: Topology
+    strategy: Strategy
+    architecture: PreTrainedConfig
+    """By `find_model`."""
+    data: RunData
+    """By `open_data`."""
+    recorder: RunRecorder | None = None
+    """By `open_folder`, on rank 0."""
+    arguments: TrainingArguments
+    """By `start_ranks`, as the next one."""
+    own_plan: OwnPlan | None = None
+    """A plan that is being made, on rank 0."""
+    model: PreTrainedModel
+    """By `build_model`."""
+    objective: Objective | None
+    """By `build_trainer`, as the next four; None: that of the next token."""
+    measures: Sequence[Measure] = ()
+    """What evaluations measure besides the loss."""
+    usage: Usage
+    trainer: Trainer
+    plan: Plan | None = None
+    """On rank 0."""
+    start: Start
+    """By `train`, as all that follow."""
+    preemption: Preemption
+    budget: Budget
+    first_step: Event
+    """To be set when the first step has ended."""
