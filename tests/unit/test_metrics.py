@@ -19,7 +19,7 @@ from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.model_files import _save_tokenizer
 from hfdist.trainer.evaluation.loop import describe_figures
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, plot_losses
-from hfdist.trainer.run.end_of_run import warning_of_failure
+from hfdist.trainer.run.parts.part import warning_of_failure
 
 LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
 

@@ -176,10 +176,10 @@ class Run(RunState):
             self.preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()
-            not_uploaded = finish(trainer, self.data.held_out, config, self.usage, stopped_by=self.budget.stopped_by)
+            finish(self, self.parts)
             self.budget.check()
-        if not_uploaded is not None:
-            raise not_uploaded
+        if self.not_uploaded is not None:
+            raise self.not_uploaded
 
     def _callbacks(self, joins: Joins) -> list[TrainerCallback]:
         return [callback for part in self.parts if part.joins is joins for callback in part.callbacks(self)]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from threading import Event
+from typing import NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from hfdist.config.run import RunConfig
+from hfdist.data import PoolReport
+from hfdist.errors import HfdistError
 from hfdist.planning.plan import Plan
 from hfdist.records import RunRecorder
 from hfdist.strategies.base import Strategy
@@ -21,6 +25,21 @@ from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.run.own_plan import OwnPlan
 from hfdist.trainer.run.run_data import RunData
 from hfdist.trainer.trainer import Trainer
+
+
+class Outcome(NamedTuple):
+    """A model that was trained, measured and written."""
+
+    folder: Path
+    """What a user opens."""
+    step: int
+    """Of the weights in the folder."""
+    loss: float | None
+    """Theirs on held-out data; None: there are none."""
+    pools: Sequence[PoolReport]
+    """What was read of the data."""
+    peak_bytes: Sequence[Mapping[str, float]]
+    """The most memory that each rank has used, by kind."""
 
 
 class RunState:
@@ -55,3 +74,6 @@ class RunState:
     budget: Budget
     first_step: Event
     """To be set when the first step has ended."""
+    outcome: Outcome
+    not_uploaded: HfdistError | None = None
+    """Why the upload of the model has failed, on rank 0."""

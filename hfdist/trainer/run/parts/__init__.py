@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from hfdist.trainer.run.parts.budget import BudgetPart, UsagePart
+from hfdist.trainer.run.parts.card import CardPart, PicturePart
 from hfdist.trainer.run.parts.evaluation import EvaluatorsPart, ObjectivePart
 from hfdist.trainer.run.parts.folder import FolderPart
 from hfdist.trainer.run.parts.lines import BarPart, MetricsPart, TrackersPart
 from hfdist.trainer.run.parts.measured import PlanPart, RanksPart, TimelinePart, TrafficPart
 from hfdist.trainer.run.parts.part import Part
+from hfdist.trainer.run.parts.sample import SamplePart
+from hfdist.trainer.run.parts.screen import ScreenPart
+from hfdist.trainer.run.parts.tasks import TasksPart
 from hfdist.trainer.run.parts.training import (
     FirstStepPart,
     OptimizerChangesPart,
@@ -48,6 +52,16 @@ PARTS: tuple[type[Part], ...] = (
     RecordPart,
     # Last: the start ends once all others have seen a step.
     FirstStepPart,
+    # ---- at the end ----
+    SamplePart,
+    # Before CardPart, which shows the picture.
+    PicturePart,
+    # Before UploadPart, which uploads the card.
+    CardPart,
+    # Before TasksPart, which may take hours.
     UploadPart,
+    TasksPart,
+    # Last: it is what a user reads.
+    ScreenPart,
 )
-"""What a run does or reports beside the training, in the order of its callbacks."""
+"""What a run does or reports beside the training: in the order of its callbacks, and of what it does at its end."""

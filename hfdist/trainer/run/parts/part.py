@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 
 from transformers import TrainerCallback
@@ -43,5 +43,17 @@ class Part:
         return ()
 
     def during(self, run: RunState) -> AbstractContextManager[object]:
-        """Give what is entered before the training and left at its end, also when an error ends the run."""
+        """Give what is entered before the training and left after `finish`, also when an error ends the run."""
         return nullcontext()
+
+    def finish(self, run: RunState) -> None:
+        """Do on rank 0 what follows on the export, while the other ranks wait."""
+
+
+@contextmanager
+def warning_of_failure(what: str) -> Iterator[None]:
+    """Log an error in place of raising it: the model is trained, and what fails now must not fail the run."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("no %s: %s: %s", what, type(error).__name__, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfdist.trainer.export.push_to_hub import check_push
+from hfdist.trainer.export.push_to_hub import check_push, push
 from hfdist.trainer.run.parts.part import Part
 from hfdist.trainer.run.state import RunState
 
@@ -17,3 +17,7 @@ class UploadPart(Part):
             ConfigError: it cannot be written.
         """
         check_push(run.config.export)
+
+    def finish(self, run: RunState) -> None:
+        """Upload; set why it failed, if so."""
+        run.not_uploaded = push(run.outcome.folder, run.config.export)
