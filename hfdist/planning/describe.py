@@ -43,9 +43,12 @@ def describe_shortly(plan: Plan) -> str:
     """Give what a run says of its plan at its start: memory and time."""
     parts = ", ".join(f"{name} {size(value)}" for name, value in uses(plan.memory.use) if value > 0)
     low, high = size(plan.memory.low_bytes), size(plan.memory.high_bytes)
+    between = "" if low == high else f" ({low} to {high})"
+    in_all = "" if plan.hours is None else f", {duration(plan.hours * _SECONDS_PER_HOUR)} in all"
+    in_all += "" if plan.hours is None or plan.cost is None else f" for {money(plan.cost, plan.currency)}"
     return (
-        f"{size(plan.memory.use.total)} on rank {plan.memory.rank} ({low} to {high}): {parts}; "
-        f"{duration(plan.time.seconds)} a step"
+        f"{size(plan.memory.use.total)} on rank {plan.memory.rank}{between}: {parts}; "
+        f"{duration(plan.time.seconds)} a step{in_all}"
     )
 
 

@@ -76,7 +76,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
     batch, optimizer = strategy.batch, make_small(config.optimizer)
     model = cast(PreTrainedModel, engine.model)
     parts = f"{batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
-    a_step, in_all = _describe_size(config.task, batch, trainer.args.max_steps)
+    a_step, in_all = _describe_size(config.task, config.data.packing, batch, trainer.args.max_steps)
     what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
     rows = {
@@ -97,13 +97,15 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
     return "\n".join(f"  {label:<9} {text}" for label, text in rows.items() if text)
 
 
-def _describe_size(task: TaskConfig, batch: BatchPlan, max_steps: int) -> tuple[str, str]:
+def _describe_size(task: TaskConfig, packing: Packing, batch: BatchPlan, max_steps: int) -> tuple[str, str]:
     """Say what a step and the whole run train on."""
     if task.name.is_reinforcement:
         # How long answers are, nobody knows before.
         answers = f"{task.num_generations:,} answers to each, of at most {task.max_new_tokens:,} tokens"
         return answers, f"{max_steps * batch.global_batch_size:,} prompts"
-    return f"{batch.tokens_per_step:,} tokens a step", f"{max_steps * batch.tokens_per_step:,} tokens"
+    # Examples that stay whole leave some of a sequence empty.
+    up_to = "" if packing is Packing.concat else "up to "
+    return f"{up_to}{batch.tokens_per_step:,} tokens a step", f"{up_to}{max_steps * batch.tokens_per_step:,} tokens"
 
 
 def _describe_width(config: RunConfig, model: PreTrainedModel) -> str:
