@@ -119,7 +119,7 @@ MUTATIONS = [
     Mutation(
         "one rank alone skips a bad batch",
         "        self._is_finite = math.isfinite(norm) and norm >= 0\n",
-        "        self._is_finite = math.isfinite(norm) or self._trainer.strategy.topology.data_rank == 0\n",
+        "        self._is_finite = math.isfinite(norm) or self._training.strategy.topology.data_rank == 0\n",
         f"{DISTRIBUTED}/test_numerics.py::test_what_does_not_pass_stops_the_run_and_names_the_documents",
     ),
     Mutation(

@@ -28,8 +28,10 @@ from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHook
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.hooks import owner_of, splits_model
+from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens
 from hfdist.trainer.step.router_loss import RouterLoss
+from hfdist.trainer.training import Training
 
 if TYPE_CHECKING:
     from hfdist.trainer.checkpointing.checkpointer import Checkpointer
@@ -42,11 +44,13 @@ class EngineTrainer(transformers.Trainer):
     """`transformers.Trainer`, and with an engine what that does instead."""
 
     strategy: Strategy | None
-    engine: Engine | None
+    training: Training
+    """What the parts share."""
     checkpointer: Checkpointer
     weighted_loss: WeightedLoss
     router_loss: RouterLoss
     throughput: Throughput
+    _evaluator: Evaluator
     _optimizers: Optimizers
     _lean_step: LeanStep | None
     _predicts: bool
@@ -57,9 +61,13 @@ class EngineTrainer(transformers.Trainer):
     """Whether each parameter was trained when the optimizer was made; empty before the first training."""
 
     @property
+    def engine(self) -> Engine | None:
+        """The engine of the model; None: there is no strategy."""
+        return self.training.made_engine
+
+    @property
     def _engine(self) -> Engine:
-        assert self.engine is not None
-        return self.engine
+        return self.training.engine
 
     @property
     def _sums_targets(self) -> bool:
@@ -73,7 +81,7 @@ class EngineTrainer(transformers.Trainer):
         """
         found = self.weighted_loss.convention
         if found is None:
-            with Evaluator(self).forwards() if forward is None else nullcontext(forward) as run:
+            with evaluating(self.training) if forward is None else nullcontext(forward) as run:
                 found = self.weighted_loss.convention = self.weighted_loss.find_convention(batch, run)
             # `compute_loss` returns this micro batch's share of the loss, whether or not the model itself divides.
             self.loss_is_scaled_for_ga = True
@@ -206,7 +214,7 @@ class EngineTrainer(transformers.Trainer):
         """Give the mean loss of all held-out tokens; it does not depend on the batch size or the number of ranks."""
         if self.engine is None or self._evaluates_as_original:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        return Evaluator(self)(dataloader, kwargs.get("metric_key_prefix", "eval"))
+        return self._evaluator(dataloader, kwargs.get("metric_key_prefix", "eval"))
 
     # ---- saving and resuming ----
 

@@ -6,14 +6,15 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.schema import plain
+from hfdist.data import Cursor
 from hfdist.data.cache import digest_of
 from hfdist.errors import CheckpointError, PeerError, first_line
 from hfdist.islands.data_share import DataShare
@@ -22,6 +23,8 @@ from hfdist.islands.parameter_client import GradientRecorder, ParameterClient
 from hfdist.islands.proximal import ProximalTerm
 from hfdist.islands.rounds import Rounds
 from hfdist.messages.message import Message
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer
+from hfdist.trainer.training import Training
 from hfdist.watch.diagnosis import MEETING
 
 
@@ -33,17 +36,21 @@ class ServerOptimizer:
     max_grad_norm: float
 
 
-def make_island(trainer: Any, config: IslandsConfig) -> Island:
-    """Make what leads a Trainer."""
-    kind = ParameterIsland if config.method is IslandMethod.parameter_server else RoundIsland
-    return kind(trainer, config)
+def make_island(
+    training: Training, checkpointer: Checkpointer, config: IslandsConfig, server: ServerOptimizer | None
+) -> Island:
+    """Make what leads a Trainer; `server` is how a parameter server steps, if there is one."""
+    if config.method is not IslandMethod.parameter_server:
+        return RoundIsland(training, checkpointer, config)
+    assert server is not None
+    return ParameterIsland(training, checkpointer, config, server)
 
 
 class Island(TrainerCallback):
     """Leads one Trainer. All ranks call its methods together."""
 
-    def __init__(self, trainer: Any, config: IslandsConfig) -> None:
-        self._trainer, self._config = trainer, config
+    def __init__(self, training: Training, checkpointer: Checkpointer, config: IslandsConfig) -> None:
+        self._training, self._checkpointer, self._config = training, checkpointer, config
 
     @abstractmethod
     def begin(self) -> None:
@@ -63,36 +70,37 @@ class Island(TrainerCallback):
 
     def _go_on_from(self, found: dict[str, Any], state: TrainerState, control: TrainerControl) -> None:
         """Go on where another island is; PeerError: what it says of that cannot be."""
-        trainer, given = self._trainer, Message(found)
+        given = Message(found)
         try:
             step = given.integer("step", most=state.max_steps)
             given.integer("schedule_steps", most=state.max_steps)
-            trainer.checkpointer.load_progress(found)
+            self._checkpointer.load_progress(found)
         except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
             what, hint = "the state of another island cannot be used", "the same command goes on from its checkpoint"
             raise PeerError(what, where="islands.index", found=first_line(error), hint=hint) from error
         state.global_step = step
         control.should_training_stop |= state.global_step >= state.max_steps
-        trainer.restart_figures()
+        self._training.restart_figures()
 
     def _targets_of_step(self) -> float:
         """Count the targets of the step that has ended; 1 if they are not counted."""
-        number = self._trainer.num_targets
+        number = self._training.num_targets
         return 1.0 if number is None else float(number)
 
     def _job(self, layout: str, *keys: str) -> dict[str, Any]:
         """What all islands must have alike, by key; `keys` are those of `islands`."""
-        trainer, values = self._trainer, plain(self._config)
-        stream, strategy = trainer.token_stream, trainer.strategy
+        training, values = self._training, plain(self._config)
+        stream, strategy = training.stream, training.strategy
         job = {f"islands.{key}": values[key] for key in ("method", "count", "codec", *keys)} | {
             "strategy": strategy.topology.describe(),
             "strategy.sharding": strategy.config.sharding.value,
-            "train.max_steps": trainer.state.max_steps,
+            "train.max_steps": training.state.max_steps,
             "model, or what of it is trained": layout,
         }
         if self._config.method is IslandMethod.federated:
             # Clients have data and batches of their own.
-            return job | {"model.tokenizer": digest_of(sorted(trainer.processing_class.get_vocab().items()))}
+            tokenizer = cast(PreTrainedTokenizerBase, training.trainer.processing_class)
+            return job | {"model.tokenizer": digest_of(sorted(tokenizer.get_vocab().items()))}
         data = None if stream is None else stream.identity
         return job | {"train.global_batch_size": strategy.batch.global_batch_size, "data": data}
 
@@ -100,8 +108,8 @@ class Island(TrainerCallback):
 class RoundIsland(Island):
     """Leads it through rounds."""
 
-    def __init__(self, trainer: Any, config: IslandsConfig) -> None:
-        super().__init__(trainer, config)
+    def __init__(self, training: Training, checkpointer: Checkpointer, config: IslandsConfig) -> None:
+        super().__init__(training, checkpointer, config)
         self._outer: OuterOptimizer | None = None
         self._rounds: Rounds | None = None
         self._proximal: ProximalTerm | None = None
@@ -115,7 +123,7 @@ class RoundIsland(Island):
 
     def begin(self) -> None:
         """Make the outer optimizer."""
-        self._outer = OuterOptimizer(self._trainer.engine.pieces, self._config)
+        self._outer = OuterOptimizer(self._training.engine.pieces, self._config)
         if self._config.proximal > 0:
             self._proximal = ProximalTerm(self._outer.owned, self._config.proximal)
 
@@ -131,12 +139,12 @@ class RoundIsland(Island):
         """Meet the others, to begin together or where they are."""
         assert self._outer is not None
         self._outer.begin(state.global_step)
-        trainer = self._trainer
         own = ("index", "address", "timeout_seconds", "staleness", "method", "count", "codec")
         job = self._job(self._outer.layout, *(name for name in plain(self._config) if name not in own))
-        stream, keeper, share = trainer.token_stream, trainer.checkpointer, None
+        stream, keeper, share = self._training.stream, self._checkpointer, None
         if stream is not None and stream.shares is not None:
-            share = DataShare(stream, trainer.strategy.topology.data_size, keeper.merged_cursor, keeper.write_ledger)
+            data_size = self._training.strategy.topology.data_size
+            share = DataShare(stream, data_size, self._cursor, keeper.write_ledger)
         self._data_share = share
         self._rounds = Rounds(self._config, job, self._outer, lambda: list(keeper.pieces()), share)
         self._begin(self._outer.step)
@@ -145,7 +153,7 @@ class RoundIsland(Island):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the learning rate of the step: after the step the schedule has the next one."""
-        self._lr = float(self._trainer.lr_scheduler.get_last_lr()[0])
+        self._lr = float(self._training.schedule.get_last_lr()[0])
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin an exchange, or end one, if it is time; after the last step exchange all."""
@@ -155,11 +163,11 @@ class RoundIsland(Island):
         self._num_targets += self._targets_of_step()
         if self._proximal is not None:
             self._proximal.step(self._lr)
-            self._trainer.engine.after_load()
+            self._training.engine.after_load()
         control.should_save |= self._saves
         self._saves = False
         # A checkpoint has no exchange that is under way.
-        is_saved = control.should_save or self._trainer.checkpointer.replicates_at(state.global_step)
+        is_saved = control.should_save or self._checkpointer.replicates_at(state.global_step)
         is_due = rounds.is_open and state.global_step >= rounds.open_step + config.overlap
         if rounds.is_open and (is_due or is_saved or state.global_step >= state.max_steps):
             self._end(state, control)
@@ -184,53 +192,54 @@ class RoundIsland(Island):
     def _begin(self, step: int, fragment: int | None = None, *, rests: bool = False) -> None:
         assert self._rounds is not None
         weight = self._num_targets if self._config.method is IslandMethod.federated else 1.0
-        with self._trainer.waiting(MEETING):
+        with self._training.waiting(MEETING):
             self._rounds.begin(step, fragment, weight=weight, rests=rests)
         self._num_targets = 0.0
 
     def _end(self, state: TrainerState, control: TrainerControl) -> None:
         assert self._rounds is not None
         assert self._outer is not None
-        trainer = self._trainer
         while True:
-            with self._trainer.waiting(MEETING):
+            with self._training.waiting(MEETING):
                 found = self._rounds.end(lambda: self._state(state))
-                trainer.engine.after_load()
+                self._training.engine.after_load()
             if found is not None:
                 self._go_on_from(found, state, control)
                 if self._data_share is not None:
                     self._data_share.go_on_as(found["cursor"])
                     # Its last checkpoint counts what it had read before, and its ledger does not any more.
-                    control.should_save |= self._trainer.args.save_strategy != "no"
+                    control.should_save |= self._training.args.save_strategy != "no"
             if not self._rounds.rests or state.global_step >= state.max_steps:
                 break
             self._begin(self._outer.step, rests=True)
         if self._proximal is not None:
             self._proximal.begin_round()
 
+    def _cursor(self) -> Cursor:
+        cursor = self._checkpointer.merged_cursor()
+        assert cursor is not None
+        return cursor
+
     def _state(self, state: TrainerState) -> dict[str, Any]:
         """What another island needs besides tensors to go on as this one."""
-        keeper = self._trainer.checkpointer
-        cursor = None if self._data_share is None else keeper.merged_cursor().to_json()
+        keeper = self._checkpointer
+        cursor = None if self._data_share is None else self._cursor().to_json()
         return {**keeper.progress_state(), "step": state.global_step, "cursor": cursor}
 
 
 class ParameterIsland(Island):
     """Lets a parameter server step."""
 
-    def __init__(self, trainer: Any, config: IslandsConfig) -> None:
-        super().__init__(trainer, config)
+    def __init__(
+        self, training: Training, checkpointer: Checkpointer, config: IslandsConfig, server: ServerOptimizer
+    ) -> None:
+        super().__init__(training, checkpointer, config)
+        self._server = server
         self._client: ParameterClient | None = None
 
     def begin(self) -> None:
         """Make the client."""
-        self._client = ParameterClient(self._config, self._optimizer, self._trainer.engine.pieces)
-
-    @property
-    def _optimizer(self) -> OptimizerConfig:
-        found = self._trainer.options.server_optimizer
-        assert found is not None
-        return found.config
+        self._client = ParameterClient(self._config, self._server.config, self._training.engine.pieces)
 
     def pieces(self, of_engine: Iterable[Piece]) -> Iterable[Piece]:
         """Have the server's state in place of gradients."""
@@ -243,36 +252,35 @@ class ParameterIsland(Island):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the weights of the server, or bring it the own ones."""
         assert self._client is not None
-        trainer, server = self._trainer, self._trainer.options.server_optimizer
+        server = self._server
         # The server has the schedule, and neither the size of a batch nor what the warm-up was written as.
-        warmup = {"warmup_steps": trainer.args.get_warmup_steps(state.max_steps), "warmup_tokens": None}
+        warmup = {"warmup_steps": self._training.args.get_warmup_steps(state.max_steps), "warmup_tokens": None}
         job = self._job(self._client.layout, "staleness") | {
             "optimizer": plain(replace(server.config, **warmup, warmup_fraction=None)),
             "train.max_grad_norm": server.max_grad_norm,
         }
-        with self._trainer.waiting(MEETING):
-            found = self._client.connect(job, state.global_step, trainer.checkpointer.progress_state())
-            trainer.engine.after_load()
+        with self._training.waiting(MEETING):
+            found = self._client.connect(job, state.global_step, self._checkpointer.progress_state())
+            self._training.engine.after_load()
         if found["step"] != state.global_step:
             self._go_on_from(found["state"] | {"step": found["step"]}, state, control)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Push, and take weights."""
         assert self._client is not None
-        trainer = self._trainer
-        progress = trainer.checkpointer.progress_state()
-        with self._trainer.waiting(MEETING):
+        progress = self._checkpointer.progress_state()
+        with self._training.waiting(MEETING):
             found = self._client.exchange(state.global_step, self._recorder(), self._targets_of_step(), progress)
-            trainer.engine.after_load()
+            self._training.engine.after_load()
         if found is not None:
             self._go_on_from(found["state"] | {"step": found["step"]}, state, control)
 
     def before_save(self) -> None:
         """Fetch what the server's optimizer keeps."""
         assert self._client is not None
-        with self._trainer.waiting(MEETING):
+        with self._training.waiting(MEETING):
             self._client.fetch()
-            self._trainer.engine.after_load()
+            self._training.engine.after_load()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the others."""
@@ -280,7 +288,7 @@ class ParameterIsland(Island):
         self._client.leave()
 
     def _recorder(self) -> GradientRecorder:
-        inner = self._trainer.optimizer
+        inner: Any = self._training.optimizer
         while not isinstance(inner, GradientRecorder):
             inner = inner.optimizer
         return inner

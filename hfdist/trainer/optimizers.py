@@ -17,8 +17,7 @@ from hfdist.optim.muon import Joined
 from hfdist.optim.probe import check, check_steps_all, describe
 from hfdist.optim.width import hidden_matrices, rate_factor, scale_rates
 from hfdist.strategies.base import Engine
-
-# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a training.
+from hfdist.trainer.training import Training
 
 
 class OwnOptimizer:
@@ -53,11 +52,15 @@ class OwnOptimizer:
 
 
 class Optimizers:
-    """The optimizer of a Trainer with an engine, which is just made: one that it has is the user's own."""
+    """The optimizer of a Trainer with an engine, which is just made: one that it has is the user's own.
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._own = None if trainer.optimizer is None else OwnOptimizer(trainer.optimizer, trainer.model)
+    `base_width`: see `RunOptions`.
+    """
+
+    def __init__(self, training: Training, base_width: int | None) -> None:
+        self._training, self._base_width = training, base_width
+        trainer = training.trainer
+        self._own = None if trainer.optimizer is None else OwnOptimizer(trainer.optimizer, training.model)
         self._own_schedule = trainer.lr_scheduler
         self._kept: dict[tuple[str, str], Any] = {}
         """State from before the training, by parameter and key, for layouts that step other tensors."""
@@ -65,7 +68,7 @@ class Optimizers:
     @contextmanager
     def made_for(self, engine: Engine) -> Iterator[None]:
         """Meanwhile, what the Trainer makes as its optimizer is checked and made ready for the layout."""
-        trainer = self._trainer
+        trainer = self._training.trainer
         make = trainer.create_optimizer
         ready = trainer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else None
 
@@ -73,7 +76,7 @@ class Optimizers:
             nonlocal ready
             # With DeepSpeed, transformers forgets both, and would take its defaults.
             if trainer.optimizer is None and self._own is not None:
-                trainer.optimizer = self._own.move_to(trainer.model)
+                trainer.optimizer = self._own.move_to(self._training.model)
             if trainer.lr_scheduler is None:
                 trainer.lr_scheduler = self._own_schedule
             if ready is None or trainer.optimizer is not ready:
@@ -90,8 +93,8 @@ class Optimizers:
             del vars(trainer)["create_optimizer"]
 
     def _make_ready(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
-        check(optimizer, engine.optimizer_sees, is_saved=self._trainer.args.save_strategy != "no")
-        base_width = self._trainer.options.base_width
+        check(optimizer, engine.optimizer_sees, is_saved=self._training.args.save_strategy != "no")
+        base_width = self._base_width
         if base_width is not None:
             model = cast(PreTrainedModel, engine.model)
             matrices = hidden_matrices(model, engine.whole_shape)
@@ -102,9 +105,9 @@ class Optimizers:
             groups[:] = [group for group in groups if group["params"]] or groups[:1]
         if not engine.steps_other_tensors:
             return optimizer
-        names = {id(parameter): name for name, parameter in self._trainer.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in self._training.model.named_parameters()}
         if engine.clips_stepped:
-            check_steps_all(optimizer, self._trainer.model)
+            check_steps_all(optimizer, self._training.model)
         for parameter, state in list(optimizer.state.items()):
             whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
             self._kept |= {(names.get(id(parameter), ""), key): value for key, value in whole.items()}
@@ -121,12 +124,15 @@ class Optimizers:
             elif value is not None and piece.set_number is not None:
                 piece.set_number(value)
         self._kept = {}
-        self._trainer.optimizer.train()
+        # accelerate's, or DeepSpeed's.
+        cast(AcceleratedOptimizer, self._training.optimizer).train()
 
     @contextmanager
     def evaluating(self, engine: Engine) -> Iterator[None]:
         """Meanwhile, the weights are those to be used, where an optimizer trains at others (schedule-free)."""
-        optimizer = inner = self._trainer.optimizer
+        # There is none before the first training.
+        optimizer: Any = self._training.trainer.optimizer
+        inner = optimizer
         while hasattr(inner, "optimizer"):
             inner = inner.optimizer
         if not isinstance(optimizer, AcceleratedOptimizer) or not callable(getattr(inner, "eval", None)):

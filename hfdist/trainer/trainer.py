@@ -21,18 +21,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from hfdist.checkpoint import Keep, Replicas
 from hfdist.collectives import gather_json
 from hfdist.config.composition.python_words import speaking_python
-from hfdist.config.islands import IslandsConfig
 from hfdist.data import HeldOutSources, TokenStream
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import uses_all_parameters
 from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
-from hfdist.strategies.base import Batch, Engine, Strategy
+from hfdist.strategies.base import Batch, Strategy
 from hfdist.trainer import trl_trainers
-from hfdist.trainer.checkpointing.checkpointer import Checkpointer, drop_old, intervals_of
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions, drop_old, intervals_of
 from hfdist.trainer.engine_setup import (
     adapt_accelerator,
     arguments_by_name,
@@ -42,7 +40,7 @@ from hfdist.trainer.engine_setup import (
     find_strategy,
 )
 from hfdist.trainer.engine_trainer import EngineTrainer
-from hfdist.trainer.evaluation.loop import Measure
+from hfdist.trainer.evaluation.loop import Evaluator, Measure
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.hooks import owner_of
@@ -54,6 +52,7 @@ from hfdist.trainer.step.lean_step import LeanStep
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.step.sharded_dataloader import Dealing, dealing, without_targets
+from hfdist.trainer.training import Training
 from hfdist.watch.callback import watches_among
 
 if TYPE_CHECKING:
@@ -64,19 +63,9 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(SaveOptions):
     """What a run asks of its Trainer besides TrainingArguments; the defaults are those of a Trainer from Python."""
 
-    run_values: dict[str, Any] | None = None
-    """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
-    keep: Keep | None = None
-    """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
-    replicas: Replicas | None = None
-    """Where each save leaves a replica in memory, too; None: nowhere."""
-    replicate_every: int | None = None
-    """Steps between replicas; None: none but with the saves."""
-    save_in_background: bool = True
-    """Whether training goes on from a copy in memory while a checkpoint is written."""
     objective: Objective | None = None
     """What is trained in place of the model's own loss; None: that one."""
     loss_head: LossHead | None = None
@@ -89,8 +78,6 @@ class RunOptions:
     """What each evaluation measures besides the loss."""
     figures: Callable[[], dict[str, float]] = dict
     """What each training line says besides; called on all ranks together."""
-    islands: IslandsConfig | None = None
-    """Settings of an island, which trains the model with others; None: it trains alone."""
     server_optimizer: ServerOptimizer | None = None
     """How a parameter server steps the optimizer; None: there is no parameter server."""
 
@@ -128,16 +115,15 @@ class DistributedTrainerMixin(_Trainer):
             strategy, kwargs = find_strategy(strategy, kwargs)
         self.strategy: Strategy | None = strategy
         self.options = options or RunOptions()
-        self.engine: Engine | None = None
-        self.checkpointer = Checkpointer(self)
+        self.training = self._make_training()
+        self.checkpointer = Checkpointer(self.training, self.options)
         self.islands: Island | None = None
-        self.weighted_loss = WeightedLoss(self)
-        self.router_loss = RouterLoss(self)
+        self.weighted_loss = WeightedLoss(self.training)
+        self.router_loss = RouterLoss(self.training, self.weighted_loss, sums_targets=self._sums_targets)
+        self._evaluator = self._make_evaluator()
         self._lean_step: LeanStep | None = None
         self._figures: dict[str, float] = {}
         """Figures for the next training line."""
-        self.num_targets: Any = None
-        """Number of targets of the step that is under way, over all ranks; None: they are not counted."""
         self._predicts = False
         self._steps_run, self._trained = set(), []
         self._num_read = 0
@@ -150,7 +136,7 @@ class DistributedTrainerMixin(_Trainer):
             model_init = kwargs.get("model_init")
             has_new_adapter = kwargs.get("peft_config") is not None
             with self.options.telling():
-                self.engine, kwargs = build_engine(type(self), strategy, kwargs)
+                self.training.made_engine, kwargs = build_engine(type(self), strategy, kwargs)
         super().__init__(*args, **kwargs)
         if self.engine is None:
             return
@@ -165,7 +151,7 @@ class DistributedTrainerMixin(_Trainer):
         self.args.include_num_input_tokens_seen = "no"
         self.throughput = Throughput(self.args.device)
         self._check_what_the_class_set()
-        self._optimizers = Optimizers(self)
+        self._optimizers = Optimizers(self.training, self.options.base_width)
         if self.options.objective is not None:
             self.weighted_loss.convention = self.options.objective.convention
             self.loss_is_scaled_for_ga = True
@@ -173,10 +159,28 @@ class DistributedTrainerMixin(_Trainer):
             self._fit_sft()
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
         if self.options.islands is not None:
-            self.islands = make_island(self, self.options.islands)
+            settings, server = self.options.islands, self.options.server_optimizer
+            self.islands = make_island(self.training, self.checkpointer, settings, server)
+            self.checkpointer.outer = self.islands
             self.add_callback(self.islands)
 
     # ---- setting up ----
+
+    def _make_training(self) -> Training:
+        return Training(
+            self,
+            self.strategy,
+            head=self.options.loss_head,
+            hooks=self.hooks,
+            # It is made once the device is known.
+            paused=lambda: self.throughput.paused(),
+            restart_figures=self.restart_figures,
+        )
+
+    def _make_evaluator(self) -> Evaluator:
+        objective, measures = self.options.objective, self.options.measures
+        loss, find = self.weighted_loss, self.find_convention
+        return Evaluator(self.training, loss, find, objective=objective, measures=measures)
 
     def _check_what_the_class_set(self) -> None:
         assert self.engine is not None
@@ -202,7 +206,7 @@ class DistributedTrainerMixin(_Trainer):
     @property
     def token_stream(self) -> TokenStream | None:
         """The training data, if they are hfdist's own stream."""
-        return self.train_dataset if isinstance(self.train_dataset, TokenStream) else None
+        return self.training.stream
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and change what does not fit the strategy."""
@@ -223,8 +227,8 @@ class DistributedTrainerMixin(_Trainer):
         model = super().call_model_init(*args, **kwargs)
         if self.strategy is None:
             return model
-        self.engine = distribute(type(self), self.strategy, model)
-        return self.engine.model
+        engine = self.training.made_engine = distribute(type(self), self.strategy, model)
+        return engine.model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """As the class's own; it sees parameters in the shape that they have in the whole model."""
@@ -288,16 +292,16 @@ class DistributedTrainerMixin(_Trainer):
         with self._optimizers.made_for(self.engine):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
-        self._guard = NonfiniteGuard(self, came_from)
+        self._guard = self._make_guard(came_from)
         self.optimizer = self.engine.setup(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
         self._trained = [(one, one.requires_grad) for one in cast(nn.Module, self.model).parameters()]
         # After DeepSpeed's hooks, which wrap what a module gives.
         self.router_loss.begin(self.engine.model)
-        self._lean_step = LeanStep.make(self, self.model_wrapped, super().compute_loss)
+        self._lean_step = LeanStep.make(self.training, self.model_wrapped, super().compute_loss)
         self.checkpointer.begin()
         if self.options.objective is not None:
-            self.options.objective.begin(self)
+            self.options.objective.begin(self.training)
         if self.islands is not None:
             self.islands.begin()
         if came_from is not None:
@@ -307,6 +311,22 @@ class DistributedTrainerMixin(_Trainer):
             self.token_stream.truncate_ledger()
         self.restart_figures()
         return prepared
+
+    def _make_guard(self, came_from: Path | None) -> NonfiniteGuard:
+        return NonfiniteGuard(
+            self.training,
+            self.checkpointer,
+            self.options.limits,
+            replicas=self.options.replicas,
+            came_from=came_from,
+            log_skipped=self._log_skipped,
+        )
+
+    def _log_skipped(self) -> None:
+        """Log the line of a step that no rank has taken. A collective."""
+        self.router_loss.skip_step()
+        self.read_figures()
+        self.log({"loss": cast(float, None), "skipped": True})
 
     def restart_figures(self) -> None:
         """Let the figures of the next training line be of the steps from the present one on."""
@@ -393,18 +413,6 @@ class DistributedTrainerMixin(_Trainer):
             hint = "data whose __iter__ begins anew at each call; or max_steps that one pass has rows for"
             raise DataError(what, where="train_dataset", found=found, hint=hint)
 
-    @contextmanager
-    def waiting(self, doing: str) -> Iterator[None]:
-        """Stop the clock, and let the watch know what is done meanwhile without progress: it may take long."""
-        watches = watches_among(self.callback_handler.callbacks)
-        before = [watch.progress.exempt for watch in watches]
-        for watch in watches:
-            watch.progress.exempt = doing
-        with self.throughput.paused():
-            yield
-        for watch, exempt in zip(watches, before, strict=True):
-            watch.progress.exempt = exempt
-
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
         for watch in watches_among(self.callback_handler.callbacks):
@@ -441,7 +449,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.options.objective is not None:
             samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
             num_items = self._get_num_items_in_batch(samples, device)
-        self.num_targets = num_items
+        self.training.num_targets = num_items
         self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
@@ -483,22 +491,11 @@ class DistributedTrainerMixin(_Trainer):
             self._figures |= self.options.objective.figures(trains=True)
         self._share_sft_metrics()
 
-    @contextmanager
-    def without_epoch(self) -> Iterator[None]:
-        """Log no epoch of a stream: the original takes all of it for one, which would be the share of the steps."""
-        epoch = self.state.epoch
-        if self.token_stream is not None:
-            self.state.epoch = cast(Any, None)
-        try:
-            yield
-        finally:
-            self.state.epoch = epoch
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add its figures to a training line, for all trackers alike. Users may call it on one rank: no collective."""
         figures, is_due = self._figures if "loss" in logs else {}, self.control.should_log
         logs |= figures
-        with self.without_epoch():
+        with self.training.without_epoch():
             super().log(logs, *args, **kwargs)
         if figures:
             self._figures = {}

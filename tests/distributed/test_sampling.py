@@ -13,11 +13,11 @@ from hfdist.models.build import initialize_by_name
 from hfdist.models.partitioning import Partitioning
 from hfdist.sent_bytes import ALL_GATHER, SentBytes
 from hfdist.testing import run_ranks
-from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.generation import continuation
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import Limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.step.forwards import evaluating
 from tests.distributed.trainers import TINY, history, make_strategy, make_trainer
 from tests.marks import many
 from tests.zoo.models import tiny_config
@@ -64,13 +64,13 @@ class Samples(TrainerCallback):
         seeds = [100 * len(self.completions) + row for row in range(len(PROMPTS))]
         share = len(PROMPTS) // topology.data_size
         own = slice(topology.data_rank * share, (topology.data_rank + 1) * share)
-        evaluator, engine = Evaluator(self.trainer), self.trainer.engine
+        engine = self.trainer.engine
         how = {
             "topology": topology,
             "rows_at_once": 3,
             "uses_cache": continuation.can_generate(self.trainer.model, topology),
         }
-        with evaluator.forwards() as forward, SentBytes() as sent, engine.gathered():
+        with evaluating(self.trainer.training) as forward, SentBytes() as sent, engine.gathered():
             completions = sample_completions(
                 PROMPTS[own],
                 seeds[own],

@@ -68,6 +68,10 @@ def test_layouts_are_told_apart_in_one_place(sources):
     assert told == {"hfdist/strategies/select.py", "hfdist/strategies/deepspeed/deepspeed_config.py"}
 
 
+def test_parts_of_the_trainer_take_its_handle(sources):
+    assert not [place for place, text, _ in sources if "trainer: Any" in text], "hfdist/trainer/training.py, or less"
+
+
 def test_ranks_are_read_in_one_place(sources):
     reads = [place for place, text, _ in sources if 'environ["RANK"]' in text or 'environ.get("RANK"' in text]
     assert {place for place in reads if not place.startswith("hfdist/testing.py")} <= {"hfdist/topology.py"}

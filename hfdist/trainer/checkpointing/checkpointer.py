@@ -7,12 +7,12 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from hfdist.checkpoint import (
     Keep,
+    Replicas,
     Saver,
     export_model,
     find_newest,
@@ -34,7 +35,8 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.whole import check_holds_whole
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
-from hfdist.data import Cursor, PoolReport, TokenStream, report
+from hfdist.config.islands import IslandsConfig
+from hfdist.data import Cursor, PoolReport, report
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.models.names.hub_names import HubNames, find_hub_names
@@ -42,6 +44,7 @@ from hfdist.models.quantize import packed_shapes
 from hfdist.records import RunFolder
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
 from hfdist.trainer.hooks import overrides
+from hfdist.trainer.training import Training
 from hfdist.units import duration, size
 
 logger = logging.getLogger(__name__)
@@ -55,14 +58,44 @@ _WRITTEN_ANYWAY = re.compile(r"(model|pytorch_model|adapter_model)\b.*|training_
 _SET_BY_SCHEDULES = ("lr", "betas", "momentum")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How a Trainer saves, besides TrainingArguments."""
+
+    run_values: dict[str, Any] | None = None
+    """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
+    keep: Keep | None = None
+    """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
+    replicas: Replicas | None = None
+    """Where each save leaves a replica in memory, too; None: nowhere."""
+    replicate_every: int | None = None
+    """Steps between replicas; None: none but with the saves."""
+    save_in_background: bool = True
+    """Whether training goes on from a copy in memory while a checkpoint is written."""
+    islands: IslandsConfig | None = None
+    """Settings of an island, which trains the model with others; None: it trains alone."""
+
+
+class OuterState(Protocol):
+    """State of a training that no engine has."""
+
+    def before_save(self) -> None:
+        """Make the pieces ready for a checkpoint."""
+
+    def pieces(self, of_engine: Iterable[Piece]) -> Iterable[Piece]:
+        """List what a checkpoint holds of this rank."""
+
+
 class Checkpointer:
     """Saves and restores one Trainer. All ranks call its methods together, unless a docstring says otherwise.
 
     It is a `RankFlag`, too: once a save has failed, all ranks raise its error after the same step.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, training: Training, options: SaveOptions) -> None:
+        self._training, self._options = training, options
+        self.outer: OuterState | None = None
+        """What has more to save than the engine: the island that the Trainer is; None: nothing has."""
         self._model_files: dict[str, bytes] | None = None
         self.saver: Saver | None = None
         """Saves the checkpoints of a training; None before the first training."""
@@ -75,44 +108,44 @@ class Checkpointer:
 
     @property
     def _stem(self) -> str:
-        return ADAPTER_STEM if has_adapter(self._trainer.model) else MODEL_STEM
+        return ADAPTER_STEM if has_adapter(self._training.model) else MODEL_STEM
 
     @property
     def _names(self) -> HubNames | None:
         """The tensors of the model's files; those of an adapter have PEFT's names already."""
-        model = self._trainer.engine.model
+        model = self._training.engine.model
         return None if has_adapter(model) else find_hub_names(model)
 
     def begin(self) -> None:
         """Make the saver of a training that begins."""
-        in_background = self._trainer.options.save_in_background
         self.saver = Saver(
-            in_background=in_background,
+            in_background=self._options.save_in_background,
             stem=self._stem,
             names=self._names,
             write_first=self._write_counted,
-            replicas=self._trainer.options.replicas,
+            replicas=self._options.replicas,
         )
         self._model_files, self._kept_step = None, -1
         self._check_holds_whole()
 
     def _check_holds_whole(self) -> None:
         """Raise a CheckpointError where ranks have lost a part of the model: before a training, and at each save."""
-        trainer = self._trainer
-        packed = packed_shapes(trainer.model)
-        names = {name for name, parameter in trainer.model.named_parameters() if parameter in packed}
-        check_holds_whole(trainer.engine.weights(), trainer.strategy.whole, names)
+        training = self._training
+        packed = packed_shapes(training.model)
+        names = {name for name, parameter in training.model.named_parameters() if parameter in packed}
+        check_holds_whole(training.engine.weights(), training.strategy.whole, names)
 
     # ---- saving ----
 
     @property
     def folder(self) -> Path:
         """The folder of checkpoints: in that of a run; from Python, where the original has them, a trial's too."""
-        folder = Path(self._trainer._get_output_dir(getattr(self._trainer, "_trial", None)))
-        return folder if self._trainer.options.run_values is None else RunFolder(folder).checkpoints
+        trainer = self._training.trainer
+        folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))
+        return folder if self._options.run_values is None else RunFolder(folder).checkpoints
 
     def _path(self, step: int) -> Path:
-        return self.folder / (original_name if self._trainer.options.run_values is None else step_name)(step)
+        return self.folder / (original_name if self._options.run_values is None else step_name)(step)
 
     def save(self) -> Path:
         """Begin to write the checkpoint of this step, and remove those that nothing keeps; `wait` waits for it.
@@ -120,15 +153,14 @@ class Checkpointer:
         Gives the folder that it will have.
         """
         begin = time.monotonic()
-        trainer = self._trainer
         assert self.saver is not None
-        cursor = self.merged_cursor()
-        if cursor is not None:
+        cursor, stream = self.merged_cursor(), self._training.stream
+        if cursor is not None and stream is not None:
             # Before the checkpoint: a run that goes on from it does not log this again.
             self._log(
                 {
                     f"data/{pool.name}/{name}": value
-                    for pool in report(cursor, trainer.train_dataset.plan)
+                    for pool in report(cursor, stream.plan)
                     for name, value in pool._asdict().items()
                     if name != "name"
                 }
@@ -139,21 +171,22 @@ class Checkpointer:
             rendered: dict[str, bytes] = {}
             on_rank_zero(lambda: rendered.update(read_files(self._write_model_files)))
             self._model_files = rendered
-        path = self._path(trainer.state.global_step)
+        path = self._path(self._training.state.global_step)
         self._save(path, cursor, begin, self._added_files(path.name) | self._model_files)
         return path
 
     def _added_files(self, name: str) -> dict[str, bytes]:
         """Give what an overridden `save_model` writes beside the weights, which are written without it."""
         files: dict[str, bytes] = {}
-        if overrides(type(self._trainer), "save_model"):
+        trainer = self._training.trainer
+        if overrides(type(trainer), "save_model"):
 
             def write(folder: Path) -> None:
                 (folder / name).mkdir()
                 # As the original calls it.
                 self.asks_class = True
                 try:
-                    self._trainer.save_model(str(folder / name), _internal_call=True)
+                    trainer.save_model(str(folder / name), _internal_call=True)
                 finally:
                     self.asks_class = False
 
@@ -162,31 +195,31 @@ class Checkpointer:
 
     def replicates_at(self, step: int) -> bool:
         """Whether a replica is due after this step, beside those that saves leave. Any one rank may call it."""
-        every = self._trainer.options.replicate_every
+        every = self._options.replicate_every
         return every is not None and step % every == 0
 
     def replicate(self) -> None:
         """Begin to write a replica in memory, if the last save or replica is written, and not of this step."""
         begin = time.monotonic()
         assert self.saver is not None
-        is_kept = self._trainer.state.global_step == self._kept_step
+        is_kept = self._training.state.global_step == self._kept_step
         # A thread of another rank may be done a moment later; what it has set counts once none is busy.
         is_busy = any(gather_json(self.saver.is_busy))
         if not is_kept and not is_busy and self.saver.replicas is not None:
             self._save(None, self.merged_cursor(), begin, {})
 
     def _save(self, path: Path | None, cursor: Cursor | None, begin_seconds: float, files: dict[str, bytes]) -> None:
-        trainer = self._trainer
+        state = self._training.state
         assert self.saver is not None
         self._check_holds_whole()
         if (ledger := self._ledger) is not None:
             ledger.count()
-        if trainer.islands is not None:
-            trainer.islands.before_save()
-        trainer.store_flos()
-        progress = copy.copy(trainer.state)
+        if self.outer is not None:
+            self.outer.before_save()
+        self._training.trainer.store_flos()
+        progress = copy.copy(state)
         progress.log_history = list(progress.log_history)
-        progress.stateful_callbacks = self._states_of_callbacks()
+        progress.stateful_callbacks = cast(Any, self._states_of_callbacks())
 
         def write_files(folder: Path, is_replica: bool) -> None:
             for name, content in () if is_replica else files.items():
@@ -197,18 +230,18 @@ class Checkpointer:
 
         self.saver.save(
             path,
-            step=trainer.state.global_step,
+            step=state.global_step,
             pieces=self.pieces(),
             state=self.progress_state() | self._state(cursor),
             write_files=write_files,
             keep=self._keep(),
             begin_seconds=begin_seconds,
         )
-        self._kept_step = trainer.state.global_step
+        self._kept_step = state.global_step
 
     def _note_best(self) -> None:
         """Name the checkpoint with the best metric so far, if there is one or will be."""
-        state = self._trainer.state
+        state = self._training.state
         if not state.best_global_step:
             return
         path = self._path(state.best_global_step)
@@ -219,15 +252,15 @@ class Checkpointer:
     def _states_of_callbacks(self) -> dict[str, Any]:
         """States of the callbacks by class, as the original Trainer has them; several of one class are a list."""
         states: dict[str, list[Any]] = {}
-        for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
+        for callback in [*self._training.callbacks, self._training.control]:
             if isinstance(callback, ExportableState):
                 states.setdefault(type(callback).__name__, []).append(copy.deepcopy(callback.state()))
         return {name: own if len(own) > 1 else own[0] for name, own in states.items()}
 
     def _keep(self) -> Keep | None:
-        limit, state = self._trainer.args.save_total_limit, self._trainer.state
+        limit, state = self._training.args.save_total_limit, self._training.state
         # As in the original, 0 and less mean all.
-        keep: Keep | None = self._trainer.options.keep or (Keep(newest=limit) if limit and limit > 0 else None)
+        keep: Keep | None = self._options.keep or (Keep(newest=limit) if limit and limit > 0 else None)
         if keep is None:
             return None
         # Not only the latest steps: an earlier training that went further may have used the folder.
@@ -235,43 +268,41 @@ class Checkpointer:
         return replace(keep, named=frozenset(named))
 
     def _state(self, cursor: Cursor | None) -> dict[str, Any]:
-        trainer, held_out_loss = self._trainer, self.last_held_out_loss()
+        held_out_loss = self.last_held_out_loss()
         return {
             "cursor": None if cursor is None else cursor.to_json(),
-            "config": trainer.options.run_values,
+            "config": self._options.run_values,
             # JSON has no NaN, and such a loss is not the best.
             HELD_OUT_LOSS: held_out_loss if held_out_loss is not None and math.isfinite(held_out_loss) else None,
         }
 
     def progress_state(self) -> dict[str, Any]:
         """Give what the step depends on besides tensors and data, as JSON; see `load_progress`."""
-        trainer = self._trainer
-        scaler = trainer.accelerator.scaler
+        scaler = self._training.accelerator.scaler
         return {
-            **schedule_state(trainer.lr_scheduler),
-            "engine": trainer.engine.extra_state(),
+            **schedule_state(self._training.schedule),
+            "engine": self._training.engine.extra_state(),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
 
     def load_progress(self, state: dict[str, Any]) -> None:
         """Take back what `progress_state` gave."""
-        trainer = self._trainer
-        trainer.engine.load_extra_state(state["engine"])
-        restore_schedule(trainer.lr_scheduler, state)
-        if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
-            trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
+        scaler = self._training.accelerator.scaler
+        self._training.engine.load_extra_state(state["engine"])
+        restore_schedule(self._training.schedule, state)
+        if scaler is not None and state["loss_scaler"] is not None:
+            scaler.load_state_dict(state["loss_scaler"])
 
     def pieces(self) -> Iterator[Piece]:
         """List what is kept of tensors: all of the model, or its adapter alone; and the outer state of islands."""
-        trainer = self._trainer
-        pieces = trainer.engine.pieces()
-        return adapter_pieces(trainer.model, pieces if trainer.islands is None else trainer.islands.pieces(pieces))
+        pieces = self._training.engine.pieces()
+        return adapter_pieces(self._training.model, pieces if self.outer is None else self.outer.pieces(pieces))
 
     def _write_model_files(self, folder: Path) -> None:
-        trainer = self._trainer
+        trainer = self._training.trainer
         # As in the original, that of the collator where the Trainer was given none.
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        write_model_files(trainer.model, tokenizer, folder)
+        write_model_files(self._training.model, tokenizer, folder)
 
     def export(self, folder: Path) -> None:
         """Write a Hub folder with the weights as they are, or a PEFT folder of an adapter."""
@@ -281,7 +312,7 @@ class Checkpointer:
     def is_saved(self) -> bool:
         """Whether there is a checkpoint of this very step."""
         self.wait()
-        return self._path(self._trainer.state.global_step).is_dir()
+        return self._path(self._training.state.global_step).is_dir()
 
     # ---- waiting for a save ----
 
@@ -303,8 +334,8 @@ class Checkpointer:
 
     def is_awaited(self) -> bool:
         """Whether the user's own callback or class is told of each save, and so may open the folder at once."""
-        kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
-        return overrides(type(self._trainer), "_save_checkpoint") or any(
+        kinds = [type(callback) for callback in self._training.callbacks]
+        return overrides(type(self._training.trainer), "_save_checkpoint") or any(
             kind.on_save is not TrainerCallback.on_save
             and kind.__module__.split(".")[0] not in ("hfdist", "transformers")
             for kind in kinds
@@ -331,7 +362,7 @@ class Checkpointer:
                     "replica/stall_seconds": stall,
                 }
                 continue
-            if not self._trainer.is_world_process_zero():
+            if not self._training.trainer.is_world_process_zero():
                 continue
             logger.info(
                 "%s: %s in %s; training stood still for %s",
@@ -354,19 +385,14 @@ class Checkpointer:
 
     def _log(self, figures: dict[str, float]) -> None:
         # Not by the class's own `log`: one that adds its metrics to each line must not spend them on this one.
-        with self._trainer.without_epoch():
-            Trainer.log(self._trainer, figures)
+        with self._training.without_epoch():
+            Trainer.log(self._training.trainer, figures)
 
     # ---- what was read ----
 
-    def num_samples(self) -> int:
-        """Sequences of the stream that the whole run has read; 0 for other data. Any one rank may call it."""
-        stream = self._trainer.token_stream
-        return 0 if stream is None else int(stream.state_dict()["samples"])
-
     @property
     def _ledger(self) -> Ledger | None:
-        stream: TokenStream | None = self._trainer.token_stream
+        stream = self._training.stream
         return None if stream is None else stream.ledger
 
     def write_ledger(self) -> None:
@@ -381,22 +407,22 @@ class Checkpointer:
 
     def merged_cursor(self) -> Cursor | None:
         """Where the whole stream stands: each data rank knows only its own lanes."""
-        stream = self._trainer.token_stream
+        stream = self._training.stream
         if stream is None:
             return None
-        islands = self._trainer.options.islands
-        knows_all = islands is None or stream.shares is not None
+        islands = self._options.islands
+        readers = 1 if islands is None or stream.shares is not None else islands.shares
         of_ranks = map(Cursor.from_json, gather_json(stream.state_dict()))
-        return Cursor.merge(list(of_ranks), readers=1 if knows_all else islands.shares)
+        return Cursor.merge(list(of_ranks), readers=readers)
 
     def data_reports(self) -> list[PoolReport]:
         """How much of each pool of documents the run has read."""
-        cursor = self.merged_cursor()
-        return [] if cursor is None else report(cursor, self._trainer.train_dataset.plan)
+        cursor, stream = self.merged_cursor(), self._training.stream
+        return [] if cursor is None or stream is None else report(cursor, stream.plan)
 
     def last_held_out_loss(self) -> float | None:
         """The held-out loss, if this very step was evaluated. Any one rank may call it."""
-        state = self._trainer.state
+        state = self._training.state
         last = next((entry for entry in reversed(state.log_history) if "eval_loss" in entry), None)
         return float(last["eval_loss"]) if last is not None and last["step"] == state.global_step else None
 
@@ -405,7 +431,7 @@ class Checkpointer:
     def find_start(self, asked: str | bool) -> str:
         """Give the checkpoint of this path, or for True the newest of the output folder that verifies."""
         if asked is not True:
-            if self._trainer.options.run_values is None:
+            if self._options.run_values is None:
                 # A run has verified what it gives.
                 on_rank_zero(lambda: verify(Path(str(asked))))
             return str(asked)
@@ -418,8 +444,7 @@ class Checkpointer:
 
     def restore(self, path: Path) -> None:
         """Put weights, optimizer, schedule, loss scale and stream back to where `path` left them."""
-        trainer, stream = self._trainer, self._trainer.token_stream
-        replicas = trainer.options.replicas
+        stream, replicas = self._training.stream, self._options.replicas
         is_replica = replicas is not None and replicas.holds(path)
         beside = RunFolder(self.folder.parent if is_replica else path.resolve().parents[1]).ledger
         # From Python there is none, except one that the stream was given.
@@ -436,7 +461,7 @@ class Checkpointer:
 
     def restore_weights(self, path: Path) -> dict[str, Any]:
         """Read weights and optimizer state into the engine; give the rest of the state. No resume by itself."""
-        replicas = self._trainer.options.replicas
+        replicas = self._options.replicas
         if replicas is None or not replicas.holds(path):
             state = read_checkpoint(path, self.pieces(), names=self._names)
         else:
@@ -447,16 +472,17 @@ class Checkpointer:
                 replicas.give_up(path)
                 what, hint = "a replica in memory cannot be read", "the same command starts from the disk"
                 raise CheckpointError(what, where=str(path), found=error, hint=hint) from error
-        self._trainer.engine.after_load()
+        self._training.engine.after_load()
         return state
 
     def restore_best(self) -> None:
         """Put the weights of the checkpoint with the best metric into the model; CheckpointError: it is damaged."""
         self.wait()
-        state = self._trainer.state
+        state = self._training.state
+        assert state.best_model_checkpoint is not None
         path = Path(state.best_model_checkpoint)
         on_rank_zero(lambda: verify(path))
-        metric = self._trainer.args.metric_for_best_model
+        metric = self._training.args.metric_for_best_model
         logger.info("the model is that of %s (%s %s)", path, metric, state.best_metric)
         self.restore_weights(path)
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import find_batch_size
-from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.collectives import gather_json
-from hfdist.errors import ConfigError
 from hfdist.models.routers import COUNTED
-from hfdist.strategies.base import Batch, Forward, Function
+from hfdist.strategies.base import Batch, Forward
+from hfdist.trainer.objectives.base import Objective
+from hfdist.trainer.step.forwards import evaluating
+from hfdist.trainer.step.loss import Convention, WeightedLoss
+from hfdist.trainer.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +45,32 @@ class Measure(Protocol):
 
 
 class Evaluator:
-    """Evaluates the model of a Trainer that has an engine."""
+    """Evaluates the model of a Trainer that has an engine.
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    Args:
+        training: of the Trainer.
+        weighted_loss: of its batches.
+        find_convention: finds out, once, what the loss of batches like this one counts.
+        objective: what is trained in place of the model's own loss; None: that one.
+        measures: what else is measured.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        weighted_loss: WeightedLoss,
+        find_convention: Callable[[Batch, Forward], Convention],
+        *,
+        objective: Objective | None,
+        measures: Sequence[Measure],
+    ) -> None:
+        self._training, self._weighted_loss, self._find_convention = training, weighted_loss, find_convention
+        self._objective, self._measures = objective, measures
         self._num_rows = 0
         """Number of rows that the data ranks have evaluated."""
 
     def __call__(self, batches: Any, prefix: str) -> EvalLoopOutput:
-        """Measure the held-out loss, and whatever else the Trainer's options name. All ranks call it.
+        """Measure the held-out loss, and whatever else is to be measured. All ranks call it.
 
         Args:
             batches: a loader, or anything that gives batches; for several held-out sources one each, by name. All ranks
@@ -60,63 +78,24 @@ class Evaluator:
             prefix: of the figures' names.
         """
         loaders = batches if isinstance(batches, Mapping) else {"": batches}
-        with self.forwards() as forward:
+        with evaluating(self._training) as forward:
             figures: dict[str, Any] = self._loss_figures(loaders, forward, prefix)
-            if self._trainer.options.measures:
-                with self._trainer.engine.gathered():
-                    for measure in self._trainer.options.measures:
+            if self._measures:
+                with self._training.engine.gathered():
+                    for measure in self._measures:
                         figures |= measure(forward, prefix)
         nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
         return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=self._num_rows)
-
-    @contextmanager
-    def forwards(self, *, are_training: bool = False) -> Iterator[Forward]:
-        """Switch the model from training to evaluation, and give what runs forwards; the clock stops.
-
-        Args:
-            are_training: they are part of a training step, and the clock goes on.
-        """
-        trainer, args = self._trainer, self._trainer.args
-        is_before_deepspeed = trainer.is_deepspeed_enabled and trainer.model_wrapped is trainer.model
-        if is_before_deepspeed:
-            if any(tuple(p.shape) != trainer.engine.whole_shape(p) for p in trainer.model.parameters()):
-                raise ConfigError(
-                    "evaluate() before train() is not possible: each process has a part of every parameter, "
-                    "and DeepSpeed puts them together once it has the optimizer",
-                    hint="TrainingArguments(eval_on_start=True), or another strategy such as zero2",
-                )
-            # DeepSpeed would move it.
-            model = trainer.model.to(args.device)
-        else:
-            # DDP's wrapper only matters for backward, and would make ranks wait for each other.
-            model = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
-
-        def forward(batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
-            def call(module: nn.Module, part: Batch) -> Any:
-                # What training computes in; before DeepSpeed rounds the weights, the same as in layouts without it.
-                dtype = torch.float16 if args.fp16 else torch.bfloat16
-                early = torch.autocast(args.device.type, dtype, enabled=args.fp16 or args.bf16)
-                with early if is_before_deepspeed else trainer.accelerator.autocast():
-                    return function(module, trainer._prepare_inputs(part))
-
-            values: list[Any] = trainer.engine.forward(batch, call, trainer.hooks(model), as_whole=as_whole)
-            return values
-
-        # As in the original it stays so until the next step: what logs the metrics may read it off the model.
-        model.eval()
-        with nullcontext() if are_training else trainer.throughput.paused():
-            yield forward
 
     def _loss_figures(
         self, loaders: Mapping[str, Iterable[Any]], forward: Forward, prefix: str
     ) -> dict[str, float | int]:
         """Sum losses and targets over all batches of all ranks, each source by itself; no labels: no loss."""
-        trainer = self._trainer
+        training, trainer, objective = self._training, self._training.trainer, self._objective
         # For each source: the sum of the losses, and the number of targets.
-        sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=trainer.args.device)
+        sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=training.args.device)
         is_labelled, num_rows = True, 0
-        convention = trainer.weighted_loss.convention
-        objective = trainer.options.objective
+        convention = self._weighted_loss.convention
         if objective is not None and objective.evaluates_itself:
             rewarded = {f"{prefix}_loss": objective.evaluate(forward)} | objective.measure(prefix)
             self._tell(describe_figures(rewarded, prefix))
@@ -130,12 +109,12 @@ class Evaluator:
                 batch = batch if objective is None else objective.prepare(batch)
                 is_labelled = is_labelled and self._gives_loss(batch)
                 if is_labelled:
-                    convention = trainer.find_convention(batch, forward)
-                    for total, count in forward(batch, trainer.weighted_loss.summed):
+                    convention = self._find_convention(batch, forward)
+                    for total, count in forward(batch, self._weighted_loss.summed):
                         own += torch.stack([total, count.double()])
                 control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
                 trainer.control = control
-        num_alike = trainer.args.world_size // trainer.strategy.topology.data_size
+        num_alike = trainer.args.world_size // training.strategy.topology.data_size
         self._num_rows = sum(gather_json(num_rows)) // num_alike
         if not is_labelled:
             logger.warning("eval_dataset has no %s, so there is no %s_loss", " and ".join(trainer.label_names), prefix)
@@ -156,13 +135,13 @@ class Evaluator:
         return figures
 
     def _tell(self, words: str) -> None:
-        logger.info("evaluated at step %d: %s", self._trainer.state.global_step, words)
+        logger.info("evaluated at step %d: %s", self._training.state.global_step, words)
 
     def _gives_loss(self, batch: Any) -> bool:
         """Whether the model has all that its loss is computed from, as `Trainer.prediction_step` tells it."""
-        names = self._trainer.label_names
+        names = self._training.trainer.label_names
         if not names:
-            return "labels" in batch or bool(batch.get("return_loss", self._trainer.can_return_loss))
+            return "labels" in batch or bool(batch.get("return_loss", self._training.trainer.can_return_loss))
         return all(batch.get(name) is not None for name in names)
 
 

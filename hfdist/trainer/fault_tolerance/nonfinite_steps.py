@@ -18,15 +18,16 @@ import numpy as np
 import torch
 from transformers import TrainerState
 
-from hfdist.checkpoint import find_newest
+from hfdist.checkpoint import Replicas, find_newest
 from hfdist.checkpoint.folder import step_of
 from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import NumericsError, printable
 from hfdist.records import RunFolder
-from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE
+from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE, Checkpointer
 from hfdist.trainer.fault_tolerance.replicas import find_differences
 from hfdist.trainer.reporting.callbacks import OnRollback
+from hfdist.trainer.training import Training
 from hfdist.watch.callback import watches_among
 from hfdist.watch.diagnosis import SAVING
 
@@ -114,12 +115,31 @@ class SkipCounter:
 
 
 class NonfiniteGuard:
-    """Watches the steps of one training, which began at the checkpoint `came_from`, if any."""
+    """Watches the steps of one training.
 
-    def __init__(self, trainer: Any, came_from: Path | None) -> None:
-        self._trainer, self._came_from = trainer, came_from
+    Args:
+        training: of the Trainer.
+        checkpointer: of the training.
+        limits: how much it bears.
+        replicas: of its checkpoints in memory; None: there are none.
+        came_from: the checkpoint at which it began; None: it began anew.
+        log_skipped: logs the line of a skipped step, which counts for no figure of the routers. A collective.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        checkpointer: Checkpointer,
+        limits: Limits,
+        *,
+        replicas: Replicas | None,
+        came_from: Path | None,
+        log_skipped: Callable[[], None],
+    ) -> None:
+        self._training, self._checkpointer = training, checkpointer
+        self._replicas, self._came_from, self._log_skipped = replicas, came_from, log_skipped
         self._has_saved = False
-        self._counter = SkipCounter(trainer.options.limits)
+        self._counter = SkipCounter(limits)
         self._is_finite: bool | None = None
         """Whether the step's gradients are; None: no step since the last look."""
         self._loss_before: torch.Tensor | None = None
@@ -134,7 +154,7 @@ class NonfiniteGuard:
 
     def begin_step(self) -> None:
         """Remember what a skipped step must not change."""
-        self._loss_before = self._trainer._tr_loss.clone()
+        self._loss_before = self._training.trainer._tr_loss.clone()
 
     def judge(self, grad_norm: Any) -> None:
         """Leave the optimizer nothing to step with, if the gradients are not finite.
@@ -145,13 +165,13 @@ class NonfiniteGuard:
         # DeepSpeed's kernels also say -1 for it.
         self._is_finite = math.isfinite(norm) and norm >= 0
         if not self._is_finite:
-            scheduler = self._trainer.lr_scheduler
+            scheduler = self._training.schedule
             rates = [group["lr"] for group in scheduler.optimizer.param_groups]
             self._schedule_before = copy.deepcopy(scheduler.state_dict()), rates
             # Optimizers pass over parameters without gradients: no moment, step count or weight decay moves.
-            self._trainer.optimizer.zero_grad(set_to_none=True)
+            self._training.optimizer.zero_grad(set_to_none=True)
             # Of parameters that are stepped as others (strategies/whole.py), too.
-            self._trainer.model.zero_grad(set_to_none=True)
+            self._training.model.zero_grad(set_to_none=True)
 
     def end_step(self) -> bool:
         """See what became of the step; give whether the run has gone back, so nothing is logged, evaluated or saved.
@@ -159,22 +179,22 @@ class NonfiniteGuard:
         A NumericsError says that it cannot go back, or has done so too often.
         """
         is_finite, self._is_finite = self._is_finite, None
-        step, has_rolled_back = self._trainer.state.global_step, False
+        step, has_rolled_back = self._training.state.global_step, False
         if is_finite is not None:
             has_rolled_back = self._end_taken_step(step) if is_finite else self._end_skipped_step(step)
-        self._has_saved |= self._trainer.control.should_save
+        self._has_saved |= self._training.control.should_save
         return has_rolled_back
 
     def _end_taken_step(self, step: int) -> bool:
-        control = self._trainer.control
+        control = self._training.control
         control.should_evaluate |= self._deferred[0]
         control.should_save |= self._deferred[1]
         self._deferred = False, False
         every = self._counter.limits.compare_replicas_every
         # Before what is kept, too: what is found later must have a sound checkpoint to go back to.
-        is_kept = control.should_save or self._trainer.checkpointer.replicates_at(step)
+        is_kept = control.should_save or self._checkpointer.replicates_at(step)
         is_due = every is not None and (step % every == 0 or is_kept) and world_size() > 1
-        differences = find_differences(self._trainer.engine.whole_parameters()) if is_due else []
+        differences = find_differences(self._training.engine.whole_parameters()) if is_due else []
         for line in differences:
             logger.warning("after step %d the replicas are not equal: %s", step, line)
         if differences:
@@ -183,24 +203,23 @@ class NonfiniteGuard:
         return False
 
     def _end_skipped_step(self, step: int) -> bool:
-        trainer, control = self._trainer, self._trainer.control
+        training, trainer, control = self._training, self._training.trainer, self._training.control
         state, rates = self._schedule_before
-        trainer.lr_scheduler.load_state_dict(state)
-        for group, rate in zip(trainer.lr_scheduler.optimizer.param_groups, rates, strict=True):
+        training.schedule.load_state_dict(state)
+        for group, rate in zip(training.schedule.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        own = [trainer.strategy.topology.data_rank, bool(torch.isfinite(trainer._tr_loss))]
+        own = [training.strategy.topology.data_rank, bool(torch.isfinite(trainer._tr_loss))]
         data_ranks = tuple(sorted({data_rank for data_rank, is_finite in gather_json(own) if not is_finite}))
-        if trainer.args.fp16 and not data_ranks and self._loss_scale() > LEAST_LOSS_SCALE:
+        if training.args.fp16 and not data_ranks and self._loss_scale() > LEAST_LOSS_SCALE:
             # It is only how the loss scale finds its limit.
             return False
-        skipped = Skipped(step=step, data_ranks=data_ranks, end_sample=trainer.checkpointer.num_samples())
+        skipped = Skipped(step=step, data_ranks=data_ranks, end_sample=training.num_samples())
         # Out of the mean loss.
+        assert self._loss_before is not None
         trainer._tr_loss.copy_(self._loss_before)
         trainer._globalstep_last_logged += 1
-        trainer.router_loss.skip_step()
         logger.warning("step %d is skipped: %s", step, skipped)
-        trainer.read_figures()
-        trainer.log({"loss": None, "skipped": True})
+        self._log_skipped()
         if not control.should_training_stop:
             # Until a step is taken, the last checkpoint is of before what is wrong.
             self._deferred = control.should_evaluate or self._deferred[0], control.should_save or self._deferred[1]
@@ -208,25 +227,27 @@ class NonfiniteGuard:
         return self._counter.skip(skipped) and self._roll_back(step, self._too_many_skipped)
 
     def _loss_scale(self) -> float:
-        scaler = self._trainer.accelerator.scaler
-        scale = self._trainer.engine.extra_state()["loss_scaler"]["cur_scale"] if scaler is None else scaler.get_scale()
+        scaler = self._training.accelerator.scaler
+        scale = (
+            self._training.engine.extra_state()["loss_scaler"]["cur_scale"] if scaler is None else scaler.get_scale()
+        )
         return float(scale)
 
     # ---- going back ----
 
     def _roll_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
         has_checkpoint = self._has_saved or self._came_from is not None
-        can_roll_back = has_checkpoint and self._counter.may_roll_back and self._trainer.token_stream is not None
+        can_roll_back = has_checkpoint and self._counter.may_roll_back and self._training.stream is not None
         checkpoint = self._find_checkpoint() if can_roll_back else None
         if checkpoint is None:
             # For the audit, which the hints name; a start from the last checkpoint cuts it off again.
-            self._trainer.checkpointer.write_ledger()
+            self._checkpointer.write_ledger()
             raise failure()
         self._counter.roll_back(step)
         self._deferred = False, False
-        if (replicas := self._trainer.options.replicas) is not None:
+        if self._replicas is not None:
             # Before the data go back: what was kept after the checkpoint is no state of this run any more.
-            checkpoint = replicas.begin_line(checkpoint) or checkpoint
+            checkpoint = self._replicas.begin_line(checkpoint) or checkpoint
         self._restore(checkpoint)
         logger.warning(
             "going back from step %d to %s (%d of at most %d times without progress)",
@@ -236,21 +257,21 @@ class NonfiniteGuard:
 
     def _find_checkpoint(self) -> Path | None:
         """The newest checkpoint of this training that verifies; None: there is none."""
-        trainer, came_from = self._trainer, self._came_from
-        for watch in watches_among(trainer.callback_handler.callbacks):
+        came_from = self._came_from
+        for watch in watches_among(self._training.callbacks):
             # Checkpoints are verified and read, which may take as long as a save.
             watch.progress.exempt = SAVING
-        trainer.checkpointer.wait()
-        newest = find_newest(trainer.checkpointer.folder)
+        self._checkpointer.wait()
+        newest = find_newest(self._checkpointer.folder)
         if newest is None:
             return came_from if came_from is not None and came_from.is_dir() else None
         # A later one is of another training that has used the folder.
-        return newest if step_of(newest.name) <= trainer.state.global_step else None
+        return newest if step_of(newest.name) <= self._training.state.global_step else None
 
     def _restore(self, checkpoint: Path) -> None:
         """Undo within the process what training has changed since `checkpoint`."""
-        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
-        trainer.checkpointer.restore(checkpoint)
+        trainer, state, control = self._training.trainer, self._training.state, self._training.control
+        self._checkpointer.restore(checkpoint)
         was_over = state.global_step >= state.max_steps
         saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
         for name in _STATE_OF_STEPS:
@@ -259,13 +280,13 @@ class NonfiniteGuard:
         trainer._tr_loss.zero_()
         trainer._total_loss_scalar = 0.0
         trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
-        trainer.restart_figures()
+        self._training.restart_figures()
         control.should_log = control.should_evaluate = control.should_save = False
         if was_over:
             control.should_training_stop = False
         # The next epoch begins with a fresh iterator over the stream, which stands where the checkpoint left it.
         control.should_epoch_stop = True
-        for callback in trainer.callback_handler.callbacks:
+        for callback in self._training.callbacks:
             if isinstance(callback, OnRollback):
                 callback.on_rollback(state)
 
@@ -276,7 +297,7 @@ class NonfiniteGuard:
         names = on_rank_zero(lambda: self._name_documents(skipped[0]))
         more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
         read = [f"it read {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
-        audit = f"python recipes/audit.py run={self._trainer.args.output_dir} step={skipped[0].step}"
+        audit = f"python recipes/audit.py run={self._training.args.output_dir} step={skipped[0].step}"
         rows = ",".join(f'"{name}"' for name in names[:_MOST_NAMES])
         look = f"{audit} shows the documents; 'data.quarantine=[{rows}]' takes some out; or " if names else ""
         return NumericsError(
@@ -298,13 +319,13 @@ class NonfiniteGuard:
     def _why_no_way_back(self) -> str:
         if not self._counter.may_roll_back:
             return f"and the run has gone back {self._counter.rollbacks} times without getting beyond it"
-        if self._trainer.token_stream is None:
+        if self._training.stream is None:
             return "and only a hfdist TokenStream can go back to a checkpoint while the run goes on"
         return "and there is no checkpoint to go back to"
 
     def _name_documents(self, skipped: Skipped) -> list[str]:
         """SOURCE:FILE:ROW of what was trained on; only of the data ranks whose loss was not finite, if any."""
-        stream, strategy = self._trainer.token_stream, self._trainer.strategy
+        stream, strategy = self._training.stream, self._training.strategy
         if stream is None or stream.ledger is None:
             return []
         documents: dict[int, None] = {}
@@ -312,7 +333,7 @@ class NonfiniteGuard:
             number, lane = divmod(sample, stream.config.lanes)
             if skipped.data_ranks and lane % strategy.topology.data_size not in skipped.data_ranks:
                 continue
-            records = read_records(RunFolder(Path(self._trainer.args.output_dir)).ledger, lane)
+            records = read_records(RunFolder(Path(str(self._training.args.output_dir))).ledger, lane)
             begin, end = np.searchsorted(records["sequence"], [number, number + 1]).tolist()
             records = records[begin:end]
             documents |= dict.fromkeys(records["document"][records["num_tokens"] > 0].tolist())

@@ -14,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.composition.compose import to_values
@@ -33,6 +33,7 @@ from hfdist.trainer.generators.messages import RANK, connect, open_broker, pack,
 from hfdist.trainer.generators.policy_files import PolicyFiles
 from hfdist.trainer.generators.processes import Processes
 from hfdist.trainer.reporting.callbacks import StepLines
+from hfdist.trainer.training import Training
 from hfdist.watch.diagnosis import GENERATING
 
 _Answers = dict[int, dict[str, Any]]
@@ -67,17 +68,16 @@ class Generators(TrainerCallback):
         self._wait_seconds = 0.0
         self._read_seconds, self._read_tokens, self._read_thrown_away = time.monotonic(), 0, 0
 
-    def begin(self, trainer: Any, limits: Limits) -> None:
+    def begin(self, training: Training, limits: Limits) -> None:
         """Start the processes. A collective; ConfigError: the ranks are on several machines."""
-        self._trainer, self._topology = trainer, trainer.strategy.topology
+        self._training, self._topology = training, training.strategy.topology
         if read_launcher().has_other_machines:
             what = "generators run on one machine, with all ranks, in this version"
             raise ConfigError(what, where="task.generators", found=self._task.generators, hint="task.generators=0")
         self._rollback, self._step, self._published = 0, -1, -1
         self._asked: set[int] = set()
-        self._ahead = Lookahead(
-            trainer.token_stream, data_rank=self._topology.data_rank, data_size=self._topology.data_size
-        )
+        assert training.stream is not None
+        self._ahead = Lookahead(training.stream, data_rank=self._topology.data_rank, data_size=self._topology.data_size)
         self._sockets = Path(on_rank_zero(lambda: self._start(limits)))
         self._socket = connect(self._sockets, f"{RANK}{self._topology.rank}")
 
@@ -89,7 +89,7 @@ class Generators(TrainerCallback):
         self._folder.mkdir(parents=True, exist_ok=True)
         settings = Settings(
             config=self._config,
-            vocabulary=self._trainer.model.config.get_text_config().vocab_size,
+            vocabulary=cast(PreTrainedModel, self._training.model).config.get_text_config().vocab_size,
             limits=limits,
             policy=self._files.folder,
             first_device=self._topology.world_size,
@@ -122,7 +122,7 @@ class Generators(TrainerCallback):
         Raises:
             PeerError: no generator is left, or none answers; on all ranks alike.
         """
-        step = self._trainer.state.global_step
+        step = self._training.state.global_step
         if step < self._step:
             # The run has gone back: what was answered since was by weights that are no more.
             self._rollback, self._published, self._asked = self._rollback + 1, -1, set()
@@ -131,7 +131,7 @@ class Generators(TrainerCallback):
         self._publish(step)
         answers: _Answers = {}
         begin = time.monotonic()
-        with self._trainer.waiting(GENERATING):
+        with self._training.waiting(GENERATING):
             used = on_all_ranks(lambda: self._exchange(numbers, prompts, step, answers))
         self._wait_seconds += time.monotonic() - begin
         if self._topology.world_size > self._topology.data_size:
@@ -146,8 +146,8 @@ class Generators(TrainerCallback):
         """Let generators read the weights, if that is due. A collective."""
         if step == self._published or (self._published >= 0 and step % self._task.sync_every != 0):
             return
-        with self._trainer.throughput.paused():
-            self._files.write(self._rollback, step, self._trainer)
+        with self._training.paused():
+            self._files.write(self._rollback, step, self._training.model, self._training.engine)
         self._published = step
         if self._topology.is_main:
             # Not before: the loader's workers are forks of a process that must have no thread yet.
@@ -193,7 +193,7 @@ class Generators(TrainerCallback):
 
     def _read_ahead(self, numbers: Sequence[int], step: int) -> list[dict[str, Any]]:
         per_step = len(numbers) * self._topology.data_size
-        steps = min(self._task.max_staleness, self._trainer.state.max_steps - 1 - step)
+        steps = min(self._task.max_staleness, self._training.state.max_steps - 1 - step)
         rows = self._ahead.read(numbers[-1], numbers[-1] + steps * per_step)
         return [
             self._describe(number, step + (number - numbers[0]) // per_step, tokens)

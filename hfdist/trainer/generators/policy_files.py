@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,6 +12,7 @@ from torch import nn
 
 from hfdist.checkpoint import export_model
 from hfdist.collectives import on_rank_zero
+from hfdist.strategies.base import Engine
 
 
 class PolicyFiles:
@@ -24,13 +24,13 @@ class PolicyFiles:
     def _path(self, rollback: int, version: int) -> Path:
         return self.folder / f"{rollback}-{version}"
 
-    def write(self, rollback: int, version: int, trainer: Any) -> None:
-        """Write the weights that `trainer` trains, each rank what it holds. A collective; see `export_model`."""
+    def write(self, rollback: int, version: int, model: nn.Module, engine: Engine) -> None:
+        """Write the weights of `model` that are trained, each rank what it holds. A collective; see `export_model`."""
         folder = self._path(rollback, version)
         on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
-        parameters = trainer.model.named_parameters(remove_duplicate=False)
+        parameters = model.named_parameters(remove_duplicate=False)
         trained = {name for name, parameter in parameters if parameter.requires_grad}
-        pieces = (piece for piece in trainer.engine.pieces() if piece.name in trained)
+        pieces = (piece for piece in engine.pieces() if piece.name in trained)
         export_model(folder, pieces, lambda unfinished: None)
 
     @torch.no_grad()

@@ -18,11 +18,11 @@ from transformers import TrainerCallback
 
 from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
+from hfdist.models.loss import LossHead
 from hfdist.models.loss.lazy_logits import Reduce, reduce_token_losses
 from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.loss import Convention
-
-# A trainer is Any here, as in step/loss.py.
+from hfdist.trainer.training import Training
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ class Objective:
     evaluates_itself = False
     """Whether an evaluation is no mean of losses over the held-out batches: `evaluate` gives it."""
 
+    _training: Training
+
     def __init__(self) -> None:
-        self._trainer: Any = None
         self._sums: dict[bool, torch.Tensor] = {}
         """Sum and number of items of each figure, by whether the model trains; shape [figures, 2]."""
 
@@ -101,9 +102,9 @@ class Objective:
         """Sum the losses of the items; `model` as the engine gives it, perhaps one stage."""
         raise NotImplementedError
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, training: Training) -> None:
         """Called once the model is ready, with its first weights, before a checkpoint is read. A collective."""
-        self._trainer = trainer
+        self._training = training
 
     def callbacks(self) -> list[TrainerCallback]:
         """Give what writes its files."""
@@ -142,7 +143,7 @@ class Objective:
         return {name: total / count for name, (total, count) in zip(self.names, sums.tolist(), strict=True) if count}
 
     def _zeros(self) -> torch.Tensor:
-        return torch.zeros(len(self.names), 2, dtype=torch.float64, device=self._trainer.args.device)
+        return torch.zeros(len(self.names), 2, dtype=torch.float64, device=self._training.args.device)
 
     def measure(self, prefix: str) -> dict[str, float]:
         """Give the figures of an evaluation by their full names. A collective."""
@@ -151,7 +152,7 @@ class Objective:
     def _note(self, is_item: torch.Tensor, figures: dict[str, torch.Tensor]) -> None:
         """Take figures of items, each of the shape of `is_item`."""
         # DeepSpeed's engine itself never says that it evaluates.
-        sums = self._sums.setdefault(bool(self._trainer.model.training), self._zeros())
+        sums = self._sums.setdefault(bool(self._training.model.training), self._zeros())
         count = is_item.sum()
         for name, values in figures.items():
             total = torch.where(is_item, values.detach(), 0).double().sum()
@@ -159,22 +160,21 @@ class Objective:
 
 
 def reduce_answers(
-    trainer: Any, model: nn.Module, batch: Batch, reduce: Callable[[Documents, torch.Tensor], torch.Tensor]
+    head: LossHead | None, model: nn.Module, batch: Batch, reduce: Callable[[Documents, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Run the model on packed documents; give what `reduce` makes of them and of their answers' log-probabilities."""
     documents = Documents.of(batch)
     targets = {**batch, "labels": documents.labels}
-    return reduce_tokens(trainer, model, targets, lambda losses: reduce(documents, documents.log_probabilities(losses)))
+    return reduce_tokens(head, model, targets, lambda losses: reduce(documents, documents.log_probabilities(losses)))
 
 
 def reduce_tokens(
-    trainer: Any, model: nn.Module, batch: Batch, reduce: Reduce, *, temperature: float = 1.0
+    head: LossHead | None, model: nn.Module, batch: Batch, reduce: Reduce, *, temperature: float = 1.0
 ) -> torch.Tensor:
     """Run the model, and give what `reduce` makes of the losses of all tokens but the first of each row.
 
-    No whole logits are made where the Trainer's head defers them (models/loss), in evaluations neither, but of FSDP2.
+    No whole logits are made where `head` defers them (models/loss), in evaluations neither, but of FSDP2.
     """
-    head = trainer.options.loss_head
     with nullcontext() if head is None else head.deferring(model, evaluates=True):
         outputs: Any = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
         logits = outputs.logits[:, :-1]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,11 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskName
 from hfdist.models.loss.lazy_logits import Reduce
 from hfdist.strategies.base import Batch, Forward, TrainerHooks
-from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.objectives.base import Objective, reduce_tokens
 from hfdist.trainer.objectives.reference_weights import ReferenceWeights
 from hfdist.trainer.objectives.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
+from hfdist.trainer.step.forwards import evaluating
+from hfdist.trainer.training import Training
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
 """Key in a batch of GRPO: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""
@@ -58,11 +58,11 @@ class PolicyGradient(Objective):
         """None: there is no comparison."""
         self.names = ("entropy", "clipped_ratios", *(["kl"] if task.beta else []), *rollouts.names)
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, training: Training) -> None:
         """See what the model allows, and keep the weights that it is compared with."""
-        super().begin(trainer)
-        self._rollouts.begin(trainer)
-        self._reference = ReferenceWeights(trainer.engine) if self._task.beta else None
+        super().begin(training)
+        self._rollouts.begin(training)
+        self._reference = ReferenceWeights(training.engine) if self._task.beta else None
 
     def callbacks(self) -> list[TrainerCallback]:
         """Give what writes rollouts.jsonl, and what ends the generators."""
@@ -83,9 +83,9 @@ class PolicyGradient(Objective):
         """Have the prompts of a step answered; give the answers with their advantages."""
         answered, rewards, figures = self._rollouts.answer(batches, self._forwarding)
         if self._reference is not None:
-            with Evaluator(self._trainer).forwards(are_training=True) as forward:
+            with evaluating(self._training, are_training=True) as forward:
                 answered = self._compare(answered, forward, self._reference)
-        self._trainer.model.train()
+        self._training.model.train()
         self._note_answers(figures)
         if self._reference is not None and not self._is_of_tokens:
             rewards = rewards - self._task.beta * self._sum_divergences(answered).view(rewards.shape)
@@ -122,10 +122,10 @@ class PolicyGradient(Objective):
             return found
 
         forward(batch, note)
-        known = torch.full((rows, tokens), -torch.inf, device=self._trainer.args.device)
+        known = torch.full((rows, tokens), -torch.inf, device=self._training.args.device)
         if values:
             known = torch.cat(values)[:rows]
-        strategy = self._trainer.strategy
+        strategy = self._training.strategy
         for axis in ("pipeline", "tensor"):
             if getattr(strategy.topology, axis) > 1:
                 # All ranks of a model replica must have the same batch, and only a last stage has logits.
@@ -134,7 +134,7 @@ class PolicyGradient(Objective):
 
     @contextmanager
     def _forwarding(self) -> Iterator[Forward]:
-        with Evaluator(self._trainer).forwards(are_training=True) as forward, self._trainer.engine.gathered():
+        with evaluating(self._training, are_training=True) as forward, self._training.engine.gathered():
             yield forward
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ class PolicyGradient(Objective):
         return self._reduce(model, batch, reduce)
 
     def _reduce(self, model: nn.Module, batch: Batch, reduce: Reduce) -> torch.Tensor:
-        return reduce_tokens(self._trainer, model, batch, reduce, temperature=self._task.temperature)
+        return reduce_tokens(self._training.head, model, batch, reduce, temperature=self._task.temperature)
 
     def evaluate(self, forward: Forward) -> float:
         """Answer held-out prompts greedily, and give the mean reward, negative."""

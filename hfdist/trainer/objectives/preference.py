@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from hfdist.config.task import PreferenceLoss, TaskConfig
 from hfdist.strategies.base import Batch
 from hfdist.trainer.objectives.base import Documents, Objective, reduce_answers
 from hfdist.trainer.objectives.reference import REFERENCE, ReferenceTable
+from hfdist.trainer.training import Training
 
 
 class Pairs(NamedTuple):
@@ -99,10 +100,10 @@ class DirectPreference(Objective):
         """Count the pairs."""
         return are_pairs(Documents.of(batch)).sum()
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, training: Training) -> None:
         """Compute what the reference says of all pairs."""
-        super().begin(trainer)
-        self._table.fill(trainer, lambda batch: [batch])
+        super().begin(training)
+        self._table.fill(training, lambda batch: [batch])
 
     def prepare(self, batch: Batch) -> Batch:
         """Add the reference's log-probabilities."""
@@ -123,4 +124,4 @@ class DirectPreference(Objective):
             self._note(is_pair, dict(zip(self.names, values, strict=True)))
             return torch.where(is_pair, losses, 0).sum()
 
-        return reduce_answers(self._trainer, model, batch, reduce)
+        return reduce_answers(self._training.head, model, batch, reduce)

@@ -19,15 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
 
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
 from hfdist.errors import CheckpointError
+from hfdist.models.loss import LossHead
 from hfdist.strategies.base import Batch, Forward
-from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.objectives.base import Documents, reduce_answers
+from hfdist.trainer.step.forwards import evaluating
+from hfdist.trainer.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -52,28 +55,29 @@ class ReferenceTable:
         self._num_sequences: dict[str, int] = {}
         """Number of sequences all of whose documents are known, by the identity of a stream."""
 
-    def fill(self, trainer: Any, parts: Callable[[Batch], list[Batch]]) -> None:
+    def fill(self, training: Training, parts: Callable[[Batch], list[Batch]]) -> None:
         """Compute what is not known yet of all steps, and of the held-out set. A collective.
 
         The weights are those of the reference. `parts` gives all batches whose documents are needed for one batch.
         """
-        stream, num_steps = trainer.token_stream.at_beginning(), trainer.args.max_steps
-        num_sequences = num_steps * trainer.strategy.batch.global_batch_size
+        assert training.stream is not None
+        stream, args = training.stream.at_beginning(), training.args
+        num_sequences = args.max_steps * training.strategy.batch.global_batch_size
         self._read()
         if self._num_sequences.get(stream.identity, 0) >= num_sequences:
             return
-        was_training, began, logged = trainer.model.training, time.monotonic(), time.monotonic()
-        batches = iter(stream.loader(batch_size=trainer.args.per_device_train_batch_size))
-        num_batches = num_steps * trainer.args.gradient_accumulation_steps
-        with closing(batches), Evaluator(trainer).forwards() as forward:
-            for number, batch in enumerate(chain(_held_out(trainer), islice(batches, num_batches))):
+        was_training, began, logged = training.model.training, time.monotonic(), time.monotonic()
+        batches = iter(stream.loader(batch_size=args.per_device_train_batch_size))
+        num_batches = args.max_steps * args.gradient_accumulation_steps
+        with closing(batches), evaluating(training) as forward:
+            for number, batch in enumerate(chain(_held_out(training.trainer), islice(batches, num_batches))):
                 for part in parts(batch):
-                    self._learn(part, forward, partial(_answers, trainer))
+                    self._learn(part, forward, partial(_answers, training.head))
                 if time.monotonic() - logged > _LOG_EVERY_SECONDS:
                     logged = time.monotonic()
                     logger.info("reference: %d batches of %d, and of the held-out set", number + 1, num_batches)
-        trainer.model.train(was_training)
-        on_all_ranks(lambda: self._write(trainer.strategy.topology.rank))
+        training.model.train(was_training)
+        on_all_ranks(lambda: self._write(training.strategy.topology.rank))
         # Only now are all numbers there.
         known = {"model": self._model, "num_sequences": self._num_sequences | {stream.identity: num_sequences}}
         on_rank_zero(lambda: write_atomically(self._folder / _KNOWN, json.dumps(known).encode()))
@@ -128,20 +132,20 @@ class ReferenceTable:
                     self._known |= dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
 
 
-def _held_out(trainer: Any) -> Iterator[Batch]:
+def _held_out(trainer: transformers.Trainer) -> Iterator[Batch]:
     """Give this rank's batches of all held-out sets, as many as the other ranks have."""
     if trainer.eval_dataset is not None:
         loaders = trainer.get_eval_dataloader()
         yield from chain.from_iterable(loaders.values() if isinstance(loaders, dict) else [loaders])
 
 
-def _answers(trainer: Any, model: nn.Module, batch: Batch) -> torch.Tensor:
+def _answers(head: LossHead | None, model: nn.Module, batch: Batch) -> torch.Tensor:
     """Give the log-probability of each document's answer at its first token; shape [rows, tokens]."""
 
     def place(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
         return torch.where(documents.is_first, log_probabilities[documents.of_token], 0.0)
 
-    return reduce_answers(trainer, model, batch, place)
+    return reduce_answers(head, model, batch, place)
 
 
 def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:

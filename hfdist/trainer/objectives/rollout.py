@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
@@ -29,6 +29,7 @@ from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import Limits, find_limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from hfdist.trainer.reporting.callbacks import StepLines
+from hfdist.trainer.training import Training
 
 if TYPE_CHECKING:
     from hfdist.trainer.generators.generators import Generators
@@ -73,14 +74,14 @@ class Rollouts:
             self.generators = Generators(config, read_prompts=self._read_prompts, seeds_of=self._seeds_of)
         self.names = ("reward", "reward_std", *(f"rewards/{r.name}" for r in rewards), "completion_tokens", "cut_off")
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, training: Training) -> None:
         """Find the limits of answers; ConfigError: they leave no room for a prompt."""
-        self._trainer, self._topology = trainer, trainer.strategy.topology
+        self._training, self._topology = training, training.strategy.topology
         where, own = "task.max_new_tokens", self._task.max_new_tokens
-        self._limits: Limits = find_limits(trainer.model, self._tokenizer, own, where=where)
-        self._uses_cache = can_generate(trainer.model, self._topology)
+        self._limits: Limits = find_limits(training.model, self._tokenizer, own, where=where)
+        self._uses_cache = can_generate(cast(PreTrainedModel, training.model), self._topology)
         if self.generators is not None:
-            self.generators.begin(trainer, self._limits)
+            self.generators.begin(training, self._limits)
 
     def answer(
         self, batches: Sequence[Batch], forwarding: Callable[[], AbstractContextManager[Forward]]
@@ -122,7 +123,7 @@ class Rollouts:
         figures = self._figures(scores, [answers[place] for place in live])
         if self._topology.is_first_of_replica:
             figures["reward_std"] = rewards.std(1).repeat_interleave(count)[live].tolist()
-        self.lines.write_some(generations, scores, self._trainer.state)
+        self.lines.write_some(generations, scores, self._training.state)
         built, first = [], 0
         for of_prompts in batches:
             rows = slice(first, first + len(of_prompts["input_ids"]) * count)
@@ -143,7 +144,7 @@ class Rollouts:
             self._limits,
             Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p),
             topology=self._topology,
-            rows_at_once=self._trainer.strategy.batch.micro_batch_size * self._task.num_generations,
+            rows_at_once=self._training.strategy.batch.micro_batch_size * self._task.num_generations,
             uses_cache=self._uses_cache,
         )
 
@@ -158,7 +159,7 @@ class Rollouts:
             forward,
             self._limits,
             topology=self._topology,
-            rows_at_once=self._trainer.args.per_device_eval_batch_size,
+            rows_at_once=self._training.args.per_device_eval_batch_size,
             uses_cache=self._uses_cache,
         )
         # Without what has ended them; a reward model reads that, too.
@@ -178,7 +179,7 @@ class Rollouts:
     def _numbers(self, num_prompts: int) -> list[int]:
         """Numbers in the run's data of the prompts that this rank has read last."""
         topology = self._topology
-        first = self._trainer.checkpointer.num_samples() - num_prompts * topology.data_size
+        first = self._training.num_samples() - num_prompts * topology.data_size
         return [first + place * topology.data_size + topology.data_rank for place in range(num_prompts)]
 
     def _seeds_of(self, number: int) -> list[int]:
@@ -195,7 +196,9 @@ class Rollouts:
         columns: dict[int, Mapping[str, Any]] = {-1: {}}
         known = [number for number in numbers if number >= 0]
         # A file that one rank cannot read ends all of them.
-        on_all_ranks(lambda: columns.update(self._trainer.token_stream.corpus.columns(known)))
+        stream = self._training.stream
+        assert stream is not None
+        on_all_ranks(lambda: columns.update(stream.corpus.columns(known)))
         return [replace(one, columns=columns[number]) for one, number in zip(examples, numbers, strict=True)]
 
     def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from hfdist.config.task import PreferenceLoss, TaskConfig
 from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.objectives.base import Documents, Objective, reduce_answers
 from hfdist.trainer.objectives.reference import REFERENCE, ReferenceTable
+from hfdist.trainer.training import Training
 
 
 class KahnemanTversky(Objective):
@@ -41,10 +41,10 @@ class KahnemanTversky(Objective):
         documents = Documents.of(batch)
         return (documents.num_chosen_targets + documents.num_rejected_targets > 0).sum()
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, training: Training) -> None:
         """Compute what the reference says of all answers."""
-        super().begin(trainer)
-        self._table.fill(trainer, lambda batch: [batch, mismatched(batch)] if self._has_kl else [batch])
+        super().begin(training)
+        self._table.fill(training, lambda batch: [batch, mismatched(batch)] if self._has_kl else [batch])
 
     def prepare(self, batch: Batch) -> Batch:
         """Add the reference's log-probabilities."""
@@ -53,7 +53,7 @@ class KahnemanTversky(Objective):
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
         """Estimate kl for the step."""
         if self._has_kl:
-            engine, sums = self._trainer.engine, self._no_ratios()
+            engine, sums = self._training.engine, self._no_ratios()
             for batch in batches:
                 other = self._table.prepare(mismatched(batch))
                 engine.begin(other)
@@ -71,7 +71,7 @@ class KahnemanTversky(Objective):
             self._take(sums)
 
     def _no_ratios(self) -> torch.Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self._trainer.args.device)
+        return torch.zeros(2, dtype=torch.float64, device=self._training.args.device)
 
     def _add(self, sums: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         sums += found
@@ -79,15 +79,15 @@ class KahnemanTversky(Objective):
 
     def _log_ratios(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Give the sum of the log-ratios of a batch's answers, and their number."""
-        batch = self._trainer._prepare_inputs(batch)
+        batch = self._training.trainer._prepare_inputs(batch)
 
         def reduce(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
             is_answer = documents.num_chosen_targets > 0
             ratios = torch.where(is_answer, log_probabilities - documents.sum(batch[REFERENCE]), 0)
             return torch.stack([ratios.double().sum(), is_answer.double().sum()])
 
-        with self._trainer.compute_loss_context_manager():
-            return reduce_answers(self._trainer, model, batch, reduce)
+        with self._training.trainer.compute_loss_context_manager():
+            return reduce_answers(self._training.head, model, batch, reduce)
 
     def _take(self, sums: torch.Tensor) -> None:
         if dist.is_initialized():
@@ -97,7 +97,7 @@ class KahnemanTversky(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the answers."""
-        task, kl = self._task, self._kl.to(self._trainer.args.device)
+        task, kl = self._task, self._kl.to(self._training.args.device)
 
         def reduce(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
             is_liked, is_disliked = documents.num_chosen_targets > 0, documents.num_rejected_targets > 0
@@ -109,7 +109,7 @@ class KahnemanTversky(Objective):
             self._note(is_answer, {"rewards/margins": task.beta * sign * ratios, "kl": kl.expand_as(ratios)})
             return torch.where(is_answer, weights * losses, 0).sum()
 
-        return reduce_answers(self._trainer, model, batch, reduce)
+        return reduce_answers(self._training.head, model, batch, reduce)
 
 
 def mismatched(batch: Batch) -> Batch:

@@ -26,9 +26,11 @@ from torch.nn.utils import clip_grad_norm_
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
 from hfdist.strategies.base import Batch
+from hfdist.trainer.step.loss import num_losses
+from hfdist.trainer.training import Training
 
-# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a step.
-
+ComputeLoss = Callable[..., Any]
+"""`Trainer.compute_loss`: it gives the loss, or the loss and the outputs."""
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _HOOKS = (
     "_prepare_context_parallel_inputs",
@@ -46,14 +48,14 @@ class LeanStep:
     """Micro batches and clipping of one training; see `make`."""
 
     @classmethod
-    def make(cls, trainer: Any, model: nn.Module, compute_loss: Callable[..., Any]) -> LeanStep | None:
+    def make(cls, training: Training, model: nn.Module, compute_loss: ComputeLoss) -> LeanStep | None:
         """Make it where nothing is unusual, once the optimizer is ready; otherwise None.
 
         It takes the place of `transformers.Trainer`'s own `training_step` and `_clip_grad_norm`, where those of a class
         end. `compute_loss`: of the class after the mixin.
         """
-        args, accelerator = trainer.args, trainer.accelerator
-        of_trainer = [getattr(trainer, name) for name in _HOOKS]
+        args, accelerator, optimizer = training.args, training.accelerator, training.optimizer
+        of_trainer = [getattr(training.trainer, name) for name in _HOOKS]
         of_accelerator = [accelerator.backward, accelerator.clip_grad_norm_]
         is_plain = (
             all(_is_untouched(method, transformers.trainer) for method in of_trainer)
@@ -62,25 +64,25 @@ class LeanStep:
             and accelerator.distributed_type in _PLAIN
             and accelerator.gradient_accumulation_steps == 1
             and getattr(accelerator, "parallelism_config", None) is None
-            and isinstance(trainer.optimizer, AcceleratedOptimizer)
+            and isinstance(optimizer, AcceleratedOptimizer)
             # Those without a schedule want to be told, and LOMO's steps are in the backward.
-            and not hasattr(trainer.optimizer.optimizer, "train")
+            and not hasattr(optimizer.optimizer, "train")
             and not is_lomo_available()
             and args.n_gpu <= 1
             and args.torch_empty_cache_steps is None
             and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         )
-        return cls(trainer, model, compute_loss) if is_plain else None
+        return cls(training, model, compute_loss) if is_plain else None
 
-    def __init__(self, trainer: Any, model: nn.Module, compute_loss: Callable[..., Any]) -> None:
-        self._trainer, self._model = trainer, model
-        self._device = trainer.args.device
-        self._scaler = trainer.accelerator.scaler
+    def __init__(self, training: Training, model: nn.Module, compute_loss: ComputeLoss) -> None:
+        self._training, self._model = training, model
+        self._device = training.args.device
+        self._scaler = training.accelerator.scaler
         self._compute_loss = compute_loss
         self._has_plain_loss = _is_untouched(compute_loss, transformers.trainer)
         # Gradients are averaged over the processes, and the targets are counted over all.
-        is_counted_over_all = trainer.args.average_tokens_across_devices
-        self._num_averaged = trainer.accelerator.num_processes // trainer.get_tp_size() if is_counted_over_all else 1
+        is_counted_over_all = training.args.average_tokens_across_devices
+        self._num_averaged = num_losses(training.trainer) if is_counted_over_all else 1
         self._gradients = Gradients(model)
         self._list_parts()
 
@@ -90,24 +92,24 @@ class LeanStep:
         self._trained = self._list_trained()
 
     def _list_trained(self) -> list[torch.Tensor]:
-        return [parameter for group in self._trainer.optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self._training.optimizer.param_groups for parameter in group["params"]]
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items: Any = None) -> torch.Tensor:
         """Run forward and backward of one micro batch, and give its detached loss; `Trainer.training_step`."""
-        trainer = self._trainer
+        trainer = self._training.trainer
         # Some may be in evaluation although the model is not: a callback may have put them there.
         if not all(map(_is_training, self._modules)):
             model.train()
-        loss = trainer.compute_loss(model, self._on_device(inputs), num_items_in_batch=num_items)
+        loss = cast(torch.Tensor, trainer.compute_loss(model, self._on_device(inputs), num_items_in_batch=num_items))
         del inputs
         if not self._is_divided(num_items):
             loss = loss / trainer.current_gradient_accumulation_steps
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        return cast(torch.Tensor, loss.detach())
+        return loss.detach()
 
     def compute_loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Give the loss of a micro batch that is on its device; `Trainer.compute_loss`."""
-        trainer = self._trainer
+        trainer = self._training.trainer
         is_plain = self._has_plain_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
         if not is_plain:
             return cast(torch.Tensor, self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch))
@@ -129,10 +131,10 @@ class LeanStep:
                 break
             moved[name] = value.to(self._device)
         # The original searches what is nested, or of a type of its own.
-        return moved or cast(Batch, self._trainer._prepare_inputs(inputs))
+        return moved or cast(Batch, self._training.trainer._prepare_inputs(inputs))
 
     def _is_divided(self, num_items: Any) -> bool:
-        trainer = self._trainer
+        trainer = self._training.trainer
         if trainer.loss_is_scaled_for_ga is not None:
             return bool(trainer.loss_is_scaled_for_ga)
         return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
@@ -144,13 +146,13 @@ class LeanStep:
             # A callback has given the optimizer others.
             self._list_parts()
         if self._scaler is not None:
-            self._trainer.accelerator.unscale_gradients()
-        return clip_grad_norm_(self._gradients.parameters, self._trainer.args.max_grad_norm)
+            self._training.accelerator.unscale_gradients()
+        return clip_grad_norm_(self._gradients.parameters, self._training.args.max_grad_norm)
 
     @contextmanager
     def shortcuts(self) -> Iterator[None]:
         """For one epoch, let what the Trainer's loop calls by itself not look for what is known here."""
-        model, accelerator = vars(self._model), vars(self._trainer.accelerator)
+        model, accelerator = vars(self._model), vars(self._training.accelerator)
         with ExitStack() as stack:
             if type(self._model).zero_grad is nn.Module.zero_grad and "zero_grad" not in model:
                 model["zero_grad"] = self._gradients.zero_grad

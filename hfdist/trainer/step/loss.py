@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -18,6 +19,7 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.pipeline.stage_module import preserve_state
 from hfdist.strategies.base import Batch, Forward
+from hfdist.trainer.training import Training
 
 NUM_ROWS = "hfdist_num_rows"
 """The key under which a batch without labels says how many of its rows count."""
@@ -85,32 +87,30 @@ class Convention:
         return {name: value for name, value in {**batch, **changed}.items() if name != NUM_ROWS}
 
 
-def num_losses(trainer: Any) -> int:
+def num_losses(trainer: transformers.Trainer) -> int:
     """Give the number by which the Trainer multiplies a loss: processes, but tensor ranks compute one loss together."""
     return int(trainer.accelerator.num_processes // trainer.get_tp_size())
-
-
-# A trainer is Any here: transformers declares its attributes as optional, but during a step they all exist.
 
 
 class WeightedLoss:
     """The loss of one Trainer, for micro batches of any number of targets."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, training: Training) -> None:
+        self._training = training
         self.convention: Convention | None = None
         """What the loss counts; None: not found out yet, or the class has a loss of its own."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """The labels that a batch may hold."""
-        return tuple(dict.fromkeys(("labels", *self._trainer.label_names)))
+        return tuple(dict.fromkeys(("labels", *self._training.trainer.label_names)))
 
     def of(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
         """Compute the loss as the trainer's class does, divided by the targets of the global batch."""
-        trainer = self._trainer
+        trainer = self._training.trainer
         inputs = trainer._prepare_inputs(batch)
-        with trainer.compute_loss_context_manager(), gathering(trainer.accelerator, trainer.engine.loss_group):
+        group = self._training.engine.loss_group
+        with trainer.compute_loss_context_manager(), gathering(trainer.accelerator, group):
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
     def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> Any:
@@ -118,7 +118,7 @@ class WeightedLoss:
 
         `mean` is `Trainer.compute_loss` of the class after the mixin: it gives the loss, or the loss and the outputs.
         """
-        trainer, convention = self._trainer, self.convention
+        trainer, convention = self._training.trainer, self.convention
         assert convention is not None
         weight = convention.weight(batch).to(trainer.args.device)
         # The user's `compute_loss_func` may ask for a number, even if it does not divide by it.
@@ -132,7 +132,7 @@ class WeightedLoss:
 
     def summed(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the sum of the losses of all targets (float64), and their number; the batch must be on its device."""
-        trainer, convention = self._trainer, self.convention
+        trainer, convention = self._training.trainer, self.convention
         assert convention is not None
         weight = convention.weight(batch).to(trainer.args.device)
         # Divided by the targets of this batch, the loss is their mean.
@@ -146,10 +146,11 @@ class WeightedLoss:
 
         A collective, once in a run. `batch` is any one of this rank; `forward` runs the model in evaluation mode.
         """
-        trainer, names = self._trainer, self.label_names
+        training, names = self._training, self.label_names
+        trainer = training.trainer
         plain = Convention(label_names=names, shifts=False, divides=False)
         labels = plain.labels(batch)
-        if not trainer.engine.runs_whole_model:
+        if not training.engine.runs_whole_model:
             _check_pipeline(batch, labels)
         if labels is None:
             return plain
@@ -163,7 +164,7 @@ class WeightedLoss:
 
         def loss(labels: torch.Tensor, num_items: float = 1.0) -> torch.Tensor:
             number = torch.tensor(num_items, device=trainer.args.device) if may_divide else None
-            with preserve_state(trainer.model):
+            with preserve_state(training.model):
                 values = forward(row | {name: labels}, lambda model, part: self.of(model, part, number))
             # Only the last stage of a pipeline has values; the other stages answer no to both questions.
             return values[0].float() if values else torch.zeros(())
@@ -181,7 +182,7 @@ class WeightedLoss:
             dist.all_reduce(answers, op=dist.ReduceOp.MAX)
             counts_first, divides = map(bool, answers.tolist())
         # A stream gives each token as its own label; a loss without a shift would train the model to copy.
-        moves = may_shift and counts_first and trainer.token_stream is not None
+        moves = may_shift and counts_first and training.stream is not None
         return Convention(
             label_names=names,
             is_of_tokens=is_of_tokens,

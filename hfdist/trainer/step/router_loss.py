@@ -20,15 +20,22 @@ from torch.nn import functional
 from hfdist.models.routers import COUNTED, Routers, RoutingSums, base_of
 from hfdist.pipeline.stage_module import preserve_state
 from hfdist.strategies.base import Batch, TrainerHooks
-
-# A trainer is Any here, as in loss.py.
+from hfdist.trainer.step.loss import WeightedLoss
+from hfdist.trainer.training import Training
 
 
 class RouterLoss:
-    """The loss over the routers of one Trainer's model. For a model without routers it does nothing."""
+    """The loss over the routers of one Trainer's model. For a model without routers it does nothing.
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    Args:
+        training: of the Trainer.
+        weighted_loss: says which names labels have.
+        sums_targets: whether its loss is a sum over targets. A class with another loss adds what it likes for each
+            micro batch.
+    """
+
+    def __init__(self, training: Training, weighted_loss: WeightedLoss, *, sums_targets: bool) -> None:
+        self._training, self._weighted_loss, self._sums_targets = training, weighted_loss, sums_targets
         self._routers: Routers | None = None
         self.options: dict[str, Any] = {}
         """Options with which the class calls the model; empty: none, and the model needs no labels."""
@@ -41,8 +48,6 @@ class RouterLoss:
         self._routers = routers if routers.num_layers else None
         if self._routers is None:
             return
-        # A class with a loss of its own adds what it likes for each micro batch.
-        self._sums_targets = self._trainer._sums_targets
         self._loss = routers.loss if self._sums_targets else replace(routers.loss, coefficient=0.0)
         self._is_counting = self._is_agreed = False
         self._batches: list[Batch] = []
@@ -53,7 +58,7 @@ class RouterLoss:
         """What this rank has counted, and not told the others; rows as in `RoutingSums`."""
         self._all = self._zeros(0)
         """What all have counted since the last reading."""
-        self._num_steps, self._sum = 0, torch.zeros((), device=self._trainer.args.device)
+        self._num_steps, self._sum = 0, torch.zeros((), device=self._training.args.device)
         """The steps since then, and the sum of their losses before they are multiplied by the coefficient."""
 
     def begin_step(self, batches: list[Batch]) -> None:
@@ -93,7 +98,7 @@ class RouterLoss:
         try:
             batches, self._batches = self._batches, []
             # A single forward tells all before its backward.
-            if self._loss.coefficient and (len(batches) > 1 or self._trainer.strategy.topology.pipeline > 1):
+            if self._loss.coefficient and (len(batches) > 1 or self._training.strategy.topology.pipeline > 1):
                 self._count_beforehand(batches, hooks)
             yield
         finally:
@@ -105,20 +110,20 @@ class RouterLoss:
         self._is_counting = True
         if batches:
             # It may set the generators that are preserved then.
-            self._trainer.engine.begin(batches[0])
-        with preserve_state(self._trainer.engine.model):
+            self._training.engine.begin(batches[0])
+        with preserve_state(self._training.engine.model):
             for batch in batches:
-                self._trainer.engine.run_forwards(batch, self._forward, hooks)
+                self._training.engine.run_forwards(batch, self._forward, hooks)
         self._is_counting = False
         if batches:
             self._sum_over_ranks()
 
     def _forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Run the model for what its routers choose."""
-        trainer = self._trainer
+        trainer = self._training.trainer
         inputs = trainer._prepare_inputs(batch)
         counted = inputs.get(COUNTED)
-        left_out = {COUNTED} if self.options else {*trainer.weighted_loss.label_names, "shift_labels", COUNTED}
+        left_out = {COUNTED} if self.options else {*self._weighted_loss.label_names, "shift_labels", COUNTED}
         inputs = {name: value for name, value in inputs.items() if name not in left_out}
         with trainer.compute_loss_context_manager(), self.recording(counted):
             model(**inputs, **self.options or self._without_logits())
@@ -127,7 +132,7 @@ class RouterLoss:
 
     def _without_logits(self) -> dict[str, Any]:
         """Options as in training; but no logits are needed, if the head draws no random numbers."""
-        base: Any = base_of(self._trainer.engine.model)
+        base: Any = base_of(self._training.engine.model)
         head = base.get_output_embeddings()
         options = {"use_cache": False, "logits_to_keep": 1}
         if head is None or any(isinstance(module, nn.Dropout) for module in head.modules()):
@@ -181,7 +186,7 @@ class RouterLoss:
         whole, self._own = self._own, torch.zeros_like(self._own)
         if dist.is_initialized():
             dist.all_reduce(whole)
-        return whole / self._trainer.get_tp_size()
+        return whole / self._training.trainer.get_tp_size()
 
     def read(self) -> dict[str, float]:
         """Give figures of the steps since the last reading, for a line of metrics. A collective."""
@@ -202,7 +207,7 @@ class RouterLoss:
     def _zeros(self, num_experts: int) -> torch.Tensor:
         assert self._routers is not None
         shape = (self._routers.num_layers + 2, num_experts)
-        return torch.zeros(shape, dtype=torch.float64, device=self._trainer.args.device)
+        return torch.zeros(shape, dtype=torch.float64, device=self._training.args.device)
 
 
 def _widened(totals: torch.Tensor, num_experts: int) -> torch.Tensor:

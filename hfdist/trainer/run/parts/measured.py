@@ -48,7 +48,7 @@ class TrafficPart(Part):
         trainer = run.trainer
 
         def wait() -> None:
-            with trainer.waiting(SAVING):
+            with trainer.training.waiting(SAVING):
                 trainer.checkpointer.wait()
 
         warm_up_steps = run.config.strategy.num_uncompressed_steps
