@@ -71,7 +71,7 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them."""
     if world_size() == 1 or is_planned(group):
         # In a plan all ranks say the same.
@@ -95,7 +95,7 @@ def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes
     return [row.tobytes() for row in torch.stack(gathered).cpu().numpy()]
 
 
-def on_all_ranks(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
+def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Run `action` on every rank and give what each returned (JSON values), in order of rank. A collective.
 
     Raises:
@@ -118,7 +118,7 @@ def on_all_ranks(action: Callable[[], Any], group: dist.ProcessGroup | None = No
     return [other["value"] for other in reports]
 
 
-def on_rank_zero(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+def on_rank_zero(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> Any:
     """Run `action` on rank 0 alone and give its value on all ranks. A collective; failures as in `on_all_ranks`."""
     return on_all_ranks(lambda: action() if rank() == 0 else None, group)[0]
 

@@ -37,7 +37,7 @@ class _ToldError(BaseException):
     """This process was told to stop, and the others have ended."""
 
 
-def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_restarts: int) -> int:
+def start_ranks(main: Callable[..., None], *arguments: object, processes: int, max_restarts: int) -> int:
     """Call `main(*arguments)` in so many new processes, each with a rank, and wait for their end.
 
     A signal to this process that asks to stop is passed on, and then the processes may take the time that a save takes.

@@ -28,7 +28,11 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 120, group: bool = True
+    function: Callable[..., object],
+    world_size: int,
+    *arguments: object,
+    timeout_seconds: float = 120,
+    group: bool = True,
 ) -> list[Any]:
     """Call `function(*arguments)` on `world_size` forked ranks.
 
@@ -88,7 +92,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
 
 def _rank_main(
     pipe: Connection,
-    function: Callable[..., Any],
+    function: Callable[..., object],
     arguments: tuple[Any, ...],
     rank: int,
     world_size: int,

@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError("bad-manifest", "the manifest is damaged", where=path, found=error) from error
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"not a number of bytes or steps: {str(value)[:40]}")
     return value

@@ -136,13 +136,13 @@ def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], 
     return numbers, state
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"not a number: {str(value)[:40]}")
     return value
 
 
-def _whole_number(value: Any) -> int:
+def _whole_number(value: object) -> int:
     # What a step count in float64 holds exactly.
     if type(value) is not int or not 0 <= value < 2**53:
         raise ValueError(f"not a whole number: {str(value)[:40]}")

@@ -164,7 +164,7 @@ def _follow(request: Request, rendezvous: Any, place: LauncherPlace) -> None:
         rendezvous.tell("end", True)
 
 
-def _patience(rendezvous: Any) -> float:
+def _patience(rendezvous: object) -> float:
     from hfdist.doctor.links import JOIN_SECONDS
 
     return 2 * JOIN_SECONDS

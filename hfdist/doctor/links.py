@@ -60,7 +60,7 @@ class Rendezvous:
             raise ResourceError(what, where=where, found=found, hint=hint) from error
         self._store = dist.PrefixStore("doctor", store)  # type: ignore[attr-defined]  # as above
 
-    def tell(self, name: str, value: Any) -> None:
+    def tell(self, name: str, value: object) -> None:
         """Leave JSON for the others."""
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
 

@@ -63,6 +63,6 @@ class DataShare:
             lanes |= {lane: state for lane, state in found.lanes.items() if lane not in self._stream.lanes_of_run}
         self._stream.deal(replace(cursor, lanes=lanes, shares=shares.dealt(there, self._data_size)))
 
-    def go_on_as(self, value: Any) -> None:
+    def go_on_as(self, value: object) -> None:
         """Go on at the cursor of another island, as JSON."""
         self._stream.go_on_as(Cursor.from_json(value))

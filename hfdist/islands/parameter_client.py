@@ -87,7 +87,7 @@ class ParameterClient:
             for piece, value in zip(self._owned.own(), values, strict=True):
                 yield replace(piece, key=key, view=value, set_number=None)
 
-    def connect(self, job: dict[str, Any], step: int, state: Any) -> dict[str, Any]:
+    def connect(self, job: dict[str, Any], step: int, state: object) -> dict[str, Any]:
         """Connect to the server, and take its weights.
 
         Args:
@@ -105,7 +105,7 @@ class ParameterClient:
         self._member = make_member(self._config, job, gather_json(f"rank {rank()}"))
         return self._join(step, state, may_begin=True)
 
-    def exchange(self, step: int, recorder: GradientRecorder, targets: float, state: Any) -> dict[str, Any] | None:
+    def exchange(self, step: int, recorder: GradientRecorder, targets: float, state: object) -> dict[str, Any] | None:
         """Push the gradients of a step, and take weights.
 
         Args:
@@ -157,7 +157,7 @@ class ParameterClient:
         self._member.close()
         self._member = None
 
-    def _join(self, step: int, state: Any, *, may_begin: bool) -> dict[str, Any]:
+    def _join(self, step: int, state: object, *, may_begin: bool) -> dict[str, Any]:
         """Bring what this island has, to begin with it or to be given what the others have.
 
         `may_begin` is False after a step: what the optimizer keeps is then older than the weights.

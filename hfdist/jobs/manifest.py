@@ -8,7 +8,7 @@ import yaml
 
 
 class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -28,7 +28,7 @@ def to_documents(*documents: dict[str, Any]) -> str:
     return "---\n".join(parts)
 
 
-def _given(value: Any) -> Any:
+def _given(value: object) -> Any:
     if isinstance(value, dict):
         return {name: _given(item) for name, item in value.items() if item is not None}
     return [_given(item) for item in value] if isinstance(value, list) else value

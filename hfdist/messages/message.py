@@ -87,7 +87,7 @@ class Message(dict[str, Any]):
         except ValueError as error:
             raise NotAMessageError(f"{key} has a key that is no number") from error
 
-    def _take(self, key: str, default: Any = _MISSING) -> Any:
+    def _take(self, key: str, default: object = _MISSING) -> Any:
         if key not in self and default is _MISSING:
             raise NotAMessageError(f"there is no {key}")
         return self.get(key, default)
@@ -121,7 +121,7 @@ def read_json(content: bytes, most_bytes: int = MOST_BYTES) -> Any:
     raise NotAMessageError(f"it is deeper than {_MOST_DEPTH}")
 
 
-def _check(value: Any) -> None:
+def _check(value: object) -> None:
     if type(value) is int and value not in _INTEGERS:
         raise NotAMessageError("a number is too large")
     if type(value) is str and not value.isascii():

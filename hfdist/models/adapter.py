@@ -371,7 +371,7 @@ def wrap_model(model: PreTrainedModel, peft_config: Any, *, seed: int, layout: P
     return wrapped
 
 
-def _check_given(model: PreTrainedModel, peft_config: Any, layout: Partitioning) -> None:
+def _check_given(model: PreTrainedModel, peft_config: object, layout: Partitioning) -> None:
     from peft import PeftConfig
 
     is_config, found = isinstance(peft_config, PeftConfig), type(peft_config).__name__

@@ -240,7 +240,7 @@ def _reads(architecture: PreTrainedConfig, name: str) -> bool:
     return code.is_file() and f'getattr(config, "{name}"' in code.read_text(encoding="utf-8")
 
 
-def _same_kind(present: Any, value: Any) -> bool:
+def _same_kind(present: object, value: object) -> bool:
     """Whether `value` may take the place of `present`: None fits all, an int fits a float, a bool only a bool."""
     if present is None or value is None:
         return True

@@ -73,14 +73,14 @@ def calls_blocks(model: PreTrainedModel) -> bool:
     running: list[nn.Module] = []
     is_by_blocks = True
 
-    def begin(block: nn.Module, _: Any) -> None:
+    def begin(block: nn.Module, _: object) -> None:
         called.add(block)
         running.append(block)
 
-    def end(*_: Any) -> None:
+    def end(*_: object) -> None:
         running.pop()
 
-    def look(*_: Any) -> None:
+    def look(*_: object) -> None:
         nonlocal is_by_blocks
         is_by_blocks = is_by_blocks and bool(running)
 
@@ -138,7 +138,7 @@ def compile_blocks(model: PreTrainedModel) -> None:
         block.compile()
 
 
-def why_not_compiled(function: Callable[..., Any], *arguments: Any) -> str | None:
+def why_not_compiled(function: Callable[..., object], *arguments: object) -> str | None:
     """Call a compiled function once.
 
     Returns:
@@ -183,7 +183,9 @@ def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads:
             vars(module)["_gradient_checkpointing_func"] = partial(_offloading, checkpoint)
 
 
-def _offloading(checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+def _offloading(
+    checkpoint: Callable[..., object], function: Callable[..., object], *inputs: object, **named: object
+) -> Any:
     # What the block itself saves is the checkpoint's business; its inputs are left for this.
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *inputs, **named)
@@ -215,7 +217,7 @@ class _Watch(TorchDispatchMode):
         """As torch's own modes for checkpoints."""
         return True
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """torch.compile puts the number of its graph on a block's context, from torch 2.13."""
         object.__setattr__(self.beneath if name == "ac_graph_id" else self, name, value)
 
@@ -223,11 +225,11 @@ class _Watch(TorchDispatchMode):
         self.beneath.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.beneath.__exit__(*error)
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Private, but there is no other way to ask it; higher-order operators have none.
         schema = getattr(operation, "_schema", None)
@@ -250,7 +252,7 @@ class _Watch(TorchDispatchMode):
         return output
 
 
-def _storages(values: Any) -> set[StorageWeakRef]:
+def _storages(values: object) -> set[StorageWeakRef]:
     return {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
 
@@ -259,7 +261,7 @@ def _policy(watch: _Watch) -> Callable[..., CheckpointPolicy]:
     kept = {getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)}
     counted = {getattr(torch.ops.aten, name).default for name in _PRODUCTS}
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: Any, operation: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
         is_kept = operation in kept
         if operation in counted:
             # Counted apart in the forward and in its repetition, so that both decide alike.

@@ -179,7 +179,7 @@ def _kept_blocks(fields: dict[str, Any], depth: int, num_blocks: int) -> list[in
     return [kept[i % len(kept)] for i in range(num_blocks)]
 
 
-def _are_block_indices(name: str, value: Any, depth: int) -> bool:
+def _are_block_indices(name: str, value: object, depth: int) -> bool:
     """Whether a list names blocks by number, and so is not one with an entry for each."""
     return (
         isinstance(value, list)
@@ -282,7 +282,7 @@ class _Rules:
     def _small_overrides(self, overrides: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """The overrides of single blocks, in the same proportion to the values of the other blocks."""
 
-        def small(name: str, value: Any) -> Any:
+        def small(name: str, value: object) -> Any:
             usual = self.fields.get(name)
             if isinstance(value, int) and isinstance(usual, int) and usual > 0:
                 return max(self.small(name, usual) * value // usual, 1)
@@ -492,7 +492,7 @@ def _agrees(
     return torch.allclose(found, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
 
 
-def _states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, **more: Any) -> torch.Tensor:
+def _states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, **more: object) -> torch.Tensor:
     # One that scores sequences gives nothing for each token itself.
     reader = model.base_model if scores_sequences(model) else model
     masked = {} if mask is None else {"attention_mask": mask}

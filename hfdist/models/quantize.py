@@ -65,7 +65,7 @@ class PackedLinear(nn.Module):
         product: torch.Tensor = self._multiply(inputs, self.weight, quant_state=self.quant_state)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
-    def _apply(self, function: Any, recurse: bool = True) -> PackedLinear:
+    def _apply(self, function: object, recurse: bool = True) -> PackedLinear:
         # Scales move with the weight, and keep their types.
         super()._apply(function, recurse)
         self.quant_state.to(self.weight.device)

@@ -130,7 +130,7 @@ class Routers:
         for hook in self._hooks:
             hook.remove()
 
-    def _routing(self, layer: int, index: int, output: Any) -> Routing | None:
+    def _routing(self, layer: int, index: int, output: object) -> Routing | None:
         if output is None:
             return None
         outputs = output if isinstance(output, tuple) else (output,)
@@ -144,7 +144,7 @@ class Routers:
         return Routing(layer, logits, choices) if choices is not None or self.loss.top_k else None
 
 
-def _detached(output: Any) -> Any:
+def _detached(output: object) -> Any:
     if isinstance(output, tuple):
         return tuple(map(_detached, output))
     return output.detach() if isinstance(output, torch.Tensor) else output
@@ -164,7 +164,7 @@ def find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
             yield module, index
 
 
-def _is_meant(recorder: Any, name: str, module: nn.Module) -> bool:
+def _is_meant(recorder: object, name: str, module: nn.Module) -> bool:
     if not isinstance(recorder, OutputRecorder) or not isinstance(module, recorder.target_class):
         return False
     return recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f".{name}."
@@ -204,7 +204,7 @@ def leave_out_router_loss(model: nn.Module) -> None:
         base.register_forward_pre_hook(_without_router_loss, with_kwargs=True)
 
 
-def _without_router_loss(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_router_loss(module: nn.Module, args: object, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return args, kwargs | {_FLAG: False} if adds_router_loss(module) else kwargs
 
 

@@ -61,7 +61,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def _checked(tokenizer: Any) -> PreTrainedTokenizerBase:
+def _checked(tokenizer: object) -> PreTrainedTokenizerBase:
     if isinstance(tokenizer, PreTrainedTokenizerBase) and isinstance(tokenizer.eos_token_id, int | None):
         return tokenizer
     raise ValueError("its files make no tokenizer")

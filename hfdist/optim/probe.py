@@ -101,7 +101,7 @@ def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
-def describe(optimizer: Any) -> str:
+def describe(optimizer: object) -> str:
     """Name the class, or the classes, that really step."""
     while not isinstance(optimizer, Joined) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -280,7 +280,7 @@ def zeroed(state: dict[str, Any]) -> dict[str, Any]:
     return {key: _zero(value) for key, value in state.items()}
 
 
-def is_plain_number(value: Any) -> bool:
+def is_plain_number(value: object) -> bool:
     """Whether it is Python's own, truth values among them."""
     return isinstance(value, bool | int | float)
 

@@ -308,7 +308,7 @@ def _try(module: StageModule, batch: dict[str, torch.Tensor], incoming: Activati
     return (None if problem else value), problem
 
 
-def _find_problem(value: Any, incoming: Activations | None, *, is_last: bool) -> str | None:
+def _find_problem(value: object, incoming: Activations | None, *, is_last: bool) -> str | None:
     # A plan has no values.
     if is_last and not is_planned() and not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value)):
         return "its loss needs more than what travels (NaN stands for the rest, and reached it)"
@@ -321,7 +321,7 @@ def _find_problem(value: Any, incoming: Activations | None, *, is_last: bool) ->
     return None
 
 
-def _leaves(value: Any) -> set[int]:
+def _leaves(value: object) -> set[int]:
     """Identities of the leaf tensors that a backward from `value` would give a gradient to."""
     tensors = _tensors(value)
     # A stage that skips all its blocks hands on what it received.

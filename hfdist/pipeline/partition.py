@@ -114,7 +114,7 @@ def costs_by_time(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ids, hidden = tokens.to(device), timer.hidden.to(device)
 
-    def loss(there: nn.Module, inputs: Any) -> torch.Tensor:
+    def loss(there: nn.Module, inputs: object) -> torch.Tensor:
         return nn.functional.cross_entropy(there(hidden).float().flatten(0, -2), ids.flatten())
 
     return Costs(
@@ -169,7 +169,7 @@ class _Timer:
         self._half = half
         self._known: dict[str, tuple[float, Any]] = {}
 
-    def call(self, place: Place, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self, place: Place, block: nn.Module, *args: object, **kwargs: object) -> Any:
         """Stand in for a block: time it, or take the time and the output of another one of its kind."""
         kind = kind_of_block(block)
         if kind not in self._known:
@@ -179,7 +179,7 @@ class _Timer:
         self.hidden = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
         return output
 
-    def time(self, module: nn.Module, prepare: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> float:
+    def time(self, module: nn.Module, prepare: Callable[[], object], call: Callable[[nn.Module, Any], Any]) -> float:
         """Give the median seconds of forward and backward of a copy of `module` on the device.
 
         Args:

@@ -377,7 +377,7 @@ class Pipeline:
         return values, headers
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     """Equal for values that give tensors of equal shapes."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 

@@ -107,14 +107,14 @@ class StageModule(nn.Module):
             return value
         raise PartitionError("the model ends before it has called all its blocks", found=f"blocks up to {self.stage}")
 
-    def _call(self, place: Place, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, place: Place, block: nn.Module, *args: object, **kwargs: object) -> Any:
         if self._stage_forward is None:
             # Gradient checkpointing runs the block again during backward.
             return block(*args, **kwargs)
         return self._stage_forward.call(place, block, args, kwargs)
 
 
-def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., Any]) -> PreTrainedModel:
+def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., object]) -> PreTrainedModel:
     """Copy a model's module objects; the copy shares all tensors, and has a stand-in for each module of a block.
 
     Calling a stand-in is `call(place, original module, *args, **kwargs)`. A forward that was replaced by a function, as
@@ -135,7 +135,7 @@ def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callab
     return copied
 
 
-def refuse_call(model: nn.Module, inputs: Any) -> None:
+def refuse_call(model: nn.Module, inputs: object) -> None:
     """Hook of a model that is split: only its stage modules can be called."""
     raise PartitionError(
         "this process holds some stages of a pipeline, so the model cannot be called by itself",
@@ -144,7 +144,7 @@ def refuse_call(model: nn.Module, inputs: Any) -> None:
     )
 
 
-def stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+def stand_in(block: nn.Module, forward: Callable[..., object]) -> nn.Module:
     """Copy a module's class and attributes; its hooks, checkpointing and compilation stay with the module itself."""
     # Not `copy.copy`, which an FSDPModule does not allow.
     copied = object.__new__(type(block))
@@ -193,7 +193,7 @@ class StageForward:
         self._entries: dict[str, dict[str | int, Any]] = {}
         self._entries_are_delivered = False
 
-    def call(self, place: Place, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, place: Place, block: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what the module at `place` does in this stage.
 
         Raises:
@@ -251,7 +251,7 @@ class StageForward:
         alike = (value for at, value in self._incoming.outputs.items() if at.endswith(f".{place.part}"))
         return tree_map_only((torch.Tensor, Absent), lambda leaf: _poisoned(leaf, device), next(alike, hidden))
 
-    def _own(self, place: Place, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _own(self, place: Place, block: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = {name: dict(_items(container)) for name, container in _containers(args, kwargs)}
         output = block(*args, **kwargs)
         for name, container in _containers(args, kwargs):
@@ -262,7 +262,7 @@ class StageForward:
         self._remember(place, output)
         return output
 
-    def _remember(self, place: Place, output: Any) -> None:
+    def _remember(self, place: Place, output: object) -> None:
         if self._carry.outputs is not Outputs.history:
             block = f"{place.block}."
             self._outputs = {at: value for at, value in self._outputs.items() if at.startswith(block)}
@@ -281,7 +281,7 @@ class StageForward:
                 _put(containers[name], key, value)
 
 
-def _keep_first(output: Any, number: int | None) -> Any:
+def _keep_first(output: object, number: int | None) -> Any:
     """Keep the first floating-point tensors, or all. Other types always travel: NaN cannot take their place."""
     num_seen = 0
 
@@ -295,7 +295,7 @@ def _keep_first(output: Any, number: int | None) -> Any:
     return tree_map_only(torch.Tensor, kept, output)
 
 
-def _versions(output: Any) -> list[int]:
+def _versions(output: object) -> list[int]:
     """Give torch's version counters, which grow when a tensor is written into."""
     return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 

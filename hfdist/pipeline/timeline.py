@@ -127,7 +127,7 @@ class Recorder:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _seconds_at(self, mark: Any) -> float:
+    def _seconds_at(self, mark: object) -> float:
         return self._zero.elapsed_time(mark) / 1e3 if self._device.type == "cuda" else mark - self._zero
 
     def _synchronize(self) -> None:
@@ -183,5 +183,5 @@ def write_chrome_trace(events: Sequence[Event], path: Path) -> Path:
     return path
 
 
-def _metadata(kind: str, rank: int, **args: Any) -> dict[str, Any]:
+def _metadata(kind: str, rank: int, **args: object) -> dict[str, Any]:
     return {"ph": "M", "pid": 0, "tid": rank, "name": kind, "args": args}

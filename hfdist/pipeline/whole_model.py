@@ -42,7 +42,7 @@ def make_whole(modules: Sequence[StageModule], run_stages: RunStages, broadcast:
     # `generate` reads its signature.
     whole: Any = stand_in(first, functools.wraps(first.forward)(forward))
 
-    def generate(*, logits_processor: LogitsProcessorList, **named: Any) -> Any:
+    def generate(*, logits_processor: LogitsProcessorList, **named: object) -> Any:
         chosen: LogitsProcessor = _Chosen(logits_processor, broadcast, has_logits=has_logits)
         try:
             return type(whole).generate(whole, logits_processor=LogitsProcessorList([chosen]), **named)

@@ -48,5 +48,5 @@ def _read(run: RunFiles) -> dict[str, Any] | None:
     return None if run.config is None else {key: value for key, value in run.config.items() if key != "defaults"}
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

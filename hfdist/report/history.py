@@ -106,7 +106,7 @@ def describe_layout(layout: dict[str, Any]) -> str:
     return ", ".join([*(degrees or ["one rank"]), *sharding])
 
 
-def _is_used(degree: Any) -> bool:
+def _is_used(degree: object) -> bool:
     return isinstance(degree, int) and degree != 1
 
 

@@ -138,7 +138,7 @@ class Server(ThreadingHTTPServer):
         finally:
             self._places.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """A browser that has gone is no error; what is one is said in a line."""
         error = sys.exception()
         if not isinstance(error, OSError):
@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._stream(self.headers.get("Last-Event-ID") or query)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing of requests."""
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:

@@ -26,14 +26,14 @@ def escaped_lines(value: object, longest: int) -> str:
     )
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Give a number of a file; None: it is none, or not finite, or so large that sums of it might not be."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
         return None
     return float(value) if abs(value) >= 1 / _LARGEST else 0.0
 
 
-def numbers(value: Any) -> list[float | None]:
+def numbers(value: object) -> list[float | None]:
     """Give the numbers of a list in a file."""
     return [number(item) for item in value] if isinstance(value, list) else []
 

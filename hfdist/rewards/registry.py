@@ -103,7 +103,7 @@ def load_rewards(
     ]
 
 
-def _name_in(given: Any) -> str:
+def _name_in(given: object) -> str:
     one = next(iter(given), "NAME") if isinstance(given, list | tuple | set) else given
     return one if isinstance(one, str) else getattr(one, "__name__", "NAME").strip("<>")
 

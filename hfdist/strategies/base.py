@@ -281,7 +281,7 @@ class Engine:
         """Whether this is the one rank that gives what several have computed alike."""
         return self._parts is None or self._parts.is_first
 
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> Any:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
         if self._parts is None:
             return default()

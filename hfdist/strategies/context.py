@@ -102,7 +102,7 @@ class ContextParallel:
                 module.register_forward_pre_hook(self._take_all_positions, with_kwargs=True)
                 module.register_forward_hook(self._keep_own_positions)
 
-    def __deepcopy__(self, memo: Any) -> ContextParallel:
+    def __deepcopy__(self, memo: object) -> ContextParallel:
         # Modules hold hooks of it, and a stage of a pipeline is a copy of modules.
         return self
 
@@ -178,7 +178,7 @@ class ContextParallel:
         kv_offset: int = 0,
         mask_function: Any = None,
         attention_mask: torch.Tensor | None = None,
-        **more: Any,
+        **more: object,
     ) -> Any:
         """The mask of the whole sequence, or its rows of this rank; called by transformers."""
         base = ALL_MASK_ATTENTION_FUNCTIONS[self._base]
@@ -204,7 +204,7 @@ class ContextParallel:
         mask = sequence.attention_mask
         return base(batch_size, num_rows, num_tokens, 0, 0, mask_function, attention_mask=mask, **more)
 
-    def _take_all_positions(self, module: nn.Module, args: Any, named: Any) -> Any:
+    def _take_all_positions(self, module: nn.Module, args: object, named: object) -> Any:
         """Frequencies that depend on the longest position need those of the whole sequence."""
         if self._sequence is None:
             return None
@@ -213,7 +213,7 @@ class ContextParallel:
             torch.Tensor, lambda value: positions if value.shape == own_shape else value, (args, named)
         )
 
-    def _keep_own_positions(self, module: nn.Module, args: Any, waves: tuple[torch.Tensor, ...]) -> Any:
+    def _keep_own_positions(self, module: nn.Module, args: object, waves: tuple[torch.Tensor, ...]) -> Any:
         return waves if self._sequence is None else tuple(wave[:, self._sequence.places] for wave in waves)
 
     def _attention(
@@ -283,7 +283,7 @@ class _Shared(AbstractContextManager[dict[str, torch.Tensor]]):
         self._context._sequence = None
 
 
-def _values(kinds: Any) -> Iterable[Any]:
+def _values(kinds: object) -> Iterable[Any]:
     """Values of all kinds of blocks where kinds differ; otherwise the one value of all blocks."""
     return kinds.values() if isinstance(kinds, dict) else (kinds,)
 

@@ -361,7 +361,7 @@ class FsdpEngine(ShardedEngine):
         # After FSDP's own hook.
         model.register_forward_hook(self._after_forward)
 
-    def _after_forward(self, *_: Any) -> None:
+    def _after_forward(self, *_: object) -> None:
         # No backward follows, which would do it.
         if not torch.is_grad_enabled():
             self._reshard()
@@ -378,7 +378,7 @@ class FsdpEngine(ShardedEngine):
     def _average_gradients(self, parts: ModelParts) -> None:
         """FSDP2 has done it."""
 
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> Any:
         """As the Trainer does, or over tensor ranks; the norm is that of the whole model."""
         self._drop_unused_gradients()
         norm = super().clip_grad_norm(max_norm, default)

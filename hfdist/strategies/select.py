@@ -86,7 +86,7 @@ def make_strategy(
     sequence_length: int = 1024,
     precision: str = "fp32",
     max_grad_norm: float = 1.0,
-    **layout: Any,
+    **layout: object,
 ) -> Strategy:
     """Make a strategy from Python, for `hfdist.Trainer` with a model and a dataset of one's own.
 
@@ -178,7 +178,7 @@ def _typed(
     return _section(StrategyConfig, GROUP, preset | layout), _section(TrainConfig, "train", sizes)
 
 
-def _section(kind: Any, section: str, values: dict[str, Any]) -> Any:
+def _section(kind: object, section: str, values: dict[str, Any]) -> Any:
     keys = {key.leaf: key for key in keys_of(kind, f"{section}.")}
     merged: Any = OmegaConf.structured(kind)
     for name, value in values.items():

@@ -139,7 +139,7 @@ class Axes:
         calls: float,
         is_gradient: bool = True,
         of_experts: bool = False,
-        **how: Any,
+        **how: object,
     ) -> Iterator[Sent]:
         """Gradients or weights over the ranks of an axis: `data`, `shard` or `replicate`."""
         topology = self.topology

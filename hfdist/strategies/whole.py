@@ -96,7 +96,7 @@ class WholeSteps:
                 self._wholes[one].grad = value
 
     @torch.no_grad()
-    def _send_back(self, *_: Any) -> None:
+    def _send_back(self, *_: object) -> None:
         for alike in self._messages():
             self._to_holders(alike)
         for whole in self._wholes.values():

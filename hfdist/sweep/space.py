@@ -201,12 +201,12 @@ def as_overrides(values: Mapping[str, Any]) -> list[str]:
     return [as_override(key, value) for key, value in values.items()]
 
 
-def as_override(key: str, value: Any) -> str:
+def as_override(key: str, value: object) -> str:
     """Write `key=value` for the command line of a run."""
     return f"{key}={as_text(value)}"
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Write a value as the command line of a run takes it."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]

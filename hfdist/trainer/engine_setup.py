@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.adapter import check_adapted
@@ -46,7 +46,7 @@ _REFUSED = {
 """Arguments that a strategy refuses: why, and what to do instead."""
 
 
-def find_strategy(strategy: Any, arguments: dict[str, Any]) -> tuple[Strategy, dict[str, Any]]:
+def find_strategy(strategy: object, arguments: dict[str, Any]) -> tuple[Strategy, dict[str, Any]]:
     """Give the strategy, or make it by its name, with the arguments that fit it; ConfigError: there is none."""
     if isinstance(strategy, Strategy):
         return strategy, arguments
@@ -151,7 +151,7 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
         raise ConfigError(what, where=where, found="batch_rebalance", hint=hint)
 
 
-def _check_count(args: Any, topology: Topology) -> None:
+def _check_count(args: TrainingArguments | None, topology: Topology) -> None:
     """Refuse arguments that count other processes than there are, where accelerate is to reduce the gradients."""
     counted = getattr(args, "world_size", None)
     if counted is not None and counted != topology.world_size:

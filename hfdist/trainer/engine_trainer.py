@@ -74,7 +74,7 @@ class EngineTrainer(transformers.Trainer):
         """Whether the loss is a sum over all targets of the global batch, divided by their number; not another mean."""
         return trl_trainers.sums_over_targets(type(self))
 
-    def find_convention(self, batch: Any, forward: Forward | None = None) -> Convention:
+    def find_convention(self, batch: Batch, forward: Forward | None = None) -> Convention:
         """Find out, once, what the loss of batches like this one counts. A collective.
 
         `forward` runs the model in evaluation mode; None: no evaluation is running, so this method makes it.

@@ -151,11 +151,11 @@ class RoundIsland(Island):
         self._end(state, control)
         self._saves |= control.should_save
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Keep the learning rate of the step: after the step the schedule has the next one."""
         self._lr = float(self._training.schedule.get_last_lr()[0])
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Begin an exchange, or end one, if it is time; after the last step exchange all."""
         assert self._outer is not None
         assert self._rounds is not None
@@ -183,7 +183,7 @@ class RoundIsland(Island):
             if config.overlap == 0 or is_saved or rounds.deals:
                 self._end(state, control)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Leave the others."""
         if self._rounds is not None:
             self._rounds.leave()
@@ -265,7 +265,7 @@ class ParameterIsland(Island):
         if found["step"] != state.global_step:
             self._go_on_from(found["state"] | {"step": found["step"]}, state, control)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Push, and take weights."""
         assert self._client is not None
         progress = self._checkpointer.progress_state()
@@ -282,7 +282,7 @@ class ParameterIsland(Island):
             self._client.fetch()
             self._training.engine.after_load()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Leave the others."""
         assert self._client is not None
         self._client.leave()

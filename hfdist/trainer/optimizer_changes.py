@@ -44,7 +44,7 @@ class OptimizerChanges(TrainerCallback):
                 what, found = "this optimizer has no such value", f"{key}, with {self._config.name.value}"
                 raise ConfigError(what, where="optimizer.changes", found=found)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Set what holds for this step, each time: a step that is skipped, or a rollback, sets the rates back."""
         self._apply(state.global_step)
 

@@ -96,7 +96,7 @@ class DistributedTrainerMixin(_Trainer):
         options: what the run of a recipe needs in addition.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         mixin = next(n for n, base in enumerate(cls.__bases__) if issubclass(base, DistributedTrainerMixin))
         if any(issubclass(base, transformers.Trainer) for base in cls.__bases__[:mixin]):
@@ -273,7 +273,7 @@ class DistributedTrainerMixin(_Trainer):
             yield
 
     def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: Any, trial: Any
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: Any
     ) -> Any:
         args = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
         if self.engine is None or resume_from_checkpoint is None:
@@ -285,7 +285,7 @@ class DistributedTrainerMixin(_Trainer):
         self.state.compute_steps(self.args, max_steps)
         return begun
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if self.engine is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # The checkpoint is ours, so the original must not look for its own files.
@@ -343,7 +343,7 @@ class DistributedTrainerMixin(_Trainer):
                 resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
         """As the original, after the last save has ended: so its last line and `on_train_end` come after all others."""
         self.checkpointer.wait()
         self._share_sft_metrics()
@@ -457,7 +457,7 @@ class DistributedTrainerMixin(_Trainer):
         self._guard.begin_step()
         return samples, num_items
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> Any:
         """The last hook before the optimizer's step."""
         if self.engine is None:
             return super()._get_grad_norm(model, grad_norm)

@@ -137,7 +137,7 @@ def _compares(kind: type, args: Any) -> bool:
     return name in _WITH_REFERENCE and (name != "GRPOTrainer" or args.beta != 0.0)
 
 
-def _check_reference(name: str, peft_config: Any, strategy: Strategy) -> None:
+def _check_reference(name: str, peft_config: object, strategy: Strategy) -> None:
     # ZeRO-3 gathers what is copied.
     if strategy.fractions.weights < 1 and not strategy.partitions_in_constructor:
         what = f"{name} copies the adapter as its reference, which it cannot once FSDP2 has sharded it"

@@ -33,7 +33,7 @@ def _event(name: str, *, is_end: bool = False) -> Callable[..., None]:
     """Make the method of an event that is marked, and that may end what took long."""
 
     def on_event(
-        self: Watch, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+        self: Watch, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
     ) -> None:
         if is_end:
             self._go_on(name, control)
@@ -99,7 +99,7 @@ class Watch(TrainerCallback):
         self.progress.step = state.global_step
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
     ) -> None:
         """Mark it: batches are read, and agreed upon."""
         self.progress.mark("the beginning of a step")
@@ -111,19 +111,25 @@ class Watch(TrainerCallback):
     on_epoch_end = _event("the end of the data", is_end=True)
     on_save = _event("a save", is_end=True)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
+    ) -> None:
         """Mark it, and what comes now."""
         self.progress.step_done(state.global_step)
         self.progress.exempt = _what_follows(control)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
+    ) -> None:
         """Mark it, and what comes now."""
         self._go_on("an evaluation", control)
         if args.save_strategy == SaveStrategy.BEST:
             # Decided once all callbacks have been here.
             self.progress.exempt = SAVING
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
+    ) -> None:
         """Watch no more; as a context, only that ranks are alive: what comes now may be done by rank 0 alone."""
         self.progress.exempt = ENDING
         if not self._is_context:

@@ -171,7 +171,7 @@ def _state_of(one: PeerState, own: Heartbeat) -> str | None:
     return "ended" if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may be reading.
     write_atomically(path, json.dumps(content).encode(), is_durable=False)

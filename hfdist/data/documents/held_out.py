@@ -208,7 +208,7 @@ class Example:
     """The other columns of its row, where they are kept."""
 
 
-def take_examples(held_out: Any, num_examples: int) -> list[Example]:
+def take_examples(held_out: object, num_examples: int) -> list[Example]:
     """Give the first examples of a held-out set; of several sources about equally many of each.
 
     Items have `input_ids` and `labels` of shape [tokens], and `position_ids` where they hold several documents.

@@ -148,7 +148,7 @@ def _lane_state(digest: str, pools: Sequence[Sequence[int]], given: int) -> Lane
     return LaneState(digest=int(digest, 16), pools=tuple(progress), sequences=given)
 
 
-def _natural(value: Any) -> int:
+def _natural(value: object) -> int:
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is no number of things")
     return value

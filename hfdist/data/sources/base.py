@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,7 +174,7 @@ def check_size(size_bytes: int, *, where: str) -> BadRow | None:
     )
 
 
-def check_text(value: Any, *, where: str) -> str | BadRow:
+def check_text(value: object, *, where: str) -> str | BadRow:
     """Give `value` if it is text; half of a surrogate pair, which JSON allows and UTF-8 does not, becomes `?`."""
     if not isinstance(value, str):
         found = "null" if value is None else f"{type(value).__name__}: {value!r:.{_SHOWN_BYTES}}"

@@ -157,14 +157,14 @@ def texts_in(example: str) -> str:
     return "\n".join([*written, *(message["content"] for message in messages if "content" in message)])
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """Without the keys that tables fill up: objects of a column have the keys of all rows."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def has_null_arguments(value: Any) -> bool:
+def has_null_arguments(value: object) -> bool:
     """Whether a row of JSON has tool calls with an argument that is null: it may be meant, or filled up by a table."""
     if isinstance(value, dict):
         arguments = value.get("arguments")
@@ -194,7 +194,7 @@ def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list
     return [{"role": "system", "content": _text(system, "system")}, *messages]
 
 
-def _message(item: Any, where: str) -> dict[str, Any]:
+def _message(item: object, where: str) -> dict[str, Any]:
     """A message without keys that are null, its content as one text, the arguments of its calls as objects."""
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         is_named_else = isinstance(item, dict) and "from" in item
@@ -216,7 +216,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: object, where: str) -> str:
     """One text, also where it comes in parts."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(_text(part.get("text"), f"{where}.content") for part in content)
@@ -262,7 +262,7 @@ def _from_value(item: Any, where: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [_call(call, where) for call in calls], **weight}
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Any:
     """A list or an object, also where it comes as JSON; all else as it is."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
@@ -273,20 +273,20 @@ def _parsed(value: Any) -> Any:
     return parsed if isinstance(parsed, list | dict) else value
 
 
-def _list(value: Any, where: str) -> list[Any]:
+def _list(value: object, where: str) -> list[Any]:
     value = _parsed(value)
     if not isinstance(value, list):
         _refuse("this is no list", where, value, "a list")
     return list(value)
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
         _refuse("this is no text", where, value, "a string")
     return str(value)
 
 
-def _refuse(what: str, part: str, found: Any, allowed: str) -> NoReturn:
+def _refuse(what: str, part: str, found: object, allowed: str) -> NoReturn:
     shown = None if found is None else f"{found!r:.{_SHOWN_CHARACTERS}}"
     raise ContentError(f"{what}: {part}", found=shown, allowed=allowed)
 
@@ -495,7 +495,7 @@ def _canonical(form: _Form, row: Mapping[str, Any], where: str) -> str | BadRow:
     return check_size(len(text), where=where) or checked
 
 
-def _as_json(value: Any) -> str | None:
+def _as_json(value: object) -> str | None:
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError):

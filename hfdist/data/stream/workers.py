@@ -145,6 +145,6 @@ def forward_to_rank(rank: int, each_second: Callable[[], None]) -> None:
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def keep_arrays(item: Any) -> Any:
+def keep_arrays(item: object) -> Any:
     """Collate nothing: numpy arrays travel through a pipe as they are; tensors would each hold a file open."""
     return item

@@ -108,7 +108,7 @@ class ChatTemplate:
         """Render a conversation with a template that marks turns; also give their spans, in characters."""
         return self._render(messages, tools, return_assistant_tokens_mask=True)
 
-    def _render(self, messages: Sequence[Message], tools: Tools, **how: Any) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, messages: Sequence[Message], tools: Tools, **how: object) -> tuple[str, list[tuple[int, int]]]:
         source = self.source(tools)
         try:
             messages = [self._fit(message) for message in messages]

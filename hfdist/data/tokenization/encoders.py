@@ -237,7 +237,7 @@ class Encoders:
         chats = [answer for answer in answers if isinstance(answer, _Chat)]
         encoded = iter(self._conversations.encode(chats) if chats else [])
 
-        def finish(answers: list[Tokens | _Chat], other: Any) -> Tokens:
+        def finish(answers: list[Tokens | _Chat], other: object) -> Tokens:
             tokens = [next(encoded) if isinstance(answer, _Chat) else answer for answer in answers]
             if other is True:
                 return marks.reject(tokens[0])
@@ -274,7 +274,7 @@ class Encoders:
         return ids[:-1] if ids and ids[-1] == self._end else ids
 
 
-def _answers(example: dict[str, Any], rejected: Any) -> list[dict[str, Any]]:
+def _answers(example: dict[str, Any], rejected: object) -> list[dict[str, Any]]:
     """Give the forms of both answers of a preference; the only one of another example."""
     if isinstance(rejected, str):
         return [example, example | {"completion": rejected}]
@@ -409,7 +409,7 @@ class _ChatEncoder:
             if max(span.start, turn.start) < min(span.end, turn.end)
         ]
 
-    def _wrap(self, value: Any) -> Any:
+    def _wrap(self, value: object) -> Any:
         """Put two private characters around the texts of special tokens in all that is written.
 
         RefusedError: one stands where templates look for certain words.

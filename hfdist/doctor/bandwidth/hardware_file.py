@@ -55,7 +55,7 @@ def write_hardware(path: Path, name: str | None, links: Mapping[str, Link], *, p
         raise ResourceError("the file cannot be written", where=str(path), found=error.strerror) from error
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     """Leave four digits of what was measured."""
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}

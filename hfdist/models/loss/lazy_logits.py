@@ -99,7 +99,7 @@ def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses, *, evaluate
     """
     head = Head(module, module.forward, vocabulary, loss)
 
-    def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(hidden: Any, *args: object, **kwargs: object) -> Any:
         if len(args) == 1 and isinstance(args[0], _Demand):
             return args[0].compute(hidden)
         wants_logits = not (torch.is_grad_enabled() or evaluates)
@@ -226,13 +226,13 @@ class _DeferredLogits:
             return self._with_rows(self._hidden[index])
         return self.whole("indexing")[index]
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: object) -> Any:
         return _by_row(torch.div, self, other)
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: object) -> Any:
         return _by_row(torch.mul, self, other)
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: object) -> Any:
         return _by_row(torch.add, self, other)
 
     __rmul__, __radd__ = __mul__, __add__
@@ -252,7 +252,7 @@ class _DeferredLogits:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls, function: Callable[..., Any], types: tuple[type, ...], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch's functions for an argument that is no tensor, but has this method."""
         kwargs = kwargs or {}
@@ -286,13 +286,13 @@ for _name in _BY_WHOLE:
     setattr(_DeferredLogits, f"__{_name}__", _by_whole(f"__{_name}__"))
 
 
-def _made(value: Any, why: str) -> Any:
+def _made(value: object, why: str) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_made(item, why) for item in value)
     return value.whole(why) if isinstance(value, _DeferredLogits) else value
 
 
-def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, other: Any) -> Any:
+def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, other: object) -> Any:
     """Apply a function of logits and something that is the same for all rows."""
     is_constant = isinstance(other, (int, float))
     # What is trained must get its gradient, which a loss of rows would not give it.
@@ -304,7 +304,7 @@ def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, othe
     return function(logits.whole(function.__name__), other)
 
 
-def _leaves_rows_whole(index: Any, ndim: int) -> bool:
+def _leaves_rows_whole(index: object, ndim: int) -> bool:
     """Whether an index takes rows only, by slices: `[:, :-1]`, `[..., :-1, :]`."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice) for part in parts) or len(parts) > ndim:
@@ -317,9 +317,9 @@ def _cross_entropy(
     logits: _DeferredLogits,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:

@@ -79,7 +79,7 @@ class NameDifferences:
         )
 
 
-def read_names(kind: Any, name: str | Path, *, where: str, scores: bool = False, **fields: Any) -> NameDifferences:
+def read_names(kind: Any, name: str | Path, *, where: str, scores: bool = False, **fields: object) -> NameDifferences:
     """Let transformers open the files of a model, and read nothing but their headers.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
@@ -125,7 +124,7 @@ def recompute_of(train: TrainConfig) -> Recompute | None:
     return train.recompute if train.gradient_checkpointing else None
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value)

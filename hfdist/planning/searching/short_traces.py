@@ -236,7 +236,7 @@ class _Measurement:
         """Counts all."""
         return self._trace
 
-    def stand_ins(self, call: Callable[..., Any]) -> PreTrainedModel:
+    def stand_ins(self, call: Callable[..., object]) -> PreTrainedModel:
         """The model with stand-ins for its blocks."""
         return copy_structure(self._model, self.blocks, call)
 
@@ -281,7 +281,7 @@ class _Around:
         for parameter in copied.parameters():
             parameter.grad = None
 
-    def _call(self, place: Place, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, place: Place, module: nn.Module, *args: object, **kwargs: object) -> Any:
         owner, kind = self._owner, self._owner.kind_of_block[place.block]
         if place == Place(0, 0):
             self._first = next(_floats((args, kwargs)))
@@ -325,7 +325,7 @@ class _WideTensors:
         return tensor
 
 
-def _floats(values: Any) -> Any:
+def _floats(values: object) -> Any:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
 
 

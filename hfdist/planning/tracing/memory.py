@@ -282,7 +282,7 @@ def make_optimizer(config: RunConfig, engine: Engine, device_type: str = "cpu", 
 
 
 @torch.no_grad()
-def make_state(optimizer: Any, model: nn.Module, trace: Trace) -> None:
+def make_state(optimizer: torch.optim.Optimizer, model: nn.Module, trace: Trace) -> None:
     """Give the optimizer its state, and parameters gradients, as they are after a micro batch."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -314,7 +314,12 @@ def put_gradients_in_buckets(model: nn.Module, trace: Trace) -> None:
 
 
 def run_step(
-    config: RunConfig, strategy: Strategy, engine: Engine, optimizer: Any, loss_head: LossHead | None, trace: Trace
+    config: RunConfig,
+    strategy: Strategy,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    loss_head: LossHead | None,
+    trace: Trace,
 ) -> None:
     """Run the last micro batch of a step (a pipeline: all), and the optimizer's step, as the Trainer does."""
     compute_loss = loss_function(engine.model, loss_head)

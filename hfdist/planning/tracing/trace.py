@@ -224,13 +224,13 @@ class Trace(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._patches.close()
 
     # ---- operations ----
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _SEEN for kind in types):
             # A DTensor's own operations come by themselves.
             return NotImplemented
@@ -275,7 +275,7 @@ class Trace(TorchDispatchMode):
         counter.moved_bytes += read + sum(map(_nbytes, outputs or _tensors(args)))
 
 
-def _sums_gradients(operation: Any) -> bool:
+def _sums_gradients(operation: object) -> bool:
     """Whether autograd adds up gradients of a tensor that was used twice.
 
     It adds in place to one that nobody else refers to, but not to a subclass such as a fake tensor: there it makes a
@@ -288,7 +288,7 @@ def _sums_gradients(operation: Any) -> bool:
 _SEEN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _tensors(values: object) -> Iterator[torch.Tensor]:
     """List tensors of arguments or outputs of an operation."""
     if isinstance(values, torch.Tensor):
         yield values
@@ -301,7 +301,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _run(operation: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _run(operation: Any, types: tuple[type, ...], args: Any, kwargs: Any) -> Any:
     """Run an operation: for real, where its tensors are real and small."""
     if FakeTensor in types:
         if operation is _GROUPED:
@@ -332,13 +332,13 @@ def _is_known(operation: Any, args: Any, kwargs: Any) -> bool:
     return size <= _MOST_REAL
 
 
-def _grouped_product(left: Any, right: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
+def _grouped_product(left: Any, right: Any, offs: Any = None, *_: object, **__: object) -> Any:
     """Do what torch's own does for fake tensors, which knows bfloat16 only, as a GPU; a CPU takes each type."""
     groups = [offs.shape[0]] if left.ndim == right.ndim == 2 else [left.shape[0]] if left.ndim == right.ndim else []
     return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 
 
-def _even_choices(output: Any, num_choices: int) -> Any:
+def _even_choices(output: tuple[torch.Tensor, torch.Tensor], num_choices: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Let a router choose all of its experts equally often: how many tokens each gets is the size of what follows."""
     values, indices = output
     with unset_fake_temporarily():
@@ -361,20 +361,20 @@ def _without_masks(operation: Any, args: Any) -> Any:
     return values, named
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+def _grouped_product_flops(left: Any, right: Any, *_: object, **__: object) -> int:
     """Rows of the left one are shared out over groups of the right one, or the columns over which both are summed."""
     return int(2 * math.prod(left.shape) * right.shape[-1])
 
 
-def _grouped_product_backward_flops(_gradient: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+def _grouped_product_backward_flops(_gradient: object, left: object, right: object, *_: object, **__: object) -> int:
     return 2 * _grouped_product_flops(left, right)
 
 

@@ -199,7 +199,7 @@ def _is_figure(key: str) -> bool:
     return key in TASK_FIGURES or key.startswith(_REWARDS)
 
 
-def _add(curves: dict[str, list[Point]], key: str, step: float, value: Any) -> None:
+def _add(curves: dict[str, list[Point]], key: str, step: float, value: object) -> None:
     """Add a point; a step that was there before, or a key too many, adds none."""
     if key not in curves and len(curves) >= _MOST_FIGURES:
         return

@@ -42,7 +42,7 @@ class Peer:
         self._kept: list[Any] = []
         self._is_lost = False
 
-    def ask(self, name: str, *arguments: Any) -> Any:
+    def ask(self, name: str, *arguments: object) -> Any:
         """Give what the other process gives; raises what it raises, as the nearest builtin exception."""
         self._send({"ask": name, "arguments": self._encode(arguments)})
         while "ask" in (message := self._receive()):
@@ -66,7 +66,7 @@ class Peer:
             reply = {"error": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
         self._send(reply)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: object) -> None:
         line = json.dumps(message).encode() + b"\n"
         if self._is_lost or len(line) > _LONGEST:
             raise LostError("the message is too long, or the other process is lost")
@@ -88,7 +88,7 @@ class Peer:
             raise LostError("the other process has sent no message")
         return message
 
-    def _arrived(self, value: Any) -> Any:
+    def _arrived(self, value: object) -> Any:
         try:
             return self._decode(value)
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
@@ -158,7 +158,7 @@ def operations() -> dict[str, Callable[..., Any]]:
     return {**names, **others, "getattr": getattr, "setattr": setattr}
 
 
-def _nearest(names: Any, text: str) -> Exception:
+def _nearest(names: object, text: str) -> Exception:
     kinds = [getattr(builtins, str(name), None) for name in names] if type(names) is list else []
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -181,7 +181,7 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         return self._peer.ask("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._peer.ask("setattr", self, name, value)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -191,10 +191,10 @@ class Remote:
     def __bool__(self) -> bool:
         return bool(self._peer.ask("truth", self) is True)
 
-    def __instancecheck__(self, value: Any) -> bool:
+    def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, Remote) and self._peer.ask("isinstance", value, self) is True
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         # A `__contains__` of the other process could say yes to everything.
         return any(one is item or one == item for one in iter(self))
 
@@ -209,7 +209,7 @@ def _operation(name: str) -> Callable[..., Any]:
 def _operation_of_two(name: str) -> Callable[[Remote, Any], Any]:
     compute = getattr(operator, name)
 
-    def method(self: Remote, other: Any) -> Any:
+    def method(self: Remote, other: object) -> Any:
         if type(other) is Remote:
             return self._peer.ask(name, self, other)
         is_plain, value = self._peer.ask("plain", self)

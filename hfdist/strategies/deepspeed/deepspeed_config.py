@@ -159,7 +159,7 @@ def _sections() -> dict[str, type[BaseModel]]:
     }
 
 
-def _check_section(key: str, value: Any, schema: type[BaseModel]) -> None:
+def _check_section(key: str, value: object, schema: type[BaseModel]) -> None:
     if not isinstance(value, dict):
         raise ConfigError("a section of keys is needed here", where=f"{PLACE}.{key}", found=value, allowed="a mapping")
     try:
@@ -181,20 +181,20 @@ def _check_names(values: dict[str, Any], schema: type[BaseModel], prefix: str) -
             _check_names(value, inner, f"{prefix}{key}.")
 
 
-def _inner_schema(annotation: Any) -> type[BaseModel] | None:
+def _inner_schema(annotation: object) -> type[BaseModel] | None:
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
 
 
-def _check_scalar(key: str, value: Any, kind: type) -> None:
+def _check_scalar(key: str, value: object, kind: type) -> None:
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError("a value of another type", where=f"{PLACE}.{key}", found=value, allowed=kind.__name__)
 
 
-def _unknown(key: str, value: Any, known: list[str], prefix: str) -> ConfigError:
+def _unknown(key: str, value: object, known: list[str], prefix: str) -> ConfigError:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return ConfigError(
         "DeepSpeed has no such key" if prefix else "this key does not go to DeepSpeed",

@@ -106,7 +106,7 @@ def pass_by_unused(model: PreTrainedModel, zero: Any) -> None:
             suspects[id(flat.stepped)] = group, suspected, flat.runs
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for stepped in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             if id(stepped) not in suspects or stepped.grad is None:
                 continue
@@ -120,7 +120,7 @@ def pass_by_unused(model: PreTrainedModel, zero: Any) -> None:
                     part = stepped.data[parts[id(parameter)]]
                     kept.append((part, part.clone()))
 
-    def put_back(*_: Any) -> None:
+    def put_back(*_: object) -> None:
         for part, before in kept:
             part.copy_(before)
         kept.clear()
@@ -149,7 +149,7 @@ def list_weights(model: nn.Module, but: Collection[int] = ()) -> Iterator[Piece]
     yield from list_buffers(model)
 
 
-def stepped(zero: Any) -> list[torch.Tensor]:
+def stepped(zero: object) -> list[torch.Tensor]:
     """Give the flat buffers that the optimizer steps on this rank."""
     return [flat.stepped for flat in _flats(zero)]
 

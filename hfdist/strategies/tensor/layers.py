@@ -67,7 +67,7 @@ def gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> di
     }
 
 
-def is_lora(module: Any) -> bool:
+def is_lora(module: object) -> bool:
     """Whether an adapted layer only adds a product of two matrices; other adapters read the weight that they adapt."""
     return hasattr(module, "lora_A") and not any(getattr(module, "use_dora", {}).values())
 

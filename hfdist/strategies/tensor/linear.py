@@ -29,7 +29,7 @@ _collectives: Any = functional_collectives
 GATHERED, LOOKED_UP = "colwise_gather_output", "embedding_rowwise"
 
 
-def split_dimensions(module: Any, style: str) -> dict[str, int]:
+def split_dimensions(module: nn.Module, style: str) -> dict[str, int]:
     """Give the dimension along which each parameter of a layer is divided, by name; empty: not done here."""
     if style == LOOKED_UP and isinstance(module, nn.Embedding) and module.max_norm is None:
         return {"weight": 0}
@@ -43,7 +43,7 @@ def split_dimensions(module: Any, style: str) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _is_linear(module: Any) -> bool:
+def _is_linear(module: object) -> bool:
     """Whether a layer computes what torch's does. A subclass is run and compared: some, such as routers, do not."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear

@@ -292,7 +292,7 @@ def _place_while_running(module: nn.Module, placed: dict[str, DTensor]) -> None:
     layouts = {name: (p.device_mesh, p.placements, p.shape, p.stride()) for name, p in placed.items()}
     run = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         plain = {name: own[name] for name in layouts}
         for name, (mesh, placements, shape, stride) in layouts.items():
             local: Any = plain[name]

@@ -166,23 +166,23 @@ class Budget(TrainerCallback):
         words = [describe(name, value, self._config) for value in (used, limit)]
         logger.warning("train.%s: at %s of %s, saving after step %d, and stopping", name, *words, state.global_step)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Note how long the last step took, with the wait for data after it."""
         now = time.monotonic()
         if self._begin_seconds is not None:
             self._pace.stepped(now - self._begin_seconds)
         self._begin_seconds = now
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Note when the step ended: an evaluation and a save after it are no part of it."""
         self._end_seconds = time.monotonic()
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Note how long it took, with what other callbacks measure."""
         if self._begin_seconds is not None:
             self._pace.evaluated(self._leave_out())
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """A save has begun, and in the foreground it has ended."""
         self._leave_out()
         self._pace.is_saving = True

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hfdist.checkpoint import (
@@ -512,7 +512,7 @@ class Checkpointer:
 
 
 @contextmanager
-def intervals_of(checkpoint: Path, args: Any) -> Iterator[None]:
+def intervals_of(checkpoint: Path, args: TrainingArguments) -> Iterator[None]:
     """Meanwhile, give `args` the micro batch and the intervals of a checkpoint: the original warns of others."""
     saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
     before = {"per_device_train_batch_size": int(saved.train_batch_size or 0)}
@@ -578,7 +578,7 @@ def restore_schedule(scheduler: Any, state: dict[str, Any]) -> None:
         group.update(_typed_as(group, saved))
 
 
-def _typed_as(model: Any, value: Any) -> Any:
+def _typed_as(model: object, value: object) -> Any:
     """Undo what JSON does to a value that was like `model`: keys become texts, tuples lists, counters dicts."""
     if isinstance(model, dict) and isinstance(value, dict):
         keys = {str(key): key for key in model}

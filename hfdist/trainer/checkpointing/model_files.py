@@ -29,7 +29,7 @@ _NO_PLACE = "a trained weight is no part of the adapter, so PEFT's files have no
 _NAME_IT = "modules_to_save=[...] of the adapter names what is trained besides"
 
 
-def has_adapter(model: Any) -> bool:
+def has_adapter(model: nn.Module) -> bool:
     """Whether the model, or this rank's part of it, holds an adapter."""
     return NAME in getattr(model, "peft_config", {})
 
@@ -52,7 +52,7 @@ def check_adapter_names(model: nn.Module) -> None:
             raise ConfigError(_NO_PLACE, where=name, hint=_NAME_IT)
 
 
-def adapter_pieces(model: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
+def adapter_pieces(model: nn.Module, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Give the pieces of the model's adapter, under PEFT's names; without an adapter, all as they are.
 
     A CheckpointError says that something is trained that PEFT would not keep.
@@ -97,7 +97,7 @@ def _has_other_embeddings(model: Any) -> bool:
     return sizes[0] != sizes[1]
 
 
-def write_model_files(model: Any, tokenizer: Any, folder: Path) -> None:
+def write_model_files(model: nn.Module, tokenizer: object, folder: Path) -> None:
     """Write what makes a Hub model of weights, or a PEFT folder of an adapter; `tokenizer` may be None."""
     if has_adapter(model):
         write_adapter_config(model, folder)

@@ -44,7 +44,7 @@ def check_named(config: RunConfig, topology: Topology) -> None:
 
 def make_evaluators(
     config: RunConfig,
-    held_out: Any,
+    held_out: object,
     *,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -108,7 +108,9 @@ class EarlyStopping(TrainerCallback):
         """A run that goes on where it had stopped is over."""
         control.should_training_stop |= self._is_over(state)
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Stop, with a checkpoint."""
         if not self._is_over(state) or state.global_step >= state.max_steps:
             return

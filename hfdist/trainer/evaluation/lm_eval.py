@@ -49,7 +49,7 @@ def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
             raise ConfigError(what, where="evaluate.lm_eval", found=name, allowed=allowed, hint=hint)
 
 
-def measure(folder: Path, config: RunConfig, *, device: Any) -> dict[str, Any]:
+def measure(folder: Path, config: RunConfig, *, device: object) -> dict[str, Any]:
     """Run the tasks on a Hub model folder, on one process; give the harness's `results`, `versions` and `n-samples`."""
     request = {
         "what": "results",

@@ -137,7 +137,7 @@ class Evaluator:
     def _tell(self, words: str) -> None:
         logger.info("evaluated at step %d: %s", self._training.state.global_step, words)
 
-    def _gives_loss(self, batch: Any) -> bool:
+    def _gives_loss(self, batch: Batch) -> bool:
         """Whether the model has all that its loss is computed from, as `Trainer.prediction_step` tells it."""
         names = self._training.trainer.label_names
         if not names:
@@ -145,7 +145,7 @@ class Evaluator:
         return all(batch.get(name) is not None for name in names)
 
 
-def num_counted_rows(batch: Any) -> int:
+def num_counted_rows(batch: object) -> int:
     """Count the rows of a batch, but for those that only fill up."""
     counted = batch.get(COUNTED) if isinstance(batch, Mapping) else None
     return int(counted.any(-1).sum()) if counted is not None else find_batch_size(batch) or 0

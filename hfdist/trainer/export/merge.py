@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_merged(
-    adapter: Path, folder: Path, *, base: ModelConfig, config: PreTrainedConfig, generation: Any, tokenizer: Any
+    adapter: Path, folder: Path, *, base: ModelConfig, config: PreTrainedConfig, generation: object, tokenizer: object
 ) -> bool:
     """Open the base as it is in its files, merge a PEFT folder, and write a Hub model of the base's type.
 

@@ -150,7 +150,7 @@ def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
     )
 
 
-def public_values(value: Any) -> Any:
+def public_values(value: object) -> Any:
     """Give the same values without users, passwords and queries of addresses. A config holds no other secrets."""
     if isinstance(value, dict):
         return {key: public_values(item) for key, item in value.items()}

@@ -58,13 +58,13 @@ class RankFlags(TrainerCallback):
         self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, RankFlag))]
         self._group = control_group()
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Start the reduction."""
         self._values = torch.tensor([flag.flag() for flag in self._flags], dtype=torch.int64)
         if self._group is not None:
             self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Act upon the flags."""
         if self._work is not None:
             self._work.wait()
@@ -109,7 +109,7 @@ class Preemption(TrainerCallback):
             self.stopped_by = signal.Signals(flag).name
             logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Listen no more."""
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -188,7 +188,7 @@ class Broker:
         self._socket.send_multipart([receiver, pack(message)])
 
 
-def _as_message(value: Any) -> Message:
+def _as_message(value: object) -> Message:
     if not isinstance(value, dict):
         raise NotAMessageError("a list holds what is no object")
     return Message(value)

@@ -61,7 +61,7 @@ class Dispatcher:
         """Let generators use a newer policy."""
         self.version = version
 
-    def add(self, number: int, step: int, content: Any) -> None:
+    def add(self, number: int, step: int, content: object) -> None:
         """Take a prompt; one that is known stays as it is."""
         self._prompts.setdefault(number, _Prompt(step, content))
 
@@ -78,7 +78,7 @@ class Dispatcher:
                 given.append((number, prompt.content))
         return given
 
-    def answer(self, generator: str, number: int, version: int, content: Any) -> None:
+    def answer(self, generator: str, number: int, version: int, content: object) -> None:
         """Take the answers of a generator. The first ones count, if they are not too old for the step."""
         prompt = self._prompts.get(number)
         if prompt is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.composition.compose import to_values
@@ -99,7 +99,7 @@ class Generators(TrainerCallback):
         self._processes = Processes(self._task.generators, command, self._folder)
         return str(sockets)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """End the generators."""
         if self._broker is not None:
             self._broker.stop()
@@ -204,7 +204,7 @@ class Generators(TrainerCallback):
     def _describe(self, number: int, step: int, tokens: list[int]) -> dict[str, Any]:
         return {"number": number, "step": step, "tokens": tokens, "seeds": self._seeds_of(number)}
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, **message: object) -> None:
         self._socket.send(pack({"rollback": self._rollback, **message}))
 
     def _write_down(self, step: int, used: Sequence[list[int]]) -> None:

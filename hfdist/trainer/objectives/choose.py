@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -30,7 +29,7 @@ from hfdist.trainer.objectives.unpaired import KahnemanTversky
 def make_objective(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
-    held_out: Any,
+    held_out: object,
     *,
     strategy: Strategy,
     arguments: TrainingArguments,

@@ -48,7 +48,7 @@ class ReferenceTable:
         model: what says which model the reference is; other weights make other numbers.
     """
 
-    def __init__(self, folder: Path, model: Any) -> None:
+    def __init__(self, folder: Path, model: object) -> None:
         self._folder, self._model = folder, json.dumps(model, sort_keys=True)
         self._known: dict[int, float | None] = {}
         """None: another rank has found it."""

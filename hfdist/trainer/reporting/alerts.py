@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.alerts import Alert, Monitor
 from hfdist.alerts.command import AlertCommand
@@ -70,13 +70,15 @@ class Alerts(TrainerCallback):
         """Judge a line of ranks.jsonl."""
         self._tell(self._monitor.see_ranks(line))
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Tell the trackers, outside of the line that they are being given."""
         if self._to_log:
             to_log, self._to_log = self._to_log, {}
             self._log(to_log)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Tell what is left, and let commands end."""
         self.on_step_begin(args, state, control)
         if self._command is not None:

@@ -98,13 +98,13 @@ class TimelineDrawer(TrainerCallback):
         self._folder, self._engine = folder, engine
         self._steps_until = 2
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Ask for the record of the step that begins."""
         if self._steps_until == 0 and self._engine.schedule_trace is not None:
             self._engine.schedule_trace.ask()
         self._steps_until -= 1
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Draw it, if there were three steps and they had a schedule."""
         record = self._engine.schedule_trace
         if record is None or not record.events or not state.is_world_process_zero:
@@ -136,7 +136,7 @@ class ProgressBar(TrainerCallback):
             known = {"total": state.max_steps, "initial": state.global_step, "desc": "train", "unit": "step"}
             self._bar = tqdm(**known, file=sys.stderr, dynamic_ncols=True, mininterval=0.5)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Advance."""
         self.on_rollback(state)
 
@@ -158,7 +158,7 @@ class ProgressBar(TrainerCallback):
             self._shown.pop("loss", None)
         self._bar.set_postfix(self._shown, refresh=False)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Leave the full bar on the screen."""
         if self._bar is not None:
             self._bar.close()

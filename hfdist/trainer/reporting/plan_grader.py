@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import control_group, gather_json
@@ -71,13 +71,17 @@ class PlanGrader(TrainerCallback):
             with _warning(self._folder.plan.name):
                 _write(self._folder.plan, self._plan.to_json())
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Count gradients, which are gone after the step."""
         if state.global_step - self._first_step + 1 <= _LOOKED_AT_STEP:
             with _warning(self._folder.grade.name):
                 self._held = {**self._held, **self._engine.held_bytes(args.device)}
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Count what is held between steps."""
         if state.global_step - self._first_step <= _LOOKED_AT_STEP:
             with _warning(self._folder.grade.name):
@@ -85,7 +89,7 @@ class PlanGrader(TrainerCallback):
                 # Gradients are freed by now, but not those that an engine keeps.
                 self._held |= {k: max(v, self._held.get(k, 0)) for k, v in now.items()}
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write the grade on rank 0. A collective."""
         own = self._held if self._runtime_bytes is None else self._held | {"runtime": self._runtime_bytes}
         held = gather_json(own, control_group())

@@ -70,11 +70,11 @@ class RankTimes(StepLines):
             if len(self._steps) >= self._lines_together:
                 self._gather()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write the lines that have arrived."""
         self._finish()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write the last lines. A collective."""
         self._finish()
         self._gather()

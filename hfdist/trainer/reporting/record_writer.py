@@ -43,7 +43,7 @@ class RecordWriter(TrainerCallback):
             memory = {"in_memory": True} if self._start.in_memory else {}
             self._recorder.add(Event.resume, step=state.global_step, checkpoint=name, changes=changes, **memory)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Note the step."""
         if self._recorder is not None:
             self._recorder.step_done(state.global_step)

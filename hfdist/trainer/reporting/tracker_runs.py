@@ -114,7 +114,7 @@ class WandbRun(_GoesOn, WandbCallback):
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
         super().__init__(config)
 
-    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: object, **kwargs: object) -> None:
         """Begin the run or go on in it, unless the program has begun one."""
         if state.is_world_process_zero and self._wandb.run is None:
             self._run = self._run or secrets.token_hex(4)
@@ -145,7 +145,7 @@ class TrackioRun(_GoesOn, TrackioCallback):
         os.environ.setdefault("TRACKIO_DIR", str(config.run.folder.trackio.absolute()))
         super().__init__(config)
 
-    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: object, **kwargs: object) -> None:
         """Begin the run or go on in it."""
         self._run = self._run or f"{self._config.run.name}-{secrets.token_hex(2)}"
         args = copy.copy(args)
@@ -164,7 +164,7 @@ class MLflowRun(_GoesOn, MLflowCallback):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         super().__init__(config)
 
-    def setup(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: object) -> None:
         """Begin the run or go on in it; a run's parameters are of its beginning, since MLflow lets none change."""
         if "MLFLOW_TRACKING_URI" not in os.environ:
             # A folder needs neither a server nor the packages of a database.
@@ -191,7 +191,7 @@ class MLflowRun(_GoesOn, MLflowCallback):
             self._ml_flow.end_run("FAILED")
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return not isinstance(value, (dict, list))
 
 

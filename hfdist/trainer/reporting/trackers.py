@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from hfdist.config.run import RunConfig
@@ -31,7 +31,7 @@ _GOING_ON: Mapping[str, Callable[[RunConfig], TrainerCallback]] = {
 def _event(name: str) -> Callable[..., None]:
     """Make the method of an event that is passed on."""
 
-    def on_event(self: Trackers, *positional: Any, **named: Any) -> None:
+    def on_event(self: Trackers, *positional: object, **named: object) -> None:
         self._pass_on(name, *positional, **named)
 
     return on_event
@@ -62,7 +62,9 @@ class Trackers(TrainerCallback):
     on_save = _event("on_save")
     on_rollback = _event("on_rollback")
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
+    ) -> None:
         """Keep the event until the run ends: after the training the run still evaluates and reports."""
         self._end = partial(self._pass_on, "on_train_end", args, state, control, **named)
 
@@ -72,7 +74,7 @@ class Trackers(TrainerCallback):
             self._end()
         self._pass_on("end_run", exit_code)
 
-    def _pass_on(self, event: str, *positional: Any, **named: Any) -> None:
+    def _pass_on(self, event: str, *positional: object, **named: object) -> None:
         for name, callback in list(self._callbacks.items()):
             # Not all have all of them.
             if (method := getattr(callback, event, None)) is not None:

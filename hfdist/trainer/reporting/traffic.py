@@ -48,14 +48,14 @@ class Traffic(TrainerCallback):
         # Made by all ranks together, and not in the counted step.
         control_group()
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Begin to count, if it is this one; a save that goes on ends first."""
         self._stop()
         if state.global_step == self._step:
             self._wait()
             self._counting = SentBytes().__enter__()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Gather what all ranks have counted. A collective after the counted step."""
         counted = self._stop()
         if counted is None:
@@ -66,7 +66,7 @@ class Traffic(TrainerCallback):
             self._recorder.record.traffic = {"step": state.global_step, "axes": found}
             self._recorder.write()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Count no more: the step was given up."""
         self._stop()
 

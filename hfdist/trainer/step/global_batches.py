@@ -62,7 +62,7 @@ class Share:
         begins = range(self._rank * size, self.num_rows, size * self._num_ranks)
         return mark, [self._collated(rows[begin : begin + size], rows[0]) for begin in begins]
 
-    def _collated(self, rows: list[Any], like: Any) -> Any:
+    def _collated(self, rows: list[Any], like: object) -> Any:
         if self._collate is None:
             return self._collate_rows(rows)
         # As with map-style data, a rank that has no row left reads one without its targets.
@@ -109,7 +109,7 @@ class GlobalBatches(IterableDataset[Any]):
         self._rows.set_epoch(epoch if self._is_training else 0)
 
 
-def as_it_is(batch: Any) -> Any:
+def as_it_is(batch: object) -> Any:
     """Collate what is a batch already."""
     return batch
 
@@ -118,7 +118,7 @@ def fingerprint(rows: list[Any]) -> str:
     """Tell rows apart by their numbers and texts."""
     found = hashlib.blake2b(digest_size=8)
 
-    def add(value: Any) -> None:
+    def add(value: object) -> None:
         if isinstance(value, Mapping):
             for name in value:
                 add(str(name))

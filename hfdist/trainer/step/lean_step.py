@@ -133,7 +133,7 @@ class LeanStep:
         # The original searches what is nested, or of a type of its own.
         return moved or cast(Batch, self._training.trainer._prepare_inputs(inputs))
 
-    def _is_divided(self, num_items: Any) -> bool:
+    def _is_divided(self, num_items: object) -> bool:
         trainer = self._training.trainer
         if trainer.loss_is_scaled_for_ga is not None:
             return bool(trainer.loss_is_scaled_for_ga)
@@ -185,7 +185,7 @@ class Gradients:
             parameter.grad = None
 
 
-def _is_untouched(method: Callable[..., Any], home: ModuleType) -> bool:
+def _is_untouched(method: Callable[..., object], home: ModuleType) -> bool:
     """Whether it is what its module defines: no override, and nothing that was put in its place at run time."""
     return getattr(getattr(method, "__func__", None), "__globals__", None) is vars(home)
 
@@ -199,7 +199,7 @@ class LeanOptimizer(AcceleratedOptimizer):
             self.optimizer.step(closure)
 
 
-def prepare_optimizer(accelerator: Accelerator, optimizer: Any, device_placement: bool | None = None) -> Any:
+def prepare_optimizer(accelerator: Accelerator, optimizer: object, device_placement: bool | None = None) -> Any:
     """`Accelerator.prepare_optimizer`, with a `LeanOptimizer` where nothing is unusual."""
     prepared = Accelerator.prepare_optimizer(accelerator, optimizer, device_placement)
     is_plain = accelerator.distributed_type in _PLAIN and accelerator.scaler is None and not is_lomo_available()

@@ -25,7 +25,7 @@ NUM_ROWS = "hfdist_num_rows"
 """The key under which a batch without labels says how many of its rows count."""
 
 
-def num_input_tokens(batch: Any) -> int:
+def num_input_tokens(batch: object) -> int:
     """Count the tokens that a model reads; 0 for batches of another form, such as those of rewards."""
     # A dict is a Mapping too, but the check for dict is much faster.
     return batch["input_ids"].numel() if isinstance(batch, (dict, Mapping)) and "input_ids" in batch else 0

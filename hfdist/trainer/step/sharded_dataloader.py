@@ -97,13 +97,13 @@ class CountingCollator:
                 labels[blank] = ignored_like(labels[blank])
         return batch
 
-    def _without_targets(self, row: Any) -> Any:
+    def _without_targets(self, row: object) -> Any:
         if not isinstance(row, Mapping):
             return row
         return {name: _ignored(value) if name in self._label_names else value for name, value in row.items()}
 
 
-def without_targets(batch: Any, label_names: Collection[str]) -> Any:
+def without_targets(batch: object, label_names: Collection[str]) -> Any:
     """Give a batch of the same shape that a loss summed over targets does not see."""
     if not isinstance(batch, Mapping):
         return batch
@@ -119,7 +119,7 @@ def without_targets(batch: Any, label_names: Collection[str]) -> Any:
     return {**batch, **changed}
 
 
-def _ignored(labels: Any) -> Any:
+def _ignored(labels: object) -> Any:
     """Only where collators may need it: single labels are told from their rows in the batch."""
     if isinstance(labels, torch.Tensor):
         return ignored_like(labels)
@@ -178,11 +178,11 @@ class Dealing:
 
 
 @contextmanager
-def dealing(accelerator: Any, how: Dealing) -> Iterator[None]:
+def dealing(accelerator: Accelerator, how: Dealing) -> Iterator[None]:
     """Meanwhile, loaders that are prepared deal each row once, in an order that is the same on all ranks."""
     before = accelerator.prepare_data_loader
 
-    def prepare(data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+    def prepare(data_loader: object, device_placement: object = None, slice_fn_for_dispatch: object = None) -> Any:
         return how.prepare(accelerator, data_loader, lambda own: before(own, device_placement, slice_fn_for_dispatch))
 
     accelerator.prepare_data_loader = prepare
@@ -194,9 +194,9 @@ def dealing(accelerator: Any, how: Dealing) -> Iterator[None]:
 
 def prepare_for_data_ranks(
     accelerator: Accelerator,
-    data_loader: Any,
-    device_placement: Any = None,
-    slice_fn_for_dispatch: Any = None,
+    data_loader: object,
+    device_placement: object = None,
+    slice_fn_for_dispatch: object = None,
     *,
     num_ranks: int,
     rank: int,
