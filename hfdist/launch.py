@@ -14,7 +14,6 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -90,7 +89,7 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> int:
+def _start_once(main: Callable[..., None], arguments: tuple[object, ...], processes: int) -> int:
     """Start them, and give the exit code; below zero: the signal that has killed one."""
     with tempfile.TemporaryDirectory(prefix="hfdist-launch-") as folder:
         config = LaunchConfig(
@@ -115,7 +114,7 @@ def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes
     return 0
 
 
-def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...], path_before: str | None) -> None:
+def _run_rank(main: Callable[..., None], arguments: tuple[object, ...], path_before: str | None) -> None:
     restore_path(path_before)
     try:
         main(*arguments)

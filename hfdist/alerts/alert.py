@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 
 class AlertKind(Enum):
@@ -37,6 +36,6 @@ class Alert(Detection):
     step: int
     kind: AlertKind
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Give it as JSON values, as in `events.jsonl`."""
         return {"step": self.step, "kind": self.kind.value, "text": self.text, **self.figures}

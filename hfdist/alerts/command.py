@@ -31,7 +31,7 @@ class AlertCommand:
         self._words = [os.path.expanduser(program), *arguments]
         self._threads: list[threading.Thread] = []
 
-    def start(self, alert: Mapping[str, Any]) -> None:
+    def start(self, alert: Mapping[str, object]) -> None:
         """Give it an alert as JSON on its standard input; this does not wait."""
         text = json.dumps(alert) + "\n"
         # A daemon: a process that ends does not wait for it.

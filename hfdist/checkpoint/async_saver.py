@@ -9,12 +9,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,7 @@ class Saver:
         *,
         step: int,
         pieces: Iterable[Piece],
-        state: dict[str, Any],
+        state: Mapping[str, object],
         write_files: _WriteFiles = lambda folder, is_replica: None,
         keep: Keep | None = None,
         begin_seconds: float,
@@ -200,7 +200,7 @@ class Saver:
         # The thread may add one meanwhile.
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def _collect(self, step: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Contents:
+    def _collect(self, step: int, pieces: Iterable[Piece], state: Mapping[str, object]) -> Contents:
         """Agree on what is written where, and write nothing yet. A collective."""
         plan, elements, numbers = self._planner.plan(pieces)
         content = {"format": FORMAT, "step": step, "world_size": world_size()}

@@ -9,7 +9,7 @@ the format.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path, PurePosixPath
@@ -108,7 +108,7 @@ class Manifest:
         write_json(folder / MANIFEST, json.dumps(content | {"xxh128": hash_of_content(content)}, indent=1))
 
 
-def hash_of_content(content: dict[str, Any]) -> str:
+def hash_of_content(content: Mapping[str, object]) -> str:
     """The manifest's hash of itself."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -233,7 +233,7 @@ def read_json(path: Path) -> Any:
         raise DamagedError("bad-json", "a JSON file of the checkpoint is damaged", where=path, found=error) from error
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name stands there twice")

@@ -270,7 +270,7 @@ class _Sources:
         raise AssertionError(f"{segment.region} is given by a rank that does not hold it")
 
 
-def numbers_as_json(numbers: _Numbers) -> dict[str, Any]:
+def numbers_as_json(numbers: _Numbers) -> dict[str, object]:
     """Give the step counts, and other numbers if the optimizer has some, in the form of `STATE_FILE`."""
     others = {key.removeprefix(NUMBER): of_key for key, of_key in numbers.items() if key != STEP}
     return {"steps": numbers.get(STEP, {})} | ({"numbers": others} if others else {})

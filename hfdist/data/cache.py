@@ -24,7 +24,7 @@ _READ_BYTES = 1 << 22
 _HEADER = threading.Lock()
 
 
-def digest_of(values: Sequence[Any]) -> str:
+def digest_of(values: Sequence[object]) -> str:
     """Hash of what JSON can hold, for names in caches and for identities."""
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
 

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -268,7 +268,7 @@ def _write(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
     write_atomically(path, content)
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
     _write(path, json.dumps(values).encode())
 
 

@@ -219,7 +219,7 @@ def _lead(request: Request, rendezvous: Any) -> None:
 
 
 def _judge(
-    facts: Mapping[int, Mapping[str, Any]], pairs: Sequence[Pair], measured: Mapping[str, Any], world_size: int
+    facts: Mapping[int, Mapping[str, Any]], pairs: Sequence[Pair], measured: Mapping[str, object], world_size: int
 ) -> list[Finding]:
     """Judge what only all ranks together tell."""
     by_host: dict[str, list[Mapping[str, Any]]] = {}

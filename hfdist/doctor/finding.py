@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _ORDER = (ERROR, WARNING, OK)
@@ -51,7 +51,7 @@ def lines(findings: Sequence[Finding], num_hosts: int) -> Iterator[str]:
     yield f"{', '.join(words)}, {counts[OK]} ok"
 
 
-def to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def to_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
     """Give them as JSON values."""
     return [
         {"check": one.check, "level": one.level, "text": one.text, "hint": one.hint, "hosts": [h for h in hosts if h]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from hfdist.doctor.finding import ERROR, WARNING, Finding
 
@@ -48,7 +47,7 @@ class Pair:
         """Whether both are on one machine."""
         return self.hosts[0] == self.hosts[1]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Give it as JSON values."""
         return asdict(self)
 

@@ -84,7 +84,7 @@ class Member:
     """
 
     def __init__(
-        self, address: str, secret: str, hello: Mapping[str, Any], more: Mapping[str, Any], timeout_seconds: float
+        self, address: str, secret: str, hello: Mapping[str, object], more: Mapping[str, object], timeout_seconds: float
     ) -> None:
         host, _, port = address.rpartition(":")
         self._address, self._secret = (host.strip("[]"), int(port)), secret
@@ -177,7 +177,7 @@ class Member:
             self._connection = None
 
 
-def _refusal(answer: Mapping[str, Any]) -> ConfigError:
+def _refusal(answer: Mapping[str, object]) -> ConfigError:
     """Say what the server has answered."""
     key, allowed = answer.get("key"), answer.get("allowed")
     return ConfigError(
@@ -196,8 +196,8 @@ class _Connection:
         self,
         address: tuple[str, int],
         secret: str,
-        hello: Mapping[str, Any],
-        more: Mapping[str, Any],
+        hello: Mapping[str, object],
+        more: Mapping[str, object],
         timeout_seconds: float,
     ) -> None:
         self._lock = threading.Lock()

@@ -52,7 +52,7 @@ class Island:
         """Whether all of its ranks are connected."""
         return bool(self.addresses) and self.connections.keys() == set(range(len(self.addresses)))
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def tell(self, message: Mapping[str, object]) -> None:
         """Tell all of its ranks."""
         for connection in self.connections.values():
             connection.send(message)

@@ -179,7 +179,7 @@ class ParameterClient:
         hint = "its own lines say why; the same command goes on from the last checkpoint"
         raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
 
-    def _ask(self, message: Mapping[str, Any], content: bytes = b"") -> dict[str, Any] | None:
+    def _ask(self, message: Mapping[str, object], content: bytes = b"") -> dict[str, Any] | None:
         """Send on all ranks, and wait for weights; None: the connection of some rank has ended."""
         assert self._member is not None
         self._member.send(message, content)

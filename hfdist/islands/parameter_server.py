@@ -297,7 +297,7 @@ class ParameterServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _give(self, islands: Sequence[Island], told: Mapping[str, Any], *, with_slots: bool) -> None:
+    async def _give(self, islands: Sequence[Island], told: Mapping[str, object], *, with_slots: bool) -> None:
         store = self._store
         assert store is not None
         for rank in store.segments:

@@ -45,7 +45,7 @@ class Arrival:
     read: Any = None
     """What the island has read of the data, for the others."""
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         """Give it as a message has it."""
         return [self.step, self.outer_step, self.digest, self.weight, self.rests, self.read]
 
@@ -267,7 +267,7 @@ class Rendezvous:
         self._say("the exchange is aborted: those who are left exchange anew")
         self._tell([*under_way.members, *under_way.sources], {"aborted": under_way.number})
 
-    def _tell(self, indices: list[int], message: dict[str, Any]) -> None:
+    def _tell(self, indices: list[int], message: Mapping[str, object]) -> None:
         """Tell all ranks of some islands. Who is told of a rendezvous or its end has to come again for the next one."""
         for index in indices:
             if "commit" not in message:

@@ -8,6 +8,7 @@ again as often as `cluster.max_restarts` says.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hfdist.errors import ConfigError
@@ -50,7 +51,7 @@ def write_kubernetes(job: Job) -> JobFiles:
     return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])
 
 
-def _train_job(job: Job) -> list[dict[str, Any]]:
+def _train_job(job: Job) -> list[dict[str, object]]:
     api, trainer = "trainer.kubeflow.org/v1alpha1", {"numNodes": job.cluster.nodes}
     step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     # No torch policy: it would set torchrun's variables, and the script gives torchrun its arguments by itself.
@@ -63,8 +64,8 @@ def _train_job(job: Job) -> list[dict[str, Any]]:
 
 
 def _document(
-    job: Job, api: str, kind: str, spec: dict[str, Any], labels: dict[str, str] | None = None
-) -> dict[str, Any]:
+    job: Job, api: str, kind: str, spec: Mapping[str, object], labels: dict[str, str] | None = None
+) -> dict[str, object]:
     metadata = {"name": job.name, "namespace": job.cluster.kubernetes.namespace, "labels": labels}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
@@ -74,7 +75,7 @@ def _queue(job: Job) -> dict[str, str] | None:
     return None if queue is None else {"kueue.x-k8s.io/queue-name": queue}
 
 
-def _job_set_spec(job: Job, labels: dict[str, str] | None = None) -> dict[str, Any]:
+def _job_set_spec(job: Job, labels: dict[str, str] | None = None) -> dict[str, object]:
     """Args: labels: of the job in it."""
     replicated = {
         "name": _REPLICATED_JOB,
@@ -103,10 +104,10 @@ def _job_set_spec(job: Job, labels: dict[str, str] | None = None) -> dict[str, A
     }
 
 
-def _job_spec(job: Job) -> dict[str, Any]:
+def _job_spec(job: Job) -> dict[str, object]:
     cluster = job.cluster
 
-    def on_codes(*codes: int) -> dict[str, Any]:
+    def on_codes(*codes: int) -> dict[str, object]:
         found = {"containerName": _CONTAINER, "operator": "In", "values": [*codes]}
         return {"action": "FailJob", "onExitCodes": found}
 
@@ -127,7 +128,7 @@ def _job_spec(job: Job) -> dict[str, Any]:
     }
 
 
-def _pod_spec(job: Job) -> dict[str, Any]:
+def _pod_spec(job: Job) -> dict[str, object]:
     cluster, options = job.cluster, job.cluster.kubernetes
     limits: dict[str, Any] = {
         "cpu": None if cluster.cpus is None else str(cluster.cpus * cluster.processes),
@@ -164,5 +165,5 @@ def _as_it_stands(text: str) -> str:
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-def _label(name: str) -> dict[str, Any]:
+def _label(name: str) -> dict[str, object]:
     return {"fieldRef": {"fieldPath": f"metadata.labels['{name}']"}}

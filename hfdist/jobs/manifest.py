@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import yaml
 
@@ -19,7 +19,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def to_documents(*documents: dict[str, Any]) -> str:
+def to_documents(*documents: Mapping[str, object]) -> str:
     """Write documents one after the other, without keys whose value is None."""
     parts = (
         yaml.dump(_given(document), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
@@ -28,7 +28,7 @@ def to_documents(*documents: dict[str, Any]) -> str:
     return "---\n".join(parts)
 
 
-def _given(value: object) -> Any:
+def _given(value: object) -> object:
     if isinstance(value, dict):
         return {name: _given(item) for name, item in value.items() if item is not None}
     return [_given(item) for item in value] if isinstance(value, list) else value

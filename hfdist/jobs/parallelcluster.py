@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from typing import Any
 
 from hfdist.errors import ConfigError
 from hfdist.jobs.cluster import AwsSection
@@ -33,7 +32,7 @@ def write_parallelcluster(job: Job) -> JobFiles:
     return JobFiles(files=files, submit=[create, *(f"{line}   # on the head node" for line in script.submit)])
 
 
-def _cluster(aws: AwsSection, nodes: int, queue: str) -> dict[str, Any]:
+def _cluster(aws: AwsSection, nodes: int, queue: str) -> dict[str, object]:
     machines = {
         "Name": "nodes",
         "Instances": [{"InstanceType": aws.instance}],

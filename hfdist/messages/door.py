@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message, write_message
 
@@ -169,7 +169,11 @@ async def read_bytes(reader: asyncio.StreamReader, num_bytes: int, heard: Callab
 
 
 def knock(
-    address: tuple[str, int], secret: str, hello: Mapping[str, Any], more: Mapping[str, Any], timeout_seconds: float
+    address: tuple[str, int],
+    secret: str,
+    hello: Mapping[str, object],
+    more: Mapping[str, object],
+    timeout_seconds: float,
 ) -> tuple[socket.socket, BinaryIO]:
     """Connect to a door, and say who one is.
 

@@ -139,7 +139,7 @@ def read_message(content: bytes, most_bytes: int = MOST_BYTES) -> Message:
     return Message(value)
 
 
-def write_message(message: Mapping[str, Any], num_bytes: int = 0) -> bytes:
+def write_message(message: Mapping[str, object], num_bytes: int = 0) -> bytes:
     """Give the line of a message; so many bytes are to follow it."""
     counted = dict(message) | ({"bytes": num_bytes} if num_bytes else {})
     return json.dumps(counted).encode() + b"\n"

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ def _check_folder(name: str) -> None:
         )
 
 
-def _check_fields(architecture: PreTrainedConfig, fields: dict[str, Any]) -> None:
+def _check_fields(architecture: PreTrainedConfig, fields: Mapping[str, object]) -> None:
     """A field that the config's class does not have is an error, and so is another kind of value."""
     known = _fields(architecture)
     for name, value in fields.items():

@@ -185,13 +185,13 @@ def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads:
 
 def _offloading(
     checkpoint: Callable[..., object], function: Callable[..., object], *inputs: object, **named: object
-) -> Any:
+) -> object:
     # What the block itself saves is the checkpoint's business; its inputs are left for this.
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *inputs, **named)
 
 
-def _contexts() -> Any:
+def _contexts() -> object:
     # For one block's forward, and for its repetition.
     watch = _Watch()
     watch.beneath, repetition = create_selective_checkpoint_contexts(_policy(watch))
@@ -221,7 +221,7 @@ class _Watch(TorchDispatchMode):
         """torch.compile puts the number of its graph on a block's context, from torch 2.13."""
         object.__setattr__(self.beneath if name == "ac_graph_id" else self, name, value)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         self.beneath.__enter__()
         return super().__enter__()
 
@@ -229,7 +229,7 @@ class _Watch(TorchDispatchMode):
         super().__exit__(*error)
         self.beneath.__exit__(*error)
 
-    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         # Private, but there is no other way to ask it; higher-order operators have none.
         schema = getattr(operation, "_schema", None)

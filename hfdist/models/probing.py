@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ def _small_config(
     return make(**{name: value for name, value in small.items() if name not in derived})
 
 
-def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+def _fields(config: PreTrainedConfig) -> dict[str, object]:
     """The fields of `config`, under the names that its class takes; nested configs as they are."""
     stored = {config.attribute_map.get(f.name, f.name): f.name for f in dataclasses.fields(config)}
     return {
@@ -141,7 +141,7 @@ def _nested(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
 
 
-def _derived_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> set[str]:
+def _derived_fields(config: PreTrainedConfig, fields: Mapping[str, object]) -> set[str]:
     """The fields that the class works out from others, but for those over blocks, whose kinds must be chosen."""
     make: Callable[..., PreTrainedConfig] = type(config)
     defaults = {f.name: f.default for f in dataclasses.fields(config)}

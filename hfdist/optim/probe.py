@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -147,7 +147,7 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, group: dict[str, An
     return _ask_group(optimizer, group).reach is Reach.parameter
 
 
-def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     """One of each kind: rates and decays alone do not make another."""
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -275,7 +275,7 @@ def moving_options(optimizer: torch.optim.Optimizer) -> list[str]:
     return sorted(moving)
 
 
-def zeroed(state: dict[str, Any]) -> dict[str, Any]:
+def zeroed(state: Mapping[str, object]) -> dict[str, object]:
     """The same with zeros in the place of all numbers."""
     return {key: _zero(value) for key, value in state.items()}
 
@@ -285,7 +285,7 @@ def is_plain_number(value: object) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def _zero(value: Any) -> Any:
+def _zero(value: Any) -> object:
     if torch.is_tensor(value):
         return torch.zeros_like(value)
     return type(value)(0) if is_plain_number(value) else value

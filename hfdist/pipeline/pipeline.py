@@ -326,7 +326,7 @@ class Pipeline:
         self._channel.flush()
         return values
 
-    def call_whole(self, batch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> Any:
+    def call_whole(self, batch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> object:
         """Call a function on a model that acts as the whole one, on all ranks of the pipeline: see `make_whole`."""
         stages = list(self.modules.values())
         whole = make_whole(stages, lambda call: self._run_stages(call)[0], self._channel.broadcast_from_last_stage)

@@ -187,7 +187,7 @@ class P2PChannel:
         return tensor.to(self.device)
 
 
-def _leaf_to_json(leaf: object) -> dict[str, Any]:
+def _leaf_to_json(leaf: object) -> dict[str, object]:
     match leaf:
         case TensorMeta():
             return {"tensor": leaf.shape, "dtype": _name(leaf.dtype), "requires_grad": leaf.requires_grad}

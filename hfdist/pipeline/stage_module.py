@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -193,7 +193,9 @@ class StageForward:
         self._entries: dict[str, dict[str | int, Any]] = {}
         self._entries_are_delivered = False
 
-    def call(self, place: Place, block: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, place: Place, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
         """Do what the module at `place` does in this stage.
 
         Raises:
@@ -236,7 +238,7 @@ class StageForward:
             outputs = self._incoming.outputs | outputs
         return Activations(outputs, entries)
 
-    def _earlier(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _earlier(self, place: Place, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = hidden.device
         sent = self._incoming.outputs.get(str(place))
@@ -251,7 +253,9 @@ class StageForward:
         alike = (value for at, value in self._incoming.outputs.items() if at.endswith(f".{place.part}"))
         return tree_map_only((torch.Tensor, Absent), lambda leaf: _poisoned(leaf, device), next(alike, hidden))
 
-    def _own(self, place: Place, block: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _own(
+        self, place: Place, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
         before = {name: dict(_items(container)) for name, container in _containers(args, kwargs)}
         output = block(*args, **kwargs)
         for name, container in _containers(args, kwargs):
@@ -271,7 +275,7 @@ class StageForward:
         self._outputs[str(place)] = _keep_first(output, num_kept)
         self._versions[str(place)] = _versions(self._outputs[str(place)])
 
-    def _deliver_entries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _deliver_entries(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         if self._entries_are_delivered:
             return
         self._entries_are_delivered = True
@@ -281,7 +285,7 @@ class StageForward:
                 _put(containers[name], key, value)
 
 
-def _keep_first(output: object, number: int | None) -> Any:
+def _keep_first(output: object, number: int | None) -> object:
     """Keep the first floating-point tensors, or all. Other types always travel: NaN cannot take their place."""
     num_seen = 0
 
@@ -309,7 +313,7 @@ def _poisoned(leaf: torch.Tensor | Absent, device: torch.device) -> torch.Tensor
     return leaf if leaf.dtype is torch.bool else torch.full_like(leaf, torch.iinfo(leaf.dtype).max)
 
 
-def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _containers(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for name, value in [*((str(i), arg) for i, arg in enumerate(args)), *kwargs.items()]:
         if isinstance(value, (MutableMapping, list)):
             yield name, value

@@ -120,7 +120,7 @@ class Recorder:
         yield
         self._spans.append((stage, action, microbatch, start, self._mark()))
 
-    def _mark(self) -> Any:
+    def _mark(self) -> object:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -183,5 +183,5 @@ def write_chrome_trace(events: Sequence[Event], path: Path) -> Path:
     return path
 
 
-def _metadata(kind: str, rank: int, **args: object) -> dict[str, Any]:
+def _metadata(kind: str, rank: int, **args: object) -> dict[str, object]:
     return {"ph": "M", "pid": 0, "tid": rank, "name": kind, "args": args}

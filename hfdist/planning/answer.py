@@ -102,7 +102,7 @@ def _tokens(request: PlanRequest) -> int:
     return request.config.train.global_batch_size * request.config.data.sequence_length
 
 
-def _to_json(one: Candidate, request: PlanRequest) -> dict[str, Any]:
+def _to_json(one: Candidate, request: PlanRequest) -> dict[str, object]:
     return {
         "processes": one.layout.processes,
         "layout": one.layout.topology.degrees | {"sharding": one.layout.sharding.value},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from hfdist.planning.costs import Phase
 from hfdist.planning.describe import uses
@@ -65,7 +64,7 @@ def grade(plan: Plan, measured: Measured) -> list[Item]:
     return [*_memory(plan, measured), *_time(plan, measured), *_traffic(plan, measured), *_used(plan, measured)]
 
 
-def grade_to_json(plan: Plan, measured: Measured) -> dict[str, Any]:
+def grade_to_json(plan: Plan, measured: Measured) -> dict[str, object]:
     """Give what grade.json holds."""
     items = [asdict(item) | {"error": item.error} for item in grade(plan, measured)]
     head = {"schema": SCHEMA, "hardware": plan.hardware, "processes": plan.processes, "layout": plan.layout}

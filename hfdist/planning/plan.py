@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from hfdist.planning.costs import AxisTraffic, PeakMemory, StepTime
 
@@ -54,7 +53,7 @@ class Plan:
         """Hours of the whole run."""
         return None if self.max_steps is None else self.max_steps * self.time.seconds / 3600
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Give what plan.json holds."""
         values = asdict(self)
         values["memory"]["phase"] = self.memory.phase.value

@@ -28,20 +28,20 @@ def read_numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, content
 
 
-def add_line(file: TextIO, content: Mapping[str, Any]) -> None:
+def add_line(file: TextIO, content: Mapping[str, object]) -> None:
     """Add a line, in one write: floats at full precision, null if they are not finite."""
     file.write(_to_line(content))
     file.flush()
 
 
-def append_line(path: Path, content: Mapping[str, Any]) -> None:
+def append_line(path: Path, content: Mapping[str, object]) -> None:
     """Add a line to a file that is not open, after one that a kill or a full disk may have cut off."""
     with reporting_full_disk(path), path.open("ab+") as file:
         is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write(("\n" * is_cut + _to_line(content)).encode())
 
 
-def _to_line(content: Mapping[str, Any]) -> str:
+def _to_line(content: Mapping[str, object]) -> str:
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hfdist.atomic_write import remove_unfinished
 from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
@@ -46,7 +46,7 @@ class RunRecorder:
     of_process: ClassVar[RunRecorder | None] = None
     """The one whose run this process does, so that whatever ends the process can say so."""
 
-    def __init__(self, run_dir: Path, layout: Mapping[str, Any], processes: int) -> None:
+    def __init__(self, run_dir: Path, layout: Mapping[str, object], processes: int) -> None:
         if (last := RunRecorder.of_process) is not None:
             # A process that does one run after the other has come back from the last.
             last.end(0)

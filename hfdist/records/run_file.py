@@ -101,7 +101,7 @@ class RunRecord:
         known = [one for one in values if isinstance(one, (int, float)) and abs(one) <= sys.float_info.max]
         return sum(known) if known else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Give it as JSON values."""
         return asdict(self) | {"state": self.state.value}
 

@@ -63,7 +63,7 @@ class TrialLog:
             with suppress(KeyError, IndexError, TypeError, ValueError, OverflowError):
                 self._take(line, number)
 
-    def begin(self, values: Mapping[str, Any], parent: int | None = None) -> Trial:
+    def begin(self, values: Mapping[str, object], parent: int | None = None) -> Trial:
         """Add a trial."""
         of_parent = {} if parent is None else {"parent": parent}
         self._add({"trial": len(self.trials), "values": dict(values), **of_parent})
@@ -78,7 +78,7 @@ class TrialLog:
         """Note that a trial does not go on."""
         self._add({"trial": trial.number, "failed": failure})
 
-    def _add(self, line: dict[str, Any]) -> None:
+    def _add(self, line: Mapping[str, object]) -> None:
         append_line(self.path, line)
         self._take(line)
 

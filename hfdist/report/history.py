@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -39,12 +39,12 @@ class EventStyle(NamedTuple):
     words: Callable[[dict[str, Any]], str]
 
 
-def _step(event: dict[str, Any], key: str = "step") -> str:
+def _step(event: Mapping[str, object], key: str = "step") -> str:
     found = number(event.get(key))
     return "?" if found is None else f"{found:,.0f}"
 
 
-def _saved(event: dict[str, Any]) -> str:
+def _saved(event: Mapping[str, object]) -> str:
     parts = [f"saved step {_step(event)}"]
     if (num_bytes := number(event.get("bytes"))) is not None:
         parts.append(size(num_bytes))
@@ -53,25 +53,25 @@ def _saved(event: dict[str, Any]) -> str:
     return " ".join([parts[0] + ":", *parts[1:]]) if parts[1:] else parts[0]
 
 
-def _resumed(event: dict[str, Any]) -> str:
+def _resumed(event: Mapping[str, object]) -> str:
     changes = event.get("changes")
     text = f"went on from {event.get('checkpoint', 'a checkpoint')}"
     return text + (f"; changed: {', '.join(map(str, changes))}" if isinstance(changes, list) and changes else "")
 
 
-def _ended(event: dict[str, Any]) -> str:
+def _ended(event: Mapping[str, object]) -> str:
     error = event.get("error")
     text = f"ended: {event.get('state')}, exit code {event.get('exit_code')}, at step {_step(event)}"
     return f"{text}: {error}" if error else text
 
 
-def _started(event: dict[str, Any]) -> str:
+def _started(event: Mapping[str, object]) -> str:
     layout = event.get("layout")
     text = f"started on {event.get('host', '?')}"
     return f"{text}: {describe_layout(layout)}" if isinstance(layout, dict) else text
 
 
-def _used_up(event: dict[str, Any]) -> str:
+def _used_up(event: Mapping[str, object]) -> str:
     return f"the budget {event.get('which')} is used up: {event.get('used')} of {event.get('limit')}"
 
 
@@ -97,7 +97,7 @@ _STYLES = {
 _BY_NAME = {event.value: style for event, style in _STYLES.items()}
 
 
-def describe_layout(layout: dict[str, Any]) -> str:
+def describe_layout(layout: Mapping[str, object]) -> str:
     """Give the degrees of the axes that are used, and the sharding."""
     # Without sharding, its axis only replicates.
     names = {"shard": "data"} if layout.get("sharding") == "none" else {}
@@ -110,24 +110,24 @@ def _is_used(degree: object) -> bool:
     return isinstance(degree, int) and degree != 1
 
 
-def style_of(event: dict[str, Any]) -> EventStyle:
+def style_of(event: Mapping[str, object]) -> EventStyle:
     """Give how an event is shown; one of a later hfdist has its own name."""
     name = str(event.get("event"))
     return _BY_NAME.get(name) or EventStyle(None, name, False, lambda e: f"{name}, step {_step(e)}")
 
 
-def is_bad(event: dict[str, Any]) -> bool:
+def is_bad(event: Mapping[str, object]) -> bool:
     """Whether something went wrong."""
     ended_badly = event.get("state") in (State.failed.value, State.lost.value)
     return style_of(event).is_bad or (_is(event, Event.end) and ended_badly)
 
 
-def events_of(run: RunFiles, kind: Event) -> list[dict[str, Any]]:
+def events_of(run: RunFiles, kind: Event) -> list[dict[str, object]]:
     """Give the events of a kind."""
     return [event for event in run.events if _is(event, kind)]
 
 
-def _is(event: dict[str, Any], *kinds: Event) -> bool:
+def _is(event: Mapping[str, object], *kinds: Event) -> bool:
     return event.get("event") in [kind.value for kind in kinds]
 
 

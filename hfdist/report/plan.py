@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import escaped, number, wide_table
@@ -28,7 +27,7 @@ def plan(run: RunFiles) -> str:
     return f"<h2>Plan</h2>{words}{wide_table(titles, rows)}"
 
 
-def _words(content: dict[str, Any]) -> str:
+def _words(content: Mapping[str, object]) -> str:
     layout, hardware, binds = (_text(content, key) for key in ("layout", "hardware", "binds"))
     if not layout:
         return ""
@@ -36,7 +35,7 @@ def _words(content: dict[str, Any]) -> str:
     return f"{layout}, on {hardware}. {fits}; a step is bound by: {binds}."
 
 
-def _graded(items: list[Any]) -> Iterator[tuple[str, list[str]]]:
+def _graded(items: Sequence[object]) -> Iterator[tuple[str, list[str]]]:
     for item in items[:_MOST_ITEMS]:
         if not isinstance(item, dict):
             continue
@@ -49,7 +48,7 @@ def _graded(items: list[Any]) -> Iterator[tuple[str, list[str]]]:
         yield name, [_value(predicted, unit), _value(measured, unit), shown]
 
 
-def _planned(content: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+def _planned(content: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
     memory, time = content.get("memory"), content.get("time")
     use = memory.get("use") if isinstance(memory, dict) else None
     for name in _OF_MEMORY:
@@ -68,7 +67,7 @@ def _planned(content: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
             yield name, [_value(value, unit)]
 
 
-def _text(content: dict[str, Any], key: str) -> str:
+def _text(content: Mapping[str, object], key: str) -> str:
     value = content.get(key)
     return value if isinstance(value, str) else ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import escaped, escaped_lines, number
@@ -25,7 +25,7 @@ def rollouts(run: RunFiles) -> str:
     return f"<h2>Answers and their rewards</h2>{_table(newest[:_MOST_OPEN], keys)}{folded}"
 
 
-def _table(lines: list[dict[str, Any]], keys: list[str]) -> str:
+def _table(lines: Sequence[Mapping[str, object]], keys: list[str]) -> str:
     if not lines:
         return ""
     names = ["step", "prompt", "answer", *(key.removeprefix("rewards/") for key in keys)]
@@ -35,7 +35,7 @@ def _table(lines: list[dict[str, Any]], keys: list[str]) -> str:
     return f'<div class="scroll">{table}</div>'
 
 
-def _row(line: dict[str, Any], keys: list[str]) -> str:
+def _row(line: Mapping[str, object], keys: list[str]) -> str:
     step = number(line.get("step"))
     texts = (escaped_lines(line.get(key) or "", _LONGEST) for key in ("prompt", "text"))
     cells = ["" if step is None else f"{step:,.0f}", *(f"<pre>{text}</pre>" for text in texts)]

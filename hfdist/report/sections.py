@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hfdist.records import Event, RunFolder, State
@@ -196,7 +197,7 @@ def traffic(run: RunFiles) -> str:
     return f"<h2>Traffic</h2><p>{words}</p>{wide_table(titles, rows)}"
 
 
-def _planned_traffic(plan: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+def _planned_traffic(plan: Mapping[str, object]) -> tuple[dict[str, float], dict[str, float]]:
     """Give the planned bytes by axis, and the share of the step in which nothing hides them."""
     planned: dict[str, float] = {}
     listed, time = plan.get("traffic"), plan.get("time")
@@ -271,7 +272,7 @@ def samples(run: RunFiles) -> str:
     return f"<h2>Samples</h2>{shown}{more}"
 
 
-def _sample(line: dict[str, Any]) -> str:
+def _sample(line: Mapping[str, object]) -> str:
     step = number(line.get("step"))
     place = "" if step is None else f"step {step:,.0f}"
     prompt, text = (escaped_lines(line.get(key) or "", _LONGEST_SAMPLE) for key in ("prompt", "text"))

@@ -46,7 +46,7 @@ def sweep(folder: Path) -> str:
     return f"<h2>Sweep <small>{words}</small></h2>{found}{drawn}{_table(trials, metric)}"
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _settings(folder: Path) -> dict[str, object]:
     try:
         content = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -116,7 +116,7 @@ def _chart(key: str, trials: Sequence[Trial], metric: str) -> str:
 class _Axis:
     """One of the parallel axes: a key, or the metric."""
 
-    def __init__(self, name: str, values: Sequence[Any]) -> None:
+    def __init__(self, name: str, values: Sequence[object]) -> None:
         self.name = name
         found = [number(value) for value in values]
         self._texts: list[str] | None = None

@@ -186,7 +186,7 @@ class Engine:
         if of_wholes:
             self._whole_steps = WholeSteps(inner, of_wholes, shared)
 
-    def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
         return [g for g in optimizer.param_groups if g["params"] and needs_whole_parameters(optimizer, g)]
 
     def _shared(self) -> Iterator[ShardedParameter]:
@@ -281,7 +281,7 @@ class Engine:
         """Whether this is the one rank that gives what several have computed alike."""
         return self._parts is None or self._parts.is_first
 
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> Any:
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> object:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
         if self._parts is None:
             return default()

@@ -378,7 +378,7 @@ class FsdpEngine(ShardedEngine):
     def _average_gradients(self, parts: ModelParts) -> None:
         """FSDP2 has done it."""
 
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> Any:
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> object:
         """As the Trainer does, or over tensor ranks; the norm is that of the whole model."""
         self._drop_unused_gradients()
         norm = super().clip_grad_norm(max_norm, default)

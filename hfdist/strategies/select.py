@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,7 +179,7 @@ def _typed(
     return _section(StrategyConfig, GROUP, preset | layout), _section(TrainConfig, "train", sizes)
 
 
-def _section(kind: object, section: str, values: dict[str, Any]) -> Any:
+def _section(kind: object, section: str, values: Mapping[str, object]) -> Any:
     keys = {key.leaf: key for key in keys_of(kind, f"{section}.")}
     merged: Any = OmegaConf.structured(kind)
     for name, value in values.items():

@@ -122,7 +122,7 @@ def _distribution(one: Dimension) -> Any:
     return distributions.FloatDistribution(one.low, one.high, log=one.is_log)
 
 
-def _suggest(asked: Any, one: Dimension) -> Any:
+def _suggest(asked: Any, one: Dimension) -> object:
     if one.choices:
         texts = [as_text(choice) for choice in one.choices]
         return one.choices[texts.index(asked.suggest_categorical(one.key, texts))]

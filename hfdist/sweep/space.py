@@ -40,7 +40,7 @@ class Dimension:
     condition: tuple[str, str] | None = None
     """Another key and its value, without which this one has no part in a trial."""
 
-    def examples(self) -> tuple[Any, ...]:
+    def examples(self) -> tuple[object, ...]:
         """Give values of which each other one is between two, or is one of them."""
         return self.choices or ((int(self.low), int(self.high)) if self.is_whole else (self.low, self.high))
 
@@ -52,7 +52,7 @@ class Dimension:
         is_number = isinstance(value, int if self.is_whole else (int, float)) and not isinstance(value, bool)
         return is_number and self.low <= value <= self.high
 
-    def holds(self, values: Mapping[str, Any]) -> bool:
+    def holds(self, values: Mapping[str, object]) -> bool:
         """Whether it has a part in a trial, whose other values are these."""
         return self.condition is None or as_text(values.get(self.condition[0])) == self.condition[1]
 
@@ -137,7 +137,7 @@ class Space:
                 near = nearest(wanted, known, f"{name}={{}}")
                 raise ConfigError(what, where=one.key, found=f"{name}={wanted}", allowed=allowed, hint=near)
 
-    def grid(self) -> list[dict[str, Any]]:
+    def grid(self) -> list[dict[str, object]]:
         """Give all combinations.
 
         Raises:
@@ -170,7 +170,7 @@ class Space:
                     values[one.condition[0]] = one.condition[1]
                 yield {key: v for key, v in values.items() if self._by_key(key).holds(values)}
 
-    def check(self, values: Mapping[str, Any], where: str) -> None:
+    def check(self, values: Mapping[str, object], where: str) -> None:
         """Refuse values of a trial that this space does not give.
 
         Args:
@@ -196,7 +196,7 @@ class Space:
         return next(one for one in self.dimensions if one.key == key)
 
 
-def as_overrides(values: Mapping[str, Any]) -> list[str]:
+def as_overrides(values: Mapping[str, object]) -> list[str]:
     """Give the values of a trial as words of a command line."""
     return [as_override(key, value) for key, value in values.items()]
 

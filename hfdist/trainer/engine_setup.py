@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -201,7 +201,7 @@ def check_has_logits(engine: Engine, what: str) -> None:
         raise ConfigError(what, where="strategy.tensor", hint=hint)
 
 
-def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(kind: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
     """Name the positional arguments of the class after the mixin: `args` comes second in most, but not in all.
 
     A ConfigError says that its constructor only passes on what it is given.

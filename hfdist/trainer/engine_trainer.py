@@ -178,7 +178,7 @@ class EngineTrainer(transformers.Trainer):
     def _flops_per_token(self, sequence_length: int) -> float:
         return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
+    def _clip_grad_norm(self, model: nn.Module) -> object:
         default = partial(super()._clip_grad_norm, model) if self._lean_step is None else self._lean_step.clip_grad_norm
         if self.engine is None:
             return default()

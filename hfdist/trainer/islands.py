@@ -220,7 +220,7 @@ class RoundIsland(Island):
         assert cursor is not None
         return cursor
 
-    def _state(self, state: TrainerState) -> dict[str, Any]:
+    def _state(self, state: TrainerState) -> dict[str, object]:
         """What another island needs besides tensors to go on as this one."""
         keeper = self._checkpointer
         cursor = None if self._data_share is None else self._cursor().to_json()

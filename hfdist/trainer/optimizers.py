@@ -72,7 +72,7 @@ class Optimizers:
         make = trainer.create_optimizer
         ready = trainer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else None
 
-        def create_optimizer(*more: object, **named: object) -> Any:
+        def create_optimizer(*more: object, **named: object) -> object:
             nonlocal ready
             # With DeepSpeed, transformers forgets both, and would take its defaults.
             if trainer.optimizer is None and self._own is not None:

@@ -343,7 +343,7 @@ class DistributedTrainerMixin(_Trainer):
                 resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _finalize_training(self, *args: object, **kwargs: object) -> Any:
+    def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """As the original, after the last save has ended: so its last line and `on_train_end` come after all others."""
         self.checkpointer.wait()
         self._share_sft_metrics()
@@ -457,7 +457,7 @@ class DistributedTrainerMixin(_Trainer):
         self._guard.begin_step()
         return samples, num_items
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> object:
         """The last hook before the optimizer's step."""
         if self.engine is None:
             return super()._get_grad_norm(model, grad_norm)

@@ -10,7 +10,7 @@ one; the logging of those metrics by rank 0; and rows without padding, which can
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -115,7 +115,7 @@ def drop_reference_copy(model: Any) -> None:
         model.delete_adapter(_REFERENCE)
 
 
-def _check_takes_adapter(kind: type, arguments: dict[str, Any], strategy: Strategy) -> None:
+def _check_takes_adapter(kind: type, arguments: Mapping[str, object], strategy: Strategy) -> None:
     name = _name_of_trl(kind)
     if name not in _OF_ADAPTERS:
         what = "adapters must be in the model before it is distributed, and this class adds them afterwards"
@@ -165,7 +165,7 @@ def _name_of_trl(kind: type) -> str:
     return next((owner.__name__ for owner in kind.__mro__ if is_of_trl(owner)), "")
 
 
-def _check_is_on_disk(arguments: dict[str, Any]) -> None:
+def _check_is_on_disk(arguments: Mapping[str, object]) -> None:
     for name in ("train_dataset", "eval_dataset"):
         given = arguments.get(name)
         for dataset in given.values() if isinstance(given, dict) else (given,):
@@ -202,7 +202,7 @@ def _check_sft_in_pipeline(arguments: dict[str, Any], strategy: Strategy) -> Non
         raise ConfigError(what, where="args.packing, args.padding_free", found="True", hint=hint)
 
 
-def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: list[Any]) -> dict[str, torch.Tensor]:
+def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: Sequence[object]) -> dict[str, torch.Tensor]:
     """Put items below each other where TRL's `collate` puts them into one row, which a pipeline cannot split.
 
     Each item is one packed or single row of tokens. Gives tensors of shape [items, tokens of the longest]; where

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hfdist.errors import PeerError
 from hfdist.records import RunFolder, RunRecord, State, read_run
@@ -62,7 +62,7 @@ class Explanation:
     verdict: str = ""
     hint: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Give it as JSON values."""
         return {
             "run": self.run,

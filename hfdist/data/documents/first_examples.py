@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -53,7 +53,7 @@ def _chosen(example: dict[str, Any]) -> Any:
     return example["messages"][example["learned_from"] :] if "messages" in example else example["completion"]
 
 
-def _turns(example: dict[str, Any]) -> list[dict[str, Any]]:
+def _turns(example: Mapping[str, object]) -> list[dict[str, object]]:
     turns = example.get("messages")
     return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
 

@@ -62,7 +62,7 @@ class Cursor:
     shares: Shares | None = None
     """Which run reads which lanes, if several runs share them; else None."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Give a value for JSON."""
         even = {lane: _turns(self.samples, lane, self.num_lanes) for lane in self.lanes}
         counts = {lane: state.sequences for lane, state in self.lanes.items()}

@@ -60,7 +60,7 @@ class Shares:
             numbers[run] += unit
         return replace(self, readers=readers)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Give a value for JSON."""
         lanes = [
             [lane, reader, sorted(self.ends.get(lane, {}).items())] for lane, reader in sorted(self.readers.items())

@@ -52,18 +52,18 @@ _SHOWN_CHARACTERS = 80
 _SHOWN_COLUMNS = 40
 
 
-def _from_text(row: Mapping[str, Any]) -> dict[str, Any]:
+def _from_text(row: Mapping[str, object]) -> dict[str, object]:
     """Plain text. Here and below, a row of another form raises ContentError; the caller sets its `where`."""
     return {"text": _text(row["text"], "text")}
 
 
-def _from_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+def _from_messages(row: Mapping[str, object]) -> dict[str, object]:
     """OpenAI's `messages`, with or without `tools`."""
     messages = _list(row["messages"], "messages")
     return _conversation([_message(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
 
 
-def _from_sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
+def _from_sharegpt(row: Mapping[str, object]) -> dict[str, object]:
     """ShareGPT's `conversations` of `from` and `value`."""
     items = _list(row["conversations"], "conversations")
     messages = [_from_value(item, f"conversations[{n}]") for n, item in enumerate(items)]
@@ -85,7 +85,7 @@ def _from_alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
     return _conversation(messages, row) | ({"learned_from": len(messages) - 1} if row.get("history") else {})
 
 
-def _from_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+def _from_prompt(row: Mapping[str, object]) -> dict[str, object]:
     """A prompt and its completion: both text, or either as messages."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -97,7 +97,7 @@ def _from_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     return _conversation(messages, row) | {"learned_from": len(asked)}
 
 
-def _from_preference(row: Mapping[str, Any]) -> dict[str, Any]:
+def _from_preference(row: Mapping[str, object]) -> dict[str, object]:
     """A chosen and a rejected answer, with their prompt or with what both begin with as their prompt."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     first = next(iter(chosen), None) if isinstance(chosen, list) else None
@@ -120,12 +120,12 @@ def _from_preference(row: Mapping[str, Any]) -> dict[str, Any]:
     return example | {"rejected": [_message(m, f"rejected[{n}]") for n, m in enumerate(_list(rejected, "rejected"))]}
 
 
-def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _num_common(first: Sequence[object], second: Sequence[object]) -> int:
     """How many letters or messages both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _from_unpaired(row: Mapping[str, Any]) -> dict[str, Any]:
+def _from_unpaired(row: Mapping[str, object]) -> dict[str, object]:
     """An answer that was liked or not."""
     if row["label"] not in (True, False):
         _refuse(
@@ -134,7 +134,7 @@ def _from_unpaired(row: Mapping[str, Any]) -> dict[str, Any]:
     return _from_prompt(row) | ({} if row["label"] else {"rejected": True})
 
 
-def _from_prompt_alone(row: Mapping[str, Any]) -> dict[str, Any]:
+def _from_prompt_alone(row: Mapping[str, object]) -> dict[str, object]:
     """A prompt, as text or as messages."""
     prompt = _parsed(row["prompt"])
     return _from_prompt({**row, "completion": "" if isinstance(prompt, str) else []})
@@ -173,7 +173,7 @@ def has_null_arguments(value: object) -> bool:
     return isinstance(value, list) and any(has_null_arguments(item) for item in value)
 
 
-def _conversation(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
+def _conversation(messages: Sequence[Mapping[str, object]], row: Mapping[str, object]) -> dict[str, object]:
     if not messages:
         _refuse("the conversation is empty", "messages", None, "a message or more")
     tools = _parsed(without_nulls(row.get("tools")))
@@ -194,7 +194,7 @@ def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list
     return [{"role": "system", "content": _text(system, "system")}, *messages]
 
 
-def _message(item: object, where: str) -> dict[str, Any]:
+def _message(item: object, where: str) -> dict[str, object]:
     """A message without keys that are null, its content as one text, the arguments of its calls as objects."""
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         is_named_else = isinstance(item, dict) and "from" in item
@@ -237,12 +237,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return (without_nulls(call) if "function" in call else {"type": "function"}) | {"function": function}
 
 
-def _check_weight(turn: Mapping[str, Any], where: str) -> None:
+def _check_weight(turn: Mapping[str, object], where: str) -> None:
     if turn.get("weight", 1) not in (0, 1):
         _refuse("a weight says neither that a turn is learned nor that it is not", where, turn["weight"], "1 or 0")
 
 
-def _from_value(item: Any, where: str) -> dict[str, Any]:
+def _from_value(item: Any, where: str) -> dict[str, object]:
     if isinstance(item, dict) and "from" not in item and "role" in item:
         return _message(item, where)
     speaker = item.get("from") if isinstance(item, dict) else None
@@ -401,7 +401,7 @@ class RowReader:
                 return f"{example}\n{self._others(form, row)}" if is_kept else example
         return BadRow(self._no_format(list(present), where, is_row=True))
 
-    def _others(self, form: _Form, row: Mapping[str, Any]) -> str:
+    def _others(self, form: _Form, row: Mapping[str, object]) -> str:
         """Write what the format does not read of a row, if JSON has it."""
         named, wanted = dict(self._named), (*form.needed, *form.optional)
         used = {place[0] for name in wanted for place in named.get(name, Column((name,))).places(row)}
@@ -481,7 +481,7 @@ class RowReader:
         )
 
 
-def _canonical(form: _Form, row: Mapping[str, Any], where: str) -> str | BadRow:
+def _canonical(form: _Form, row: Mapping[str, object], where: str) -> str | BadRow:
     try:
         # The order of keys stays: templates write tools as they find them.
         text = json.dumps(form.convert(row), ensure_ascii=False)

@@ -341,7 +341,7 @@ _THREADS = 16
 _CHUNKS_A_THREAD, _LARGEST_CHUNK = 8, 16
 
 
-def thread_map(function: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
+def thread_map(function: Callable[..., T], *columns: Sequence[object]) -> Iterator[T]:
     """Give what `function` gives for each item, in order, as `map` does; what it raises is raised."""
     is_over = threading.Event()
 

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -145,6 +144,6 @@ def forward_to_rank(rank: int, each_second: Callable[[], None]) -> None:
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def keep_arrays(item: object) -> Any:
+def keep_arrays(item: object) -> object:
     """Collate nothing: numpy arrays travel through a pipe as they are; tensors would each hold a file open."""
     return item

@@ -175,7 +175,7 @@ def _with_text_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+def _as_text(function: Mapping[str, object]) -> dict[str, object]:
     arguments = function["arguments"]
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**function, "arguments": written}

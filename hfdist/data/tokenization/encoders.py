@@ -295,7 +295,7 @@ def _bad_row(error: ContentError, where: str) -> BadRow:
     return BadRow(error)
 
 
-def _what_renders(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> list[Any]:
+def _what_renders(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> list[object]:
     """The template's text, wherever it comes from, and what it is given."""
     template = None
     # One that cannot be read is said where it is needed.

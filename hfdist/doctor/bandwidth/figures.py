@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = "all-reduce", "reduce-scatter", "all-gather", "all-to-all"
 BROADCAST, POINT_TO_POINT = "broadcast", "point to point"
@@ -49,7 +49,7 @@ class Figure:
         factor = {ALL_REDUCE: 2 * share, BROADCAST: 1.0, POINT_TO_POINT: 1.0}.get(self.kind, share)
         return factor * self.algorithm_gbs
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Give it as JSON values."""
         return asdict(self) | {"algorithm_gbs": self.algorithm_gbs, "bus_gbs": self.bus_gbs}
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -55,7 +54,7 @@ def write_hardware(path: Path, name: str | None, links: Mapping[str, Link], *, p
         raise ResourceError("the file cannot be written", where=str(path), found=error.strerror) from error
 
 
-def _rounded(value: object) -> Any:
+def _rounded(value: object) -> object:
     """Leave four digits of what was measured."""
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}

@@ -42,7 +42,7 @@ class LossHead:
         self._chunked: dict[torch.device, ChunkedLoss] = {}
         self._is_over = False
 
-    def deferring(self, model: nn.Module, *, evaluates: bool = False) -> AbstractContextManager[Any]:
+    def deferring(self, model: nn.Module, *, evaluates: bool = False) -> AbstractContextManager[object]:
         """Compute losses without whole logits in this context: of a model as the Trainer calls it, or of one stage.
 
         `evaluates`: also in evaluation mode and without gradients, where whoever calls the model wants no logits.

@@ -125,7 +125,7 @@ class _Followed(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             out: Any = func(*args, **kwargs)

@@ -240,7 +240,7 @@ class _Measurement:
         """The model with stand-ins for its blocks."""
         return copy_structure(self._model, self.blocks, call)
 
-    def deferring(self, model: PreTrainedModel) -> AbstractContextManager[Any]:
+    def deferring(self, model: PreTrainedModel) -> AbstractContextManager[object]:
         """As the loss is configured."""
         return nullcontext() if self._loss_head is None else self._loss_head.deferring(model)
 

@@ -52,7 +52,7 @@ _MICROBATCHES = 2
 class _Values(TorchDispatchMode):
     """Gives what DeepSpeed asks a fake tensor for: a norm of 1, no overflow, and equal values everywhere."""
 
-    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
         if operation is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 0
         if operation is _aten.equal.default and FakeTensor in types:
@@ -63,7 +63,7 @@ class _Values(TorchDispatchMode):
 class _Addresses(TorchFunctionMode):
     """Gives an aligned address for what has none."""
 
-    def __torch_function__(self, function: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
         if function is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             return 0
         return function(*args, **(kwargs or {}))

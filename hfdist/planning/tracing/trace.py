@@ -197,7 +197,7 @@ class Trace(TorchDispatchMode):
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
         trace = self
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
             given = resize(storage, size)
             block = trace._blocks.get(storage._cdata)
             if block is not None and block.size != size:
@@ -208,7 +208,7 @@ class Trace(TorchDispatchMode):
                 trace._grow(block, size - block.size)
             return given
 
-        def propagate_shapes(*arguments: Any) -> Any:
+        def propagate_shapes(*arguments: Any) -> object:
             before, trace._is_shape_only = trace._is_shape_only, True
             try:
                 return propagate(*arguments)
@@ -230,7 +230,7 @@ class Trace(TorchDispatchMode):
 
     # ---- operations ----
 
-    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
         if any(kind not in _SEEN for kind in types):
             # A DTensor's own operations come by themselves.
             return NotImplemented

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -29,7 +29,7 @@ class Stretch:
     peak_bytes: list[float] = field(default_factory=list)
     """Highest memory of each rank, in bytes; 0: not known."""
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, object]) -> None:
         """Add a line."""
         self.num_lines += 1
         for name in (STEP, *PARTS):
@@ -69,7 +69,7 @@ class Stretch:
         self.peak_bytes = _each(max, self.peak_bytes, peaks)
 
 
-def _each(join: Callable[[Any, Any], Any], first: list[Any], second: list[Any]) -> list[Any]:
+def _each(join: Callable[[Any, Any], Any], first: Sequence[object], second: Sequence[object]) -> list[Any]:
     """Join values of the same rank; a rank that one of them lacks counts as 0 there."""
     return [join(a, b) for a, b in zip_longest(first, second, fillvalue=0)]
 
@@ -81,7 +81,7 @@ class RankSteps:
         self.stretches: list[Stretch] = []
         self._lines_a_stretch = 1
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, object]) -> None:
         """Add a line; one whose step is not a later one counts for nothing."""
         step = number(line.get("step"))
         if step is None or (self.stretches and step <= self.stretches[-1].last_step):

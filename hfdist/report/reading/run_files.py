@@ -6,6 +6,7 @@ import bisect
 import json
 import re
 from collections import deque
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from stat import S_ISREG
@@ -159,7 +160,7 @@ class RunFiles:
     def _begin_rollouts(self) -> None:
         self.rollouts: deque[dict[str, Any]] = deque(maxlen=_MOST_ROLLOUTS)
 
-    def _take_metrics(self, line: dict[str, Any]) -> None:
+    def _take_metrics(self, line: Mapping[str, object]) -> None:
         step = number(line.get("step"))
         if step is None or step < 0:
             return
@@ -216,7 +217,7 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     return {str(key): value for key, value in values.items()} if isinstance(values, dict) else None
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> object:
     """Give what a file holds; None: nothing that can be read."""
     try:
         return None if path.stat().st_size > _MOST_BYTES else json.loads(path.read_bytes())
@@ -232,7 +233,7 @@ def _read_spans(path: Path) -> list[Span]:
     return sorted((span for span in found if span is not None), key=lambda span: (span.rank, span.start_ms))
 
 
-def _to_span(event: dict[str, Any]) -> Span | None:
+def _to_span(event: Mapping[str, object]) -> Span | None:
     rank, start, length = (number(event.get(key)) for key in ("tid", "ts", "dur"))
     kind, args = event.get("cat"), event.get("args")
     if event.get("ph") != "X" or not isinstance(kind, str) or rank is None or start is None or length is None:

@@ -116,7 +116,7 @@ class Peer:
         self._kept.append(value)
         return {"mine": len(self._kept) - 1}
 
-    def _decode(self, value: Any) -> Any:
+    def _decode(self, value: Any) -> object:
         if value is None or type(value) in (bool, str):
             return value
         [(kind, content)] = value.items()
@@ -146,7 +146,7 @@ def plain_data(value: Any) -> tuple[bool, Any]:
     return (False, None) if base is None else (True, base(value))
 
 
-def call(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def call(function: Any, arguments: tuple[object, ...], named: Mapping[str, object]) -> Any:
     """Call a function."""
     return function(*arguments, **named)
 

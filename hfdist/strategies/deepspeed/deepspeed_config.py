@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -80,7 +81,7 @@ def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, d
     }
 
 
-def _zero_section(strategy: StrategyConfig, device_type: str) -> dict[str, Any]:
+def _zero_section(strategy: StrategyConfig, device_type: str) -> dict[str, object]:
     stage = STAGE[strategy.sharding]
     section: dict[str, Any] = {
         "stage": stage,
@@ -105,7 +106,7 @@ def _zero_section(strategy: StrategyConfig, device_type: str) -> dict[str, Any]:
     return section
 
 
-def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, object], extra: Mapping[str, object]) -> dict[str, object]:
     merged = dict(base)
     for key, value in extra.items():
         inner = merged.get(key)
@@ -113,7 +114,7 @@ def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _check_all_names(given: dict[str, Any], generated: dict[str, Any]) -> None:
+def _check_all_names(given: Mapping[str, object], generated: Mapping[str, object]) -> None:
     """Check the names of keys, also of those that are `auto`, which is left out later.
 
     Raises:
@@ -128,7 +129,7 @@ def _check_all_names(given: dict[str, Any], generated: dict[str, Any]) -> None:
             _check_names(value, sections[key], f"{key}.")
 
 
-def _check_extra_keys(extra: dict[str, Any]) -> None:
+def _check_extra_keys(extra: Mapping[str, object]) -> None:
     """Check types and ranges of what is merged over the generated config; ConfigError: one does not fit."""
     sections = _sections() if extra else {}
     for key, value in extra.items():
@@ -170,7 +171,7 @@ def _check_section(key: str, value: object, schema: type[BaseModel]) -> None:
         raise ConfigError(first["msg"], where=f"{PLACE}.{key}.{place}".rstrip("."), found=first.get("input")) from error
 
 
-def _check_names(values: dict[str, Any], schema: type[BaseModel], prefix: str) -> None:
+def _check_names(values: Mapping[str, object], schema: type[BaseModel], prefix: str) -> None:
     fields = dict(schema.model_fields)
     fields |= {field.alias: field for field in schema.model_fields.values() if field.alias}
     for key, value in values.items():

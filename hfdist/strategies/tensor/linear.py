@@ -115,7 +115,7 @@ def run_locally(module: Any, style: str, group: dist.ProcessGroup, inputs: Share
     )
 
 
-def _looking_up(module: nn.Embedding, group: dist.ProcessGroup) -> Any:
+def _looking_up(module: nn.Embedding, group: dist.ProcessGroup) -> object:
     start, stop = shard_range(module.num_embeddings, group.size(), group.rank())
     padding = module.padding_idx
     # The row that gets no gradient.

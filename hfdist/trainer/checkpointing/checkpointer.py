@@ -249,7 +249,7 @@ class Checkpointer:
         if is_known or on_rank_zero(path.is_dir):
             state.best_model_checkpoint = str(path)
 
-    def _states_of_callbacks(self) -> dict[str, Any]:
+    def _states_of_callbacks(self) -> dict[str, object]:
         """States of the callbacks by class, as the original Trainer has them; several of one class are a list."""
         states: dict[str, list[Any]] = {}
         for callback in [*self._training.callbacks, self._training.control]:
@@ -267,7 +267,7 @@ class Checkpointer:
         named = {self._path(state.global_step).name, Path(state.best_model_checkpoint or "").name}
         return replace(keep, named=frozenset(named))
 
-    def _state(self, cursor: Cursor | None) -> dict[str, Any]:
+    def _state(self, cursor: Cursor | None) -> dict[str, object]:
         held_out_loss = self.last_held_out_loss()
         return {
             "cursor": None if cursor is None else cursor.to_json(),
@@ -551,7 +551,7 @@ def newest_losses(log_history: list[dict[str, Any]]) -> list[float]:
 # A scheduler is Any here: that of a plateau is of another class than the others.
 
 
-def schedule_state(scheduler: Any) -> dict[str, Any]:
+def schedule_state(scheduler: Any) -> dict[str, object]:
     """Give what `restore_schedule` needs, as JSON values. Most schedules are functions of the step alone."""
     own = None
     if not isinstance(scheduler, LambdaLR):
@@ -578,7 +578,7 @@ def restore_schedule(scheduler: Any, state: dict[str, Any]) -> None:
         group.update(_typed_as(group, saved))
 
 
-def _typed_as(model: object, value: object) -> Any:
+def _typed_as(model: object, value: object) -> object:
     """Undo what JSON does to a value that was like `model`: keys become texts, tuples lists, counters dicts."""
     if isinstance(model, dict) and isinstance(value, dict):
         keys = {str(key): key for key in model}

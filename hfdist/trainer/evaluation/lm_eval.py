@@ -65,7 +65,7 @@ def measure(folder: Path, config: RunConfig, *, device: object) -> dict[str, Any
     return results
 
 
-def _ask(request: Mapping[str, Any]) -> Any:
+def _ask(request: Mapping[str, object]) -> Any:
     environment = without_launcher(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"

@@ -72,10 +72,10 @@ def _ends(lines: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return lines[:1] + lines[1:][-1:]
 
 
-def _without(prefix: str, line: Mapping[str, Any]) -> dict[str, Any]:
+def _without(prefix: str, line: Mapping[str, object]) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
 
 
-def _cell(figures: Mapping[str, Any], keys: Sequence[str], form: str) -> str:
+def _cell(figures: Mapping[str, object], keys: Sequence[str], form: str) -> str:
     value = next((figures[key] for key in keys if figures.get(key) is not None), None)
     return "" if value is None else form.format(value)

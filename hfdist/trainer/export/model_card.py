@@ -125,7 +125,7 @@ def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
     return "\n".join([*sources, *(["", *table] if rows else [])])
 
 
-def _describe_losses(lines: Sequence[Mapping[str, Any]], task: TaskName, exported: Exported) -> str:
+def _describe_losses(lines: Sequence[Mapping[str, object]], task: TaskName, exported: Exported) -> str:
     title, name, sign = ("Rewards", "reward", -1) if task.is_reinforcement else ("Losses", "loss", 1)
     loss = exported.held_out_loss
     measured = "" if loss is None else f", with a held-out {name} of {sign * loss:.4f}"

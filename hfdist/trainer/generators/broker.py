@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from hfdist.errors import PeerError, printable
@@ -184,7 +185,7 @@ class Broker:
                 del self._needed[number]
                 self._send(rank, {"rollback": self._rollback, "version": answers.version} | answers.content)
 
-    def _send(self, receiver: bytes, message: dict[str, Any]) -> None:
+    def _send(self, receiver: bytes, message: Mapping[str, object]) -> None:
         self._socket.send_multipart([receiver, pack(message)])
 
 

@@ -7,7 +7,7 @@ which generator gives them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Settings:
     first_device: int
     """GPU of the first generator: those before it are of ranks."""
 
-    def write(self, path: Path, values: dict[str, Any]) -> None:
+    def write(self, path: Path, values: Mapping[str, object]) -> None:
         """Write the file; `values` are those of the config."""
         content = {
             "config": values,
@@ -128,7 +128,7 @@ class Generator:
         return answers
 
     @torch.no_grad()
-    def _forward(self, batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
+    def _forward(self, batch: Batch, function: Function, *, as_whole: bool = False) -> list[object]:
         precision = self._config.train.precision
         dtype = torch.float16 if precision is Precision.fp16 else torch.bfloat16
         own = {name: tensor.to(self._device) for name, tensor in batch.items()}

@@ -43,7 +43,7 @@ def _keep_all(made: Any) -> None:
     made.setsockopt(zmq.LINGER, 0)
 
 
-def pack(message: Mapping[str, Any]) -> bytes:
+def pack(message: Mapping[str, object]) -> bytes:
     """Make bytes of a message."""
     return json.dumps(message).encode()
 

@@ -66,7 +66,7 @@ class Alerts(TrainerCallback):
         line = {"step": logs.get("checkpoint/step", state.global_step)} | logs
         self._tell(self._monitor.see_metrics(line, free_bytes))
 
-    def see_ranks(self, line: Mapping[str, Any]) -> None:
+    def see_ranks(self, line: Mapping[str, object]) -> None:
         """Judge a line of ranks.jsonl."""
         self._tell(self._monitor.see_ranks(line))
 

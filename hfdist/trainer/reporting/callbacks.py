@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
@@ -69,7 +70,7 @@ class StepLines(TrainerCallback):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         """Add a line, where the file is open."""
         if self._file is None:
             return

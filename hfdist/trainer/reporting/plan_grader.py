@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -130,7 +130,7 @@ class PlanGrader(TrainerCallback):
         )
 
 
-def _most_by_rank(lines: list[dict[str, Any]], column: RankColumn) -> list[float]:
+def _most_by_rank(lines: Sequence[Mapping[str, object]], column: RankColumn) -> list[float]:
     columns = [numbers for line in lines if (numbers := _numbers(line, column))]
     return [max(of_rank) for of_rank in zip(*columns, strict=False)]
 
@@ -139,7 +139,7 @@ def _numbers(line: Mapping[str, Any], column: RankColumn) -> list[float]:
     return [value for value in line.get(column.value) or [] if isinstance(value, (int, float))]
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode(), is_durable=False)
 
 

@@ -118,7 +118,7 @@ class RankTimes(StepLines):
                 self._use(line)
 
 
-def _to_line(step: int, columns: list[list[float]]) -> dict[str, Any]:
+def _to_line(step: int, columns: list[list[float]]) -> dict[str, object]:
     *seconds, peaks = columns
     # More digits are noise, and a line has a number for each rank.
     values: list[list[Any]] = [[None if math.isnan(value) else round(value, 6) for value in of] for of in seconds]

@@ -61,7 +61,7 @@ class StepClock:
             self._begin_seconds += time.monotonic() - begin
             self._begin_busy_seconds += self._busy_seconds() - busy_begin
 
-    def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def loading(self, batches: Iterable[object]) -> Iterator[Any]:
         """Give the batches, and count the time that each takes to come."""
         source = iter(batches)
         while True:

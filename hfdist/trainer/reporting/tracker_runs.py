@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -100,7 +101,7 @@ class _GoesOn(_Callback):
         if new:
             super().on_log(args, state, *rest, logs=new, **named)
 
-    def _see(self, logs: dict[str, Any], step: int) -> None:
+    def _see(self, logs: Mapping[str, object], step: int) -> None:
         self._seen |= {key: step for key in logs if step > self._seen.get(key, -1)}
 
 
@@ -202,6 +203,6 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _write(path: Path, tracker: str, known: dict[str, Any]) -> None:
+def _write(path: Path, tracker: str, known: Mapping[str, object]) -> None:
     remove_unfinished(path)
     write_atomically(path, (json.dumps(_read(path) | {tracker: known}, indent=1) + "\n").encode())

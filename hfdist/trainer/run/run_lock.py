@@ -14,6 +14,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class RunLock:
             if self._read() != before:
                 raise self._in_use(before)
 
-    def _in_use(self, holder: dict[str, Any]) -> ConfigError:
+    def _in_use(self, holder: Mapping[str, object]) -> ConfigError:
         held_by = f"process {holder.get('pid', '?')} on {holder.get('host', 'another machine')}"
         found, hint = f"{self._path}, held by {held_by}", "another run.name, or wait until that run has ended"
         return ConfigError("another run is using the folder", where="run.dir", found=found, hint=hint)

@@ -7,7 +7,7 @@ pass may have fewer rows. What ranks and micro batches lack there is filled up.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -114,7 +114,7 @@ def as_it_is(batch: object) -> Any:
     return batch
 
 
-def fingerprint(rows: list[Any]) -> str:
+def fingerprint(rows: Sequence[object]) -> str:
     """Tell rows apart by their numbers and texts."""
     found = hashlib.blake2b(digest_size=8)
 

@@ -163,7 +163,7 @@ class LeanStep:
             yield
 
 
-def _no_sync(model: nn.Module) -> AbstractContextManager[Any]:
+def _no_sync(model: nn.Module) -> AbstractContextManager[object]:
     """`Accelerator.no_sync`, which reads environment variables at each micro batch."""
     # A DDP model that is compiled as a whole hands it on.
     return cast(AbstractContextManager[Any], getattr(model, "no_sync", nullcontext)())
@@ -199,7 +199,7 @@ class LeanOptimizer(AcceleratedOptimizer):
             self.optimizer.step(closure)
 
 
-def prepare_optimizer(accelerator: Accelerator, optimizer: object, device_placement: bool | None = None) -> Any:
+def prepare_optimizer(accelerator: Accelerator, optimizer: object, device_placement: bool | None = None) -> object:
     """`Accelerator.prepare_optimizer`, with a `LeanOptimizer` where nothing is unusual."""
     prepared = Accelerator.prepare_optimizer(accelerator, optimizer, device_placement)
     is_plain = accelerator.distributed_type in _PLAIN and accelerator.scaler is None and not is_lomo_available()

@@ -56,7 +56,7 @@ class Convention:
     divides: bool
     """Whether the loss is a sum divided by `num_items_in_batch`; else it is a mean, and ignores that number."""
 
-    def labels(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+    def labels(self, batch: Mapping[str, object]) -> torch.Tensor | None:
         """Find the labels that are counted; None: the batch has none."""
         found = (batch[name] for name in self.label_names if name in batch)
         return next((labels for labels in found if isinstance(labels, torch.Tensor)), None)
@@ -72,7 +72,7 @@ class Convention:
                 labels = labels[:, 1:]
         return is_target(labels).sum()
 
-    def prepared(self, batch: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
+    def prepared(self, batch: Mapping[str, object], weight: torch.Tensor) -> dict[str, Any]:
         """Give a batch whose loss, a mean over targets, can be computed.
 
         A batch without targets gets arbitrary ones: their mean is finite, and is multiplied by 0.
@@ -113,7 +113,7 @@ class WeightedLoss:
         with trainer.compute_loss_context_manager(), gathering(trainer.accelerator, group):
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
-    def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> Any:
+    def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> object:
         """Compute a loss that is a mean over its batch, and multiply it by the batch's share of all targets.
 
         `mean` is `Trainer.compute_loss` of the class after the mixin: it gives the loss, or the loss and the outputs.
@@ -220,7 +220,7 @@ def gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[Non
         del accelerator.gather, accelerator.gather_for_metrics
 
 
-def _gather(group: dist.ProcessGroup, values: Any) -> Any:
+def _gather(group: dist.ProcessGroup, values: Any) -> object:
     def gather(value: torch.Tensor) -> torch.Tensor:
         own = value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
         if group.size() == 1:

@@ -130,7 +130,7 @@ class RouterLoss:
         self.take()
         return torch.zeros(())
 
-    def _without_logits(self) -> dict[str, Any]:
+    def _without_logits(self) -> dict[str, object]:
         """Options as in training; but no logits are needed, if the head draws no random numbers."""
         base: Any = base_of(self._training.engine.model)
         head = base.get_output_embeddings()

@@ -39,7 +39,7 @@ def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         yield item
 
 
-def _states() -> tuple[Any, ...]:
+def _states() -> tuple[object, ...]:
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
 
 
@@ -69,7 +69,7 @@ class SameOrder(Sampler[Any]):
             self._sampler.set_epoch(epoch)
 
 
-def same_on_all_ranks(sampler: object, seed: int, *, is_seeded: bool) -> Any:
+def same_on_all_ranks(sampler: object, seed: int, *, is_seeded: bool) -> object:
     """Give a sampler that draws the same on all ranks; `is_seeded`: accelerate seeds those of its own kind."""
     draws_nothing = type(sampler) is SequentialSampler or getattr(sampler, "generator", None) is not None
     if draws_nothing or (is_seeded and isinstance(sampler, RandomSampler)):

@@ -97,13 +97,13 @@ class CountingCollator:
                 labels[blank] = ignored_like(labels[blank])
         return batch
 
-    def _without_targets(self, row: object) -> Any:
+    def _without_targets(self, row: object) -> object:
         if not isinstance(row, Mapping):
             return row
         return {name: _ignored(value) if name in self._label_names else value for name, value in row.items()}
 
 
-def without_targets(batch: object, label_names: Collection[str]) -> Any:
+def without_targets(batch: object, label_names: Collection[str]) -> object:
     """Give a batch of the same shape that a loss summed over targets does not see."""
     if not isinstance(batch, Mapping):
         return batch
@@ -119,7 +119,7 @@ def without_targets(batch: object, label_names: Collection[str]) -> Any:
     return {**batch, **changed}
 
 
-def _ignored(labels: object) -> Any:
+def _ignored(labels: object) -> object:
     """Only where collators may need it: single labels are told from their rows in the batch."""
     if isinstance(labels, torch.Tensor):
         return ignored_like(labels)
@@ -200,7 +200,7 @@ def prepare_for_data_ranks(
     *,
     num_ranks: int,
     rank: int,
-) -> Any:
+) -> object:
     """`Accelerator.prepare_data_loader`, over so many data ranks instead of all processes."""
     prepared = prepare_data_loader(
         data_loader,
