@@ -58,7 +58,7 @@ class Participants:
         )
 
 
-def make_member(config: IslandsConfig, job: Mapping[str, Any], addresses: list[str]) -> Member:
+def make_member(config: IslandsConfig, job: Mapping[str, object], addresses: list[str]) -> Member:
     """Make that of this rank. A collective.
 
     Args:
@@ -134,7 +134,7 @@ class Member:
         self.send({"at": arrival.to_json()})
         return self.wait_for("round")
 
-    def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
+    def send(self, message: Mapping[str, object], payload: bytes = b"") -> None:
         """Tell the server, if there is a connection."""
         assert self._connection is not None
         self._connection.send(message, payload)
@@ -221,7 +221,7 @@ class _Connection:
         for thread in self._threads:
             thread.start()
 
-    def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
+    def send(self, message: Mapping[str, object], payload: bytes = b"") -> None:
         """Send it, if there is a connection."""
         try:
             with self._lock:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from hfdist.messages.message import MOST_BYTES, Message, write_message
 
@@ -24,7 +24,7 @@ class Connection:
         """Note that it is not silent."""
         self.heard_seconds = time.monotonic()
 
-    def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
+    def send(self, message: Mapping[str, object], payload: bytes = b"") -> None:
         """Begin to send; it goes on beside what follows. Who does not take what was sent before is dropped."""
         if self.writer.transport.get_write_buffer_size() > MOST_BYTES + 2 * len(payload):
             self.writer.transport.abort()

@@ -87,7 +87,7 @@ class ParameterClient:
             for piece, value in zip(self._owned.own(), values, strict=True):
                 yield replace(piece, key=key, view=value, set_number=None)
 
-    def connect(self, job: dict[str, Any], step: int, state: object) -> dict[str, Any]:
+    def connect(self, job: Mapping[str, object], step: int, state: object) -> dict[str, Any]:
         """Connect to the server, and take its weights.
 
         Args:

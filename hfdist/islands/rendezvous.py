@@ -50,7 +50,7 @@ class Arrival:
         return [self.step, self.outer_step, self.digest, self.weight, self.rests, self.read]
 
     @classmethod
-    def from_json(cls, value: list[Any]) -> Arrival:
+    def from_json(cls, value: Sequence[object]) -> Arrival:
         """Read what `to_json` has given; NotAMessageError: it has not."""
         names = ("step", "outer_step", "digest", "weight", "rests", "read")
         if len(value) != len(names):

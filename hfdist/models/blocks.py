@@ -261,7 +261,7 @@ def _policy(watch: _Watch) -> Callable[..., CheckpointPolicy]:
     kept = {getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)}
     counted = {getattr(torch.ops.aten, name).default for name in _PRODUCTS}
 
-    def policy(context: Any, operation: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+    def policy(context: Any, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         is_kept = operation in kept
         if operation in counted:
             # Counted apart in the forward and in its repetition, so that both decide alike.

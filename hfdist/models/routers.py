@@ -114,7 +114,7 @@ class Routers:
         """Whether routers keep what they give; it must not change between a forward and its backward."""
         self._hooks = [module.register_forward_hook(self._keep) for module, _ in self._found]
 
-    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _keep(self, module: nn.Module, args: object, output: Any) -> None:
         # Nothing here differs between layers; otherwise torch.compile would compile each block separately.
         if self.is_watching:
             # A graph would hold what a block that is computed again in the backward keeps, to the backward's end.

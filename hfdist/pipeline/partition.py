@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median
@@ -203,7 +203,7 @@ class _Timer:
             seconds.append(time.perf_counter() - start)
         return median(seconds[1:])
 
-    def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
+    def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> tuple[float, Any]:
         output: Any = None
 
         def prepare() -> Any:

@@ -135,7 +135,7 @@ class RoundIsland(Island):
         """Give what the next training line says."""
         return {} if self._rounds is None else self._rounds.figures()
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Meet the others, to begin together or where they are."""
         assert self._outer is not None
         self._outer.begin(state.global_step)
@@ -249,7 +249,7 @@ class ParameterIsland(Island):
         """Give what the next training line says."""
         return {} if self._client is None else self._client.figures()
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Take the weights of the server, or bring it the own ones."""
         assert self._client is not None
         server = self._server

@@ -273,7 +273,7 @@ class DistributedTrainerMixin(_Trainer):
             yield
 
     def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: Any
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: object
     ) -> Any:
         args = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
         if self.engine is None or resume_from_checkpoint is None:
@@ -285,7 +285,9 @@ class DistributedTrainerMixin(_Trainer):
         self.state.compute_steps(self.args, max_steps)
         return begun
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
+    ) -> Any:
         if self.engine is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # The checkpoint is ours, so the original must not look for its own files.
@@ -361,7 +363,11 @@ class DistributedTrainerMixin(_Trainer):
     # ---- the step ----
 
     def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
         # An objective defers by itself, in evaluations, too.
@@ -397,7 +403,7 @@ class DistributedTrainerMixin(_Trainer):
         # Gradients are averaged over the processes, and items are counted over all of them.
         return objective.loss(model, inputs) / num_items_in_batch * num_losses(self)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: object, **kwargs: Any) -> None:
         is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         if self.engine is not None and is_over:
             # The run is resumed at its last step: an endless stream would give one more step.

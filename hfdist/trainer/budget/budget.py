@@ -114,7 +114,7 @@ class Budget(TrainerCallback):
         self._begin_seconds: float | None = None
         self._end_seconds = 0.0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Look at the limits, after `Usage`; and at how long things have taken in earlier starts.
 
         Raises:
@@ -195,7 +195,7 @@ class Budget(TrainerCallback):
             self._begin_seconds += seconds
         return seconds
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note how long a save took, on rank 0."""
         seconds = (kwargs.get("logs") or {}).get("checkpoint/seconds")
         if seconds is not None:

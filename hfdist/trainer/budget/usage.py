@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,7 @@ class Usage(TrainerCallback):
         self._joules: float | None = None
         self._watts = 0.0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Tell each other what can be measured, and share it out. A collective."""
         if self._sources:
             return

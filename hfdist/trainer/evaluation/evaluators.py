@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from transformers import (
     PreTrainedModel,
@@ -104,7 +103,7 @@ class EarlyStopping(TrainerCallback):
     def __init__(self, patience: int, min_delta: float) -> None:
         self._patience, self._min_delta = patience, min_delta
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """A run that goes on where it had stopped is over."""
         control.should_training_stop |= self._is_over(state)
 

@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.collectives import on_rank_zero
 from hfdist.config.data import ChatConfig
@@ -55,7 +54,9 @@ class PromptSamples(StepLines):
         self._ids = encode_prompts(tokenizer, config.prompts, config.chat, chat)
         self._state = TrainerState()
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Open the file."""
         self._state = state
         super().on_train_begin(args, state, control)

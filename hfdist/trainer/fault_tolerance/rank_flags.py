@@ -53,7 +53,7 @@ class RankFlags(TrainerCallback):
         self._values = torch.zeros(len(flags), dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Find the flags, and make the group. A collective."""
         self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, RankFlag))]
         self._group = control_group()
@@ -94,7 +94,7 @@ class Preemption(TrainerCallback):
         self._received_seconds = 0.0
         self._before: Mapping[signal.Signals, Any] = {}
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Begin to listen."""
         self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
 

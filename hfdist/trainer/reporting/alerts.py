@@ -53,7 +53,7 @@ class Alerts(TrainerCallback):
             hosts=record.hosts,
         )
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Judge a line of training or of a save."""
         logs = kwargs.get("logs") or {}
         is_save = "checkpoint/step" in logs

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.config.task import TaskName
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
@@ -55,7 +55,9 @@ class StepLines(TrainerCallback):
         self._path = path
         self._file: TextIO | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Open the file on rank 0; go on after the lines up to the present step. At step 0 no line is kept."""
         self.on_rollback(state)
 
@@ -81,7 +83,7 @@ class StepLines(TrainerCallback):
 class MetricsWriter(StepLines):
     """Writes training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write a line.
 
         The line of a save is of the step that was saved, also where it has ended some steps later: a run that goes on
@@ -131,7 +133,7 @@ class ProgressBar(TrainerCallback):
         self._bar: tqdm[Any] | None = None
         self._shown: dict[str, str] = {}
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Show the bar, from the step at which the run goes on."""
         if state.is_world_process_zero:
             known = {"total": state.max_steps, "initial": state.global_step, "desc": "train", "unit": "step"}
@@ -146,7 +148,7 @@ class ProgressBar(TrainerCallback):
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the newest figures."""
         logs = kwargs.get("logs")
         if self._bar is None or logs is None:

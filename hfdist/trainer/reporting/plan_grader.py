@@ -61,7 +61,7 @@ class PlanGrader(TrainerCallback):
         self._first_step = 0
         self._held: dict[str, int] = {}
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write the plan on rank 0."""
         self._first_step = state.global_step
         if state.is_world_process_zero:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.collectives import control_group, rank, world_size
 from hfdist.records import RankColumn
@@ -55,13 +55,15 @@ class RankTimes(StepLines):
         self._last_step, self._lines_together = 0, 1
         self._gathering: _Gathering | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Open the file, and count memory from here on. A collective."""
         super().on_rollback(state)
         self._last_step, self._lines_together = state.global_step, 1
         self._group, self._memory = control_group(), PeakMemory(args.device)
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the figures of this rank after a training line of the Trainer, which all ranks have alike."""
         if "step_seconds" in (kwargs.get("logs") or {}):
             self._steps.append(state.global_step)

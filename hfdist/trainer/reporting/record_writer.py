@@ -28,7 +28,7 @@ class RecordWriter(TrainerCallback):
     def __init__(self, recorder: RunRecorder | None, start: Start) -> None:
         self._recorder, self._start = recorder, start
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write where the run begins, and on which hosts. A collective."""
         hosts = gather_json(platform.node())
         if self._recorder is None:
@@ -48,7 +48,7 @@ class RecordWriter(TrainerCallback):
         if self._recorder is not None:
             self._recorder.step_done(state.global_step)
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note tokens; write what is an event."""
         logs = kwargs.get("logs") or {}
         if self._recorder is None:

@@ -42,7 +42,7 @@ class Traffic(TrainerCallback):
         """After how many steps the counted one begins; None: nothing is to be counted."""
         self._counting: SentBytes | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Choose the step. A collective where there are other ranks."""
         self._step = min(state.global_step + self._counted_step, state.max_steps) - 1 if world_size() > 1 else None
         # Made by all ranks together, and not in the counted step.

@@ -94,7 +94,9 @@ class LeanStep:
     def _list_trained(self) -> list[torch.Tensor]:
         return [parameter for group in self._training.optimizer.param_groups for parameter in group["params"]]
 
-    def training_step(self, model: nn.Module, inputs: Batch, num_items: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
         """Run forward and backward of one micro batch, and give its detached loss; `Trainer.training_step`."""
         trainer = self._training.trainer
         # Some may be in evaluation although the model is not: a callback may have put them there.
@@ -107,7 +109,9 @@ class LeanStep:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         return loss.detach()
 
-    def compute_loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
         """Give the loss of a micro batch that is on its device; `Trainer.compute_loss`."""
         trainer = self._training.trainer
         is_plain = self._has_plain_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
