@@ -25,7 +25,7 @@ complete -o nospace -o default -F _hfdist hfdist
 """
 _WORDS = {
     "audit": "run= step= text=short text=full --offline",
-    "bandwidth": "processes= largest= out= hardware= picture= call_seconds= --json",
+    "bandwidth": "processes= largest= out= hardware= call_seconds= --json",
     "doctor": "processes= run.dir= pair_seconds= --offline --json",
     "explain-hang": "--json",
     "job": "to= cluster= recipe= run= out= cluster. --offline",

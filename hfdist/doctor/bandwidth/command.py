@@ -26,7 +26,6 @@ processes=N|auto    ranks to start, where no launcher has
 largest=SIZE        the largest tensor, such as 256MiB; default: 64MiB
 out=FILE.yaml       also write a file of hardware with these links, for hfdist plan plan.hardware=FILE.yaml
 hardware=NAME       of which that file has all else, such as h100_80gb; default: the device at hand
-picture=FILE.svg    also draw the bus bandwidth by size; or .png, .pdf
 call_seconds=N      how long ranks may take to connect, and for one call; default: 60
 json=true, --json   for tools
 
@@ -37,7 +36,6 @@ _KEYS = {
     "largest": "SIZE",
     "out": "FILE.yaml",
     "hardware": "NAME",
-    "picture": "FILE.svg",
     "call_seconds": "N",
     "json": FLAG,
 }
@@ -46,8 +44,7 @@ _LEAST_BYTES = 1024
 
 def _measure(arguments: list[str]) -> None:
     values = read_arguments(arguments, _KEYS)
-    largest_bytes, out = _largest(values), _path(values, "out", (".yaml", ".yml"))
-    picture = _path(values, "picture", (".svg", ".png", ".pdf"))
+    largest_bytes, out = _largest(values), _out(values)
     if out is not None and largest_bytes < LEAST_LINK_BYTES:
         what, hint = "tensors so small tell nothing of a link's speed", f"largest={describe_size(LEAST_LINK_BYTES)}"
         where, found = f"largest, out ({COMMAND_LINE})", values["largest"]
@@ -76,7 +73,6 @@ def _measure(arguments: list[str]) -> None:
         as_json=read_flag(values, "json"),
         out=out,
         hardware=values.get("hardware"),
-        picture=picture,
     )
     if is_launched:
         _be_rank(request)
@@ -105,11 +101,11 @@ def _largest(values: dict[str, str]) -> int:
     return size
 
 
-def _path(values: dict[str, str], key: str, endings: tuple[str, ...]) -> Path | None:
-    if key not in values:
+def _out(values: dict[str, str]) -> Path | None:
+    if "out" not in values:
         return None
-    path = Path(values[key])
-    if path.suffix not in endings:
-        where, hint = f"{key} ({COMMAND_LINE})", f"{key}={path.with_suffix(endings[0])}"
-        raise ConfigError("this is no such file", where=where, found=str(path), allowed=", ".join(endings), hint=hint)
+    path = Path(values["out"])
+    if path.suffix not in (".yaml", ".yml"):
+        where, hint = f"out ({COMMAND_LINE})", f"out={path.with_suffix('.yaml')}"
+        raise ConfigError("this is no such file", where=where, found=str(path), allowed=".yaml, .yml", hint=hint)
     return path

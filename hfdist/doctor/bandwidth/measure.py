@@ -48,7 +48,6 @@ class Request:
     """The file of hardware for plans."""
     hardware: str | None = None
     """Hardware from which the file `out` takes all that is no link; None: the device at hand."""
-    picture: Path | None = None
 
 
 def measure_rank(request: Request) -> None:
@@ -164,10 +163,6 @@ def _report(request: Request, plan: dict[str, Any], figures: list[Figure]) -> No
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
     else:
         sys.stdout.write("\n".join([_head(plan), "", *table(figures), *_describe(links)]) + "\n")
-    if request.picture is not None:
-        from hfdist.doctor.bandwidth.picture import draw
-
-        draw(figures, request.picture)
     if request.out is not None:
         per_machine = max(plan["hosts"].count(host) for host in plan["hosts"])
         write_hardware(request.out, request.hardware, links, processes=per_machine, is_cpu=plan["backend"] == "gloo")
