@@ -195,7 +195,7 @@ class ReportConfig:
     plot: bool = True
     """Whether the end draws loss.png."""
     timeline: bool = True
-    """Whether a pipeline leaves timeline.png, the measured schedule, and timeline.json, a Chrome trace."""
+    """Whether a pipeline leaves timeline.json, its measured schedule: a Chrome trace, which `hfdist report` draws."""
     plan: bool = True
     """Whether memory and time are planned before the first step, and graded at the end: plan.json, grade.json."""
     alerts: bool = True

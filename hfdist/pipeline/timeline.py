@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from hfdist.collectives import gather_json
 
 
 class Action(StrEnum):
-    """What a rank does at a time. The values are the words of the picture's legend and of the trace."""
+    """What a rank does at a time. The report knows it by its name, and the trace has the value as its words."""
 
     forward = "forward"
     backward = "full backward"
@@ -30,9 +29,6 @@ class Action(StrEnum):
     backward_weight = "weight gradient"
     send = "send"
     wait = "wait to receive"
-
-
-COMPUTE = frozenset({Action.forward, Action.backward, Action.backward_input, Action.backward_weight})
 
 
 class Event(NamedTuple):
@@ -133,29 +129,6 @@ class Recorder:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def bubble_fraction(events: Iterable[Event]) -> float:
-    """Give the share of the schedule in which ranks do not compute, from 0 to 1.
-
-    Forwards and backwards are computing; sending and waiting are not. The schedule lasts from the first start to the
-    last stop of any rank. There must be an event.
-    """
-    return 1 - fmean(busy_by_rank(list(events)).values())
-
-
-def busy_by_rank(events: list[Event]) -> dict[int, float]:
-    """Give the share of the schedule in which each rank computes."""
-    first = min(event.start_seconds for event in events)
-    last = max(event.stop_seconds for event in events)
-    busy_seconds = dict.fromkeys(sorted({event.rank for event in events}), 0.0)
-    reached = dict.fromkeys(busy_seconds, first)
-    for event in sorted(events, key=lambda event: event.start_seconds):
-        if event.action in COMPUTE:
-            # Where two actions of a rank overlap, the time that they share counts once.
-            busy_seconds[event.rank] += max(event.stop_seconds - max(event.start_seconds, reached[event.rank]), 0.0)
-            reached[event.rank] = max(event.stop_seconds, reached[event.rank])
-    return {rank: seconds / (last - first) for rank, seconds in busy_seconds.items()}
 
 
 def write_chrome_trace(events: Sequence[Event], path: Path) -> Path:

@@ -43,7 +43,6 @@ class RunFolder:
         """Folder with log-probabilities of the reference."""
         self.timeline = path / "timeline.json"
         """A step of a pipeline as a Chrome trace."""
-        self.timeline_picture = path / "timeline.png"
         self.watch = path / "watch"
         """Folder with a folder for each verdict, and for each request."""
         self.trackers = path / "trackers.json"

@@ -12,7 +12,7 @@ from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, DataError, PartitionError
 from hfdist.records import RunFolder
 from hfdist.testing import run_ranks
-from hfdist.trainer.reporting.callbacks import TimelineDrawer
+from hfdist.trainer.reporting.callbacks import TimelineWriter
 from tests.distributed.trainers import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -100,17 +100,16 @@ def test_what_needs_logits_is_refused(tmp_path):
         trainer.model(input_ids=items(1)[0]["input_ids"][None])
 
 
-def train_and_draw(folder):
+def train_and_record(folder):
     trainer = make_trainer(folder, 2)
-    trainer.add_callback(TimelineDrawer(RunFolder(folder), trainer.engine))
+    trainer.add_callback(TimelineWriter(RunFolder(folder), trainer.engine))
     trainer.train()
     return trainer.engine.schedule_trace.title
 
 
-def test_the_measured_schedule_is_drawn(tmp_path):
-    titles = run_ranks(train_and_draw, 2, tmp_path)
+def test_the_measured_schedule_is_written(tmp_path):
+    titles = run_ranks(train_and_record, 2, tmp_path)
     assert titles == ["1f1b: 2 ranks x 1 stage, 4 micro batches"] * 2
-    assert (tmp_path / "timeline.png").stat().st_size > 10_000
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     for rank in (0, 1):
         of_rank = [event["cat"] for event in events if event["ph"] == "X" and event["tid"] == rank]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.config.task import TaskName
-from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
+from hfdist.pipeline.timeline import Event, write_chrome_trace
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import add_line, reporting_full_disk, set_aside
+from hfdist.report.drawing.schedule import busy_share
+from hfdist.report.reading.run_files import Span
 from hfdist.strategies.base import Engine
 
 logger = logging.getLogger(__name__)
@@ -94,8 +97,8 @@ class MetricsWriter(StepLines):
             self.write({"step": logs.get("checkpoint/step", state.global_step)} | logs)
 
 
-class TimelineDrawer(TrainerCallback):
-    """Draws the measured schedule of the third step, which is past all warming up: timeline.png and timeline.json."""
+class TimelineWriter(TrainerCallback):
+    """Writes the measured schedule of the third step, which is past all warming up, for the report to draw."""
 
     def __init__(self, folder: RunFolder, engine: Engine) -> None:
         self._folder, self._engine = folder, engine
@@ -108,22 +111,28 @@ class TimelineDrawer(TrainerCallback):
         self._steps_until -= 1
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Draw it, if there were three steps and they had a schedule."""
+        """Write it, if there were three steps and they had a schedule."""
         record = self._engine.schedule_trace
         if record is None or not record.events or not state.is_world_process_zero:
             return
-        # Here: most runs draw nothing until their end.
-        from hfdist.pipeline.timeline_plot import draw
-
         try:
-            picture = draw(record.events, self._folder.timeline_picture, title=record.title, formula=record.formula)
             write_chrome_trace(record.events, self._folder.timeline)
         except OSError as error:
             # The model is still to be exported, and matters more.
-            logger.warning("no picture of the schedule: %s", error)
+            logger.warning("no record of the schedule: %s", error)
             return
-        measured, expected = 100 * bubble_fraction(record.events), 100 * record.formula
-        logger.info("schedule: %s, %.1f %% idle, %.1f %% by the formula", picture, measured, expected)
+        measured, expected = 100 * idle_share(record.events), 100 * record.formula
+        words = "schedule: %s, %.1f %% idle, %.1f %% by the formula; %s"
+        logger.info(words, record.title, measured, expected, self._folder.timeline)
+
+
+def idle_share(events: Sequence[Event]) -> float:
+    """Give the share of a schedule in which ranks do not compute, from 0 to 1, as the report has it."""
+    spans = (
+        Span(rank, action.name, microbatch, 1e3 * start, 1e3 * (stop - start))
+        for rank, _, action, microbatch, start, stop in events
+    )
+    return 1 - fmean(busy_share([*spans]).values())
 
 
 class ProgressBar(TrainerCallback):

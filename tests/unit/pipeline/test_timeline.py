@@ -1,15 +1,13 @@
 import json
 import time
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.image import imread
 
-from hfdist.config.strategy import ONE_F_ONE_B
-from hfdist.pipeline.timeline import Action, Event, Recorder, bubble_fraction, write_chrome_trace
-from hfdist.pipeline.timeline_plot import build_figure, draw
-from tests.unit.pipeline.torch_actions import events as timed
+from hfdist.pipeline.timeline import Action, Event, Recorder, write_chrome_trace
+from hfdist.report.drawing.schedule import busy_share
+from hfdist.report.reading.run_files import RunFiles
+from hfdist.trainer.reporting.callbacks import idle_share
 
 CPU = torch.device("cpu")
 
@@ -85,9 +83,13 @@ def test_on_a_gpu_spans_last_as_long_as_the_work_and_not_as_its_launch():
 # What is computed from events
 
 
-def test_the_bubble_is_the_share_of_the_schedule_without_computing():
+def test_the_bubble_is_the_share_of_the_schedule_without_computing(tmp_path):
     # From 1 s to 5 s on two ranks: 8 s, of which rank 0 computes 1 s and rank 1 2.5 s.
-    assert bubble_fraction(TWO_RANKS) == pytest.approx(1 - 3.5 / 8)
+    assert idle_share(TWO_RANKS) == pytest.approx(1 - 3.5 / 8)
+    write_chrome_trace(TWO_RANKS, tmp_path / "timeline.json")
+    run = RunFiles(tmp_path)
+    run.read()
+    assert busy_share(run.spans) == pytest.approx({0: 1 / 4, 1: 2.5 / 4})
 
 
 def test_the_chrome_trace_holds_every_event_in_microseconds(tmp_path):
@@ -110,52 +112,3 @@ def test_actions_one_after_the_other_do_not_overlap_in_the_trace(tmp_path):
     complete = [line for line in written if line["ph"] == "X"]
     ends = [round(1e3 * line["ts"]) + round(1e3 * line["dur"]) for line in complete]
     assert ends[:-1] == [round(1e3 * line["ts"]) for line in complete[1:]]
-
-
-# What is drawn
-
-
-def bars(figure):
-    """Rank (row), start and length in ms of each bar, without the grey rows of idle time."""
-    (axes,) = figure.axes
-    drawn = {}
-    for container in axes.containers:
-        drawn[container.get_label()] = [
-            (round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()) for bar in container.patches
-        ]
-    return drawn
-
-
-def test_each_event_is_a_bar_in_the_row_of_its_rank():
-    events = timed(ONE_F_ONE_B, 4, 1, 8)
-    figure = build_figure(events, title="1F1B", formula=0.25)
-    assert figure.get_suptitle() == "1F1B"
-    assert figure.axes[0].get_title() == "bubble: 27.3% measured, 25.0% by the formula"
-    drawn = bars(figure)
-    idle = drawn.pop("idle")
-    assert [row for row, _, _ in idle] == [0, 1, 2, 3]
-    assert sum(map(len, drawn.values())) == len(events)
-    for action in Action:
-        expected = [
-            (one.rank, 1e3 * one.start_seconds, 1e3 * (one.stop_seconds - one.start_seconds))
-            for one in events
-            if one.action is action
-        ]
-        np.testing.assert_allclose(sorted(drawn[action.name]), sorted(expected), atol=1e-9)
-
-
-def test_rows_follow_the_ranks_that_took_part():
-    events = [event(4, Action.forward, 0.0, 1.0, stage=0), event(6, Action.forward, 1.0, 2.0, stage=1)]
-    figure = build_figure(events, title="two of eight ranks", formula=0.1)
-    assert [row for row, _, _ in bars(figure)["forward"]] == [0, 1]
-    bottom, top = figure.axes[0].get_ylim()
-    assert top < 0 < 1 < bottom, "the first rank is on top"
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["rank 4\nstage 0", "rank 6\nstage 1"]
-
-
-def test_the_picture_is_written(tmp_path):
-    pixels = imread(draw(timed(ONE_F_ONE_B, 2, 1, 4), tmp_path / "timeline.png", title="1F1B", formula=0.2))
-    assert pixels.shape[1] >= 1000
-    # Four colours at the least: white, idle, forwards, backwards.
-    assert len({tuple(pixel) for pixel in pixels[::10, ::10].reshape(-1, pixels.shape[2]).tolist()}) >= 4

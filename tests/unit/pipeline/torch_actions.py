@@ -7,7 +7,6 @@ from torch.distributed.pipelining import schedules
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import plan, rank_of_stage
-from hfdist.pipeline.timeline import Action, Event
 
 CLASSES = {
     Schedule.gpipe: schedules.ScheduleGPipe,
@@ -24,7 +23,6 @@ KINDS = [
 ]  # fmt: skip
 SINGLE = (Schedule.gpipe, ONE_F_ONE_B)
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
-ACTIONS = {"F": Action.forward, "I": Action.backward_input, "W": Action.backward_weight, "B": Action.backward}
 GIVES = {"F": "output", "I": "gradient", "W": "weights", "B": "gradient"}
 
 
@@ -71,19 +69,6 @@ def run(ranks, num_stages):
                 progress = True
     assert reached == [len(actions) for actions in ranks], "the schedule stands still"
     return events
-
-
-def events(schedule, num_ranks, stages_per_rank, num_microbatches):
-    """The same as a recorder gives it: 10 ms for each forward, and a wait before what cannot begin at once."""
-    recorded, free = [], [0] * num_ranks
-    for rank, letter, stage, microbatch, start, stop in run(
-        order(schedule, num_ranks, stages_per_rank, num_microbatches), num_ranks * stages_per_rank
-    ):
-        if start > free[rank]:
-            recorded.append(Event(rank, stage, Action.wait, microbatch, free[rank] / 100, start / 100))
-        recorded.append(Event(rank, stage, ACTIONS[letter], microbatch, start / 100, stop / 100))
-        free[rank] = stop
-    return recorded
 
 
 def _inputs(letter, stage, microbatch, num_stages):

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from hfdist.config.data import cache_dir
 from hfdist.planning.machines import STEPS
 from hfdist.trainer.reporting.alerts import Alerts
-from hfdist.trainer.reporting.callbacks import TimelineDrawer
+from hfdist.trainer.reporting.callbacks import TimelineWriter
 from hfdist.trainer.reporting.plan_grader import PlanGrader
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.traffic import Traffic
@@ -20,12 +20,12 @@ from hfdist.watch.diagnosis import SAVING
 
 
 class TimelinePart(Part):
-    """Draws the schedule of a pipeline."""
+    """Writes the measured schedule of a pipeline."""
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
-        """Draw it, if it is asked for."""
+        """Write it, if it is asked for."""
         assert run.trainer.engine is not None
-        return [TimelineDrawer(run.config.run.folder, run.trainer.engine)] if run.config.report.timeline else []
+        return [TimelineWriter(run.config.run.folder, run.trainer.engine)] if run.config.report.timeline else []
 
 
 class RanksPart(Part):
