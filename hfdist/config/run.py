@@ -193,7 +193,7 @@ class ReportConfig:
     preview: int = limited(0, at_least=0)
     """Sequences shown before the first step, with targets and context told apart; 0: none."""
     plot: bool = True
-    """Whether the end draws loss.png."""
+    """Whether the end draws loss.png, with matplotlib."""
     timeline: bool = True
     """Whether a pipeline leaves timeline.json, its measured schedule: a Chrome trace, which `hfdist report` draws."""
     plan: bool = True

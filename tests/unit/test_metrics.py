@@ -3,6 +3,7 @@
 import errno
 import json
 import resource
+import sys
 
 import pytest
 from matplotlib.figure import Figure
@@ -126,6 +127,15 @@ def test_a_picture_that_does_not_fit_ends_no_run(full, tmp_path, caplog):
     with warning_of_failure("picture of the losses"):
         plot_losses(RunFolder(tmp_path))
     assert "no picture of the losses: OSError: [Errno 28] No space left on device" in caplog.text
+
+
+def test_without_matplotlib_the_run_says_what_draws(tmp_path, monkeypatch, caplog):
+    RunFolder(tmp_path).metrics.write_text('{"step": 1, "loss": 2.0, "tokens": 8}\n')
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level("INFO"):
+        plot_losses(RunFolder(tmp_path))
+    assert "pip install 'hfdist[plot]'" in caplog.text
+    assert not RunFolder(tmp_path).loss_picture.exists()
 
 
 @pytest.mark.parametrize(

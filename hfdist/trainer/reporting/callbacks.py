@@ -177,11 +177,14 @@ class ProgressBar(TrainerCallback):
             self._bar = None
 
 
-def plot_losses(folder: RunFolder, task: TaskName = TaskName.causal_lm) -> Path:
-    """Draw `loss.png` from `metrics.jsonl` and give its path; of reinforcement learning, it has the rewards."""
-    # Here: a run begins without it.
-    from matplotlib.figure import Figure
-
+def plot_losses(folder: RunFolder, task: TaskName = TaskName.causal_lm) -> None:
+    """Draw `loss.png` from `metrics.jsonl`, where matplotlib is; of reinforcement learning, it has the rewards."""
+    try:
+        # Here: a run begins without it.
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("no loss.png: pip install 'hfdist[plot]', or report.plot=false; `hfdist report` draws without it")
+        return
     lines = read_lines(folder.metrics)
     name, unit = ("reward", "mean of answers") if task.is_reinforcement else ("loss", task.loss_unit)
     train = [(line["tokens"], line[name]) for line in lines if line.get(name) is not None and "tokens" in line]
@@ -206,4 +209,3 @@ def plot_losses(folder: RunFolder, task: TaskName = TaskName.causal_lm) -> Path:
     if train or held_out:
         axes.legend()
     figure.savefig(folder.loss_picture, dpi=120)
-    return folder.loss_picture
