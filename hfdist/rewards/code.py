@@ -32,7 +32,7 @@ def code(
 
     Raises:
         ConfigError: this machine cannot confine a program.
-        DataError: a reference is no Python, or has no test.
+        DataError: a reference is no Python, has no test, or gives a program what is no plain data.
     """
     counts = [_count_tests(one.reference) for one in generations]
 

@@ -1,13 +1,13 @@
 """Run tests on a program that cannot see them: `python -I -S -B sandbox CPU_SECONDS MEMORY_BYTES WITHOUT_LANDLOCK`.
 
-Two confined processes: one runs the tests, and has what the tests call done by the other, which runs the program. So
-the program has no verdict in reach: no `os._exit`, no patched builtin and no print can pass a test, only the right
-values can. It learns the arguments of a call and never what is expected.
+Two confined processes: one runs the tests, and has each function that they call done by the other, which runs the
+program. So the program has no verdict in reach: no `os._exit`, no patched builtin and no print can pass a test, only
+the right values can. It learns the arguments of a call and never what is expected.
 
 WITHOUT_LANDLOCK is 1 or 0: whether a program may run where the kernel does not keep it from reading files.
 
 Standard input is `{"program": ..., "reference": ...}`. Standard output is a line `ready` or `refused REASON`, and then
-`+` or `-` for each top-level `assert`, as each ends.
+`+` or `-` for each top-level `assert`, as each ends. `?`: the tests pass what is no plain data to the program.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import json
 import os
 import symtable
 import sys
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 # Python runs this folder by its path, as one that has no package around it.
 if TYPE_CHECKING:
-    from hfdist.rewards.sandbox.calls import LostError, Peer, call, operations
+    from hfdist.rewards.sandbox.calls import LOAD, LostError, NoPlainDataError, Program, serve
     from hfdist.rewards.sandbox.confinement import RefusedError, end_with_parent, filter_system_calls, limit
 else:
-    from calls import LostError, Peer, call, operations
+    from calls import LOAD, LostError, NoPlainDataError, Program, serve
     from confinement import RefusedError, end_with_parent, filter_system_calls, limit
 
 
 def be_program(read: int, write: int) -> None:
-    """Run the program that comes, and do what is asked of it."""
+    """Run the program that comes, and call its functions."""
     module = ModuleType("program")
     # dataclasses look for the module of a class there.
     sys.modules["program"] = module
@@ -39,39 +40,32 @@ def be_program(read: int, write: int) -> None:
     def load(source: str) -> None:
         exec(compile(source, "<program>", "exec"), vars(module))
 
-    def find(name: str) -> Any:
-        if name not in vars(module):
-            raise NameError(name)
-        return vars(module)[name]
-
-    served = {**operations(), "load": load, "find": find}
+    vars(module)[LOAD] = load
     os.write(write, b"ready\n")
-    Peer(os.fdopen(read, "rb"), os.fdopen(write, "wb"), served).listen()
+    serve(os.fdopen(read, "rb"), os.fdopen(write, "wb"), vars(module))
 
 
 def be_tests(read: int, write: int, verdicts: int) -> None:
     """Run the reference's statements, and write a verdict for each top-level `assert`."""
     task = json.load(sys.stdin)
-    peer = Peer(os.fdopen(read, "rb"), os.fdopen(write, "wb"), {"call": call})
+    program = Program(os.fdopen(read, "rb"), os.fdopen(write, "wb"))
     try:
-        peer.ask("load", task["program"])
+        program.call(LOAD, task["program"])
     except (Exception, LostError):  # whatever the program raises, or its end
         return
     reference: str = task["reference"]
     tree = ast.parse(reference)
-    namespace: dict[str, Any] = {"__name__": "tests"}
-    for name in names_of_the_program(tree, reference):
-        try:
-            namespace[name] = peer.ask("find", name)
-        except (NameError, LostError):
-            continue
+    own = {name: partial(program.call, name) for name in names_of_the_program(tree, reference)}
+    namespace: dict[str, Any] = {"__name__": "tests", **own}
     for statement in tree.body:
         verdict = b"+"
         try:
             exec(compile(ast.Module([statement], []), "<tests>", "exec"), namespace)
+        except NoPlainDataError:
+            verdict = b"?"
         except BaseException:  # `sys.exit` too
             verdict = b"-"
-        if isinstance(statement, ast.Assert):
+        if isinstance(statement, ast.Assert) or verdict == b"?":
             os.write(verdicts, verdict)
 
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, DataError
 
 WITHOUT_LANDLOCK = "code_without_landlock"
 """Name of the reward `code` for kernels that do not keep programs from reading: somebody must ask for it."""
@@ -46,6 +46,7 @@ def count_passed(
 
     Raises:
         ConfigError: this machine cannot confine a program.
+        DataError: a test passes to the program what is no plain data.
     """
     task = json.dumps({"program": program, "reference": reference}).encode()
     arguments = [str(limits.cpu_seconds), str(limits.memory_bytes), str(int(without_landlock))]
@@ -71,6 +72,10 @@ def count_passed(
     first, newline, verdicts = said.partition(b"\n")
     if not newline or first != b"ready":
         raise _refused(first.decode(errors="replace"), limits)
+    if b"?" in verdicts:
+        what = "a test gives the program an argument that is no plain data"
+        allowed = "numbers, texts, bytes, None, and lists, tuples, sets and dicts of them"
+        raise DataError(what, where="reward code", found=reference, allowed=allowed)
     return verdicts[:num_tests].count(b"+")
 
 

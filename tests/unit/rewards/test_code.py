@@ -39,20 +39,20 @@ def test_the_share_of_tests_that_pass_in_order():
 PROGRAM = """
     from collections import Counter, namedtuple
     from dataclasses import dataclass
+    from enum import IntEnum
     from math import factorial
     import time
 
-    LIMITS = {"low": [1, 2.5], "high": (None, True, b"x", 1j, {"a"}, frozenset("b"))}
     Pair = namedtuple("Pair", "first second")
+    Level = IntEnum("Level", "LOW HIGH")
 
     @dataclass
     class Point:
         x: int
-        def __add__(self, other): return Point(self.x + other.x)
 
-    def apply(function, *values, **named): return [function(value, **named) for value in values]
-    def numbers():
-        yield from range(3)
+    def same(*values, **named): return values, named
+    def flip(pair): return Pair(*reversed(Pair(*pair)))
+    def double(x): return Point(2 * x).x
     def fail(): raise KeyError("key")
     print(input if __name__ == "__main__" else "loaded")
 """
@@ -63,19 +63,14 @@ REFERENCE = """
             function()
         except LookupError as error:
             return type(error)
-    assert LIMITS == {"low": [1, 2.5], "high": (None, True, b"x", 1j, {"a"}, frozenset("b"))}
-    assert Counter("aab") == {"a": 2, "b": 1}
-    assert Pair(1, 2) == (1, 2) and Pair(1, 2).second == 2 and Pair(1, 2) < (1, 3)
-    assert Point(1) + Point(2) == Point(3) and Point(1) != Point(2) and Point(1) != 1
-    assert isinstance(Point(1), Point) and not isinstance(1, Point)
-    point = Point(1)
-    point.x = 5
-    assert point.x == 5
-    assert apply(lambda value, by=2: value * by, 1, 2) == [2, 4] == apply(lambda value, by: value * by, 1, 2, by=2)
-    assert list(numbers()) == [0, 1, 2] and 2 in numbers()
+    value = {"low": [1, 2.5, {}], 2: (None, True, b"x", 1j, {"a"}, frozenset("b")), (): math.inf, "x": "\\ud800"}
+    assert same(value, 1, function=value) == ((value, 1), {"function": value})
+    assert Counter("aab") == {"a": 2, "b": 1} and type(Counter("aab")) is dict
+    assert flip((1, 2)) == (2, 1) and type(flip([1, 2])) is tuple and Level(2) == 2
+    assert double(3) == 6 and sorted(map(double, [2, 1])) == [2, 4]
     assert error_of(fail) is KeyError
     assert factorial(3000) == math.factorial(3000)
-    assert math.isnan(apply(float, "nan")[0])
+    assert math.isnan(same(math.nan)[0][0])
     assert time.sleep(0) is None
 """
 
@@ -88,6 +83,20 @@ def test_what_tests_may_say():
 def test_a_reference_without_tests_is_said(reference, what):
     with pytest.raises(DataError, match=what):
         code([Generation(prompt="", text="def f(x): return x", reference=reference)])
+
+
+@pytest.mark.parametrize("result", ["(n for n in [1])", "object()", "f", "[1, [zip()]]", "{1: range(1)}"])
+def test_what_is_no_plain_data_passes_no_test(result):
+    assert score(f"def f(x): return {result}", "assert f(1) != 0\nassert f(1)\nassert list(f(1)) == [1]") == 0.0
+
+
+@pytest.mark.parametrize("argument", ["lambda x: x", "f", "[range(2)]", "{1: object()}", "*[iter('')]", "x=print"])
+def test_a_test_whose_argument_is_no_plain_data_is_said(argument):
+    caught = f"try:\n    f({argument})\nexcept Exception: pass\nassert f(1) == 1"
+    for reference in (f"assert f({argument}) == 1", f"x = f({argument})\nassert x == 1", caught):
+        with pytest.raises(DataError, match="no plain data") as raised:
+            score("def f(*x, **named): return 1", reference)
+        assert "tuples" in raised.value.allowed
 
 
 # None knows that f(1) is 1234577. The tests use what a cheat would like to replace.
@@ -134,7 +143,7 @@ ATTACKS = {
         import os
         def f(x):
             for file in range(3, 64):
-                try: os.write(file, b'{"value": {"mine": 0}}\\n' * 9)
+                try: os.write(file, b'{"value": {"int": "0x1"}}\\n' * 9)
                 except OSError: pass
             return 1
     """,
@@ -188,14 +197,19 @@ ATTACKS = {
     """,
     "changes the calls": """
         import sys
-        peer = sys.modules["calls"].Peer
-        peer._encode = lambda self, value: {"mine": 0}
+        def always(value): return {"int": Always()}
+        sys.modules["calls"]._encode, sys.modules["calls"].json.dumps = always, lambda message: '{"value": true}'
+        def f(x): return 1
+    """,
+    "asks the tests": """
+        import sys
+        sys.modules["calls"].json.dumps = lambda message: '{"call": "eval", "arguments": [], "named": {}, "value": {}}'
         def f(x): return 1
     """,
     "acts at its end": "import atexit, os\natexit.register(lambda: os.write(3, b'+'))\ndef f(x): return 1",
     "sends what is no value": """
         import sys
-        sys.modules["calls"].Peer._encode = lambda self, value: {"list": [[[{}]]] * 9}
+        sys.modules["calls"]._encode = lambda value: {"list": [[[{}]]] * 9}
         def f(x): return 1
     """,
 }  # fmt: skip
