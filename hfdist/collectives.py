@@ -6,7 +6,6 @@ leaving them in a collective that it never joins. What runs beside the training 
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.errors import CheckpointError, ConfigError, DataError, HfdistError, NumericsError, PeerError, ResourceError
+from hfdist.failures import is_full_disk
 from hfdist.open_files import TOO_MANY, too_many_open
 
 _LENGTH_BYTES = 8
@@ -24,7 +24,6 @@ _HEAD_BYTES = 1016
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """Control group of each default group."""
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRAVELLING_ERRORS = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError, NumericsError, PeerError, ResourceError)
 }
@@ -127,7 +126,7 @@ def _for_the_reader(error: Exception) -> Exception:
     if not isinstance(error, OSError):
         return error
     where = str(error.filename) if error.filename else None
-    if error.errno in FULL_DISK:
+    if is_full_disk(error):
         readable: HfdistError = ResourceError(
             "no space is left for the checkpoint", where=where, hint="free space, or a smaller checkpoint.keep"
         )

@@ -26,8 +26,9 @@ from hfdist.checkpoint.memories import Memories, move_parts
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
 from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Plan, Planner, WriteItem
-from hfdist.collectives import FULL_DISK, on_all_ranks, rank
+from hfdist.collectives import on_all_ranks, rank
 from hfdist.errors import NumericsError, ResourceError
+from hfdist.failures import is_full_disk
 from hfdist.models.names.hub_names import HubNames
 
 PART_BYTES = 256 * 2**20
@@ -207,7 +208,7 @@ def _room_for(num_bytes: int, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL_DISK:
+        if is_full_disk(error):
             raise _no_room(folder, num_bytes) from error
         raise
 

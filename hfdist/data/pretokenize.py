@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -48,6 +47,7 @@ from hfdist.data.sources.tokenfile import (
 from hfdist.data.stream.workers import Vitals, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, text_digest, token_dtype, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, HfdistError, ResourceError
+from hfdist.failures import is_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         reason = error.strerror or error
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full_disk(error):
             raise ResourceError(
                 f"the token files do not fit: {reason}",
                 where="run.dir",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from random import SystemRandom
 from typing import Any, TypeVar
 
 from huggingface_hub import constants, get_session, get_token
@@ -28,6 +26,7 @@ from safetensors import SafetensorError
 
 from hfdist.config.checks.urls import redact
 from hfdist.errors import ConfigError, HfdistError, ResourceError
+from hfdist.failures import causes, is_full_disk, is_network, seconds_before_retry
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ FIRST_WAIT_SECONDS = 1.0
 """Doubles each time, give or take a half."""
 LONGEST_WAIT_SECONDS = 120.0
 """Where the Hub wants a longer wait, as it may after too many requests, the message says so instead."""
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 # What huggingface_hub and transformers raise for what goes wrong outside of them. RuntimeError: a failed upload of a
 # file, which has the reason as its cause.
@@ -78,17 +76,16 @@ def ask(action: Callable[[], T], *, key: str, name: str) -> T:
         except HfdistError:
             raise
         except Exception as error:
-            chain = _chain(error)
+            chain = causes(error)
             if not _is_of_the_hub(chain):
                 raise
             explained = _explained(chain, key, name)
             if not _may_pass(chain) or attempt >= ATTEMPTS:
                 raise explained from error
             answer = _first(chain, HfHubHTTPError)
-            wait_seconds = None if answer is None else _wait_in(answer.response)
+            wait_seconds: float | None = None if answer is None else _wait_in(answer.response)
         if wait_seconds is None:
-            # The system's generator: the seeded one belongs to the training.
-            wait_seconds = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) * SystemRandom().uniform(0.5, 1.5)
+            wait_seconds = seconds_before_retry(attempt, FIRST_WAIT_SECONDS)
         logger.warning("%s: %s; attempt %d of %d", redact(name), explained.what, attempt + 1, ATTEMPTS)
         time.sleep(wait_seconds)
     raise AssertionError("the loop ends by return or raise")
@@ -102,7 +99,7 @@ def reading_from_hub(key: str, name: str) -> Iterator[None]:
     except (HfdistError, MemoryError):
         raise
     except Exception as error:  # on a file of unknown origin a library may raise anything
-        raise _explained(_chain(error), key, name) from error
+        raise _explained(causes(error), key, name) from error
 
 
 @contextmanager
@@ -132,26 +129,12 @@ def _wait_in(response: Any) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """Give the error and its causes, the first cause first: both libraries wrap what went wrong several times."""
-    chain = [error]
-    while True:
-        cause = chain[0].__cause__ or (None if chain[0].__suppress_context__ else chain[0].__context__)
-        if cause is None or cause in chain:
-            return chain
-        chain.insert(0, cause)
-
-
 def _first(chain: list[BaseException], kind: type[T]) -> T | None:
     return next((cause for cause in chain if isinstance(cause, kind)), None)
 
 
 def _is_network(error: BaseException) -> bool:
-    if isinstance(error, OfflineModeIsEnabled):
-        return False
-    # By name: which HTTP library it is, is huggingface_hub's affair.
-    of_http = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
-    return of_http or isinstance(error, (ConnectionError, TimeoutError))
+    return is_network(error) and not isinstance(error, OfflineModeIsEnabled)
 
 
 def _is_cut(error: BaseException) -> bool:
@@ -178,7 +161,7 @@ def _explained(chain: list[BaseException], key: str, name: str) -> HfdistError:
 
 
 def _reason(chain: list[BaseException]) -> tuple[type[HfdistError], str, str | None]:
-    full = next((e for e in chain if isinstance(e, OSError) and e.errno in _FULL_DISK), None)
+    full = next((error for error in chain if isinstance(error, OSError) and is_full_disk(error)), None)
     if full is not None:
         hint = f"free space in {full.filename or constants.HF_HUB_CACHE}, or set HF_HOME to a folder on a larger disk"
         return ResourceError, "no space is left on the disk for the download", hint

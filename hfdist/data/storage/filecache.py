@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from hfdist.data.storage.network import DISK_FULL, Network
+from hfdist.data.storage.network import Network
 from hfdist.errors import ResourceError
+from hfdist.failures import is_full_disk
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class FileCache:
         except BaseException as error:
             part.unlink(missing_ok=True)
             os.close(descriptor)
-            if isinstance(error, OSError) and error.errno in DISK_FULL:
+            if is_full_disk(error):
                 raise self._no_space(remote) from error
             raise
         return descriptor

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import SystemRandom
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from fsspec import get_filesystem_class
@@ -17,14 +15,11 @@ from fsspec.spec import AbstractFileSystem
 
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.errors import DataError, HfdistError
+from hfdist.failures import causes, is_full_disk, is_network, seconds_before_retry
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_NETWORK_ERRNOS = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
-# Of libraries that need not be installed: aiohttp, botocore, httpx.
-_NETWORK_ERRORS = {"ClientError", "HTTPClientError", "TransportError"}
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE; FSSPEC_S3_ANON=true for a public bucket",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS; FSSPEC_GS_TOKEN=anon for a public bucket",
@@ -71,10 +66,9 @@ class Retries:
             except (HfdistError, RangeError):
                 raise
             except Exception as error:
-                if isinstance(error, OSError) and error.errno in DISK_FULL:
+                if is_full_disk(error):
                     raise
-                # The system's generator: the seeded one belongs to the training.
-                wait_seconds = self.first_wait_seconds * 2 ** (attempt - 1) * SystemRandom().uniform(0.5, 1.5)
+                wait_seconds = seconds_before_retry(attempt, self.first_wait_seconds)
                 late = time.monotonic() - started + wait_seconds > self.total_seconds
                 if not _is_temporary(error) or attempt == self.attempts or late:
                     raise _explained(error, address, attempt) from error
@@ -165,17 +159,10 @@ def _open(scheme: str) -> AbstractFileSystem:
     return store
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """Give the error and its causes, the first cause first: fsspec calls every failed question "file not found"."""
-    chain = [error]
-    while chain[0].__cause__ is not None:
-        chain.insert(0, chain[0].__cause__)
-    return chain
-
-
 def _status(error: BaseException) -> int | None:
     """Give the HTTP status that caused an error, in the terms of aiohttp, botocore, httpx and gcsfs."""
-    for cause in _chain(error):
+    # fsspec calls every failed question "file not found".
+    for cause in causes(error):
         response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -192,25 +179,22 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_network(error: BaseException) -> bool:
-    if isinstance(error, (ConnectionError, TimeoutError, EOFError)):
-        return True
-    if isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS:
-        return True
-    return any(kind.__name__ in _NETWORK_ERRORS for kind in type(error).__mro__)
+    # A stream that ends early.
+    return isinstance(error, EOFError) or is_network(error)
 
 
 def _is_temporary(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return status in (408, 429) or status >= 500
-    return any(_is_network(cause) for cause in _chain(error))
+    return any(_is_network(cause) for cause in causes(error))
 
 
 def _reason(error: BaseException) -> str:
     status = _status(error)
     if status is not None:
         return f"HTTP {status}"
-    cause = next((cause for cause in _chain(error) if _is_network(cause)), error)
+    cause = next((cause for cause in causes(error) if _is_network(cause)), error)
     # The address that it was redirected to may be signed.
     text = re.sub(r"\?\S+|//[^/\s]*@", "...", str(cause))
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
