@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from hfdist.doctor.finding import Finding
+from hfdist.host_memory import group_memory, of_cgroup
 from hfdist.jobs.address import is_loopback, own_interfaces
-from hfdist.planning.timing.host_memory import of_cgroup
 from hfdist.units import size
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -38,16 +38,13 @@ def check_machine(num_hosts: int) -> list[Finding]:
 
 def _check_memory() -> Finding:
     ram, free = psutil.virtual_memory().total, psutil.virtual_memory().available
-    limit, used = (
-        of_cgroup("memory.max", "memory.limit_in_bytes"),
-        of_cgroup("memory.current", "memory.usage_in_bytes"),
-    )
-    if limit is None or limit >= ram:
+    group = group_memory()
+    limit = None if group is None else group.limit
+    if group is None or group.limit >= ram:
         text = f"{ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
     else:
-        # What files have been read counts as used, too, but gives way.
-        free = min(free, limit - min(used or 0, limit))
-        text = f"a cgroup gives {limit / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
+        free = min(free, max(group.limit - group.used, 0))
+        text = f"a cgroup gives {group.limit / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
     low = free < 0.1 * min(ram, limit or ram)
     return Finding.of("memory", text, warning=low, hint="end what uses it, or ask the scheduler for more memory")
 

@@ -18,10 +18,10 @@ from hfdist.config.data import cache_dir
 from hfdist.config.hardware import Hardware, Tflops
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
+from hfdist.host_memory import usable_bytes
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.calibration import calibrate, read_steps
 from hfdist.planning.timing.hardware import find_hardware, measure_cpu
-from hfdist.planning.timing.host_memory import usable_bytes
 
 STEPS = "timed_steps.jsonl"
 """File in hfdist's cache folder with a line for each run, from which later plans learn."""

@@ -13,15 +13,13 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
 
 from hfdist.errors import ResourceError
+from hfdist.host_memory import group_memory
 from hfdist.processes.stop_signals import STOP_SIGNALS
-
-_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class Vitals:
@@ -93,22 +91,11 @@ def system_memory() -> str:
     """Describe what is left to the machine, and to its control group where that has a limit."""
     machine = psutil.virtual_memory()
     parts = [f"the machine has {_mib(machine.available)} left of {_mib(machine.total)}"]
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        parts += _control_group()
+    group = group_memory()
+    if group is not None:
+        kills = f"its processes killed for memory so far: {group.kills}"
+        parts.append(f"its control group uses {_mib(group.used)} of {_mib(group.limit)}, {kills}")
     return "; ".join(parts)
-
-
-def _control_group() -> list[str]:
-    """Limit, use and kills of the group of this process, in cgroup version 2; nothing where it has no limit."""
-    path = _OWN_CGROUP.read_text().rpartition("::/")[2].strip()
-    # Inside a container its own group is at the top.
-    folder = next(one for one in (_CGROUPS / path, _CGROUPS) if (one / "memory.max").is_file())
-    limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    if limit == "max":
-        return []
-    events = dict(line.split() for line in (folder / "memory.events").read_text().splitlines())
-    kills = f"its processes killed for memory so far: {events.get('oom_kill', 0)}"
-    return [f"its control group uses {_mib(int(used))} of {_mib(int(limit))}, {kills}"]
 
 
 def _resident_bytes() -> int:
