@@ -21,8 +21,8 @@ _LENGTH_BYTES = 8
 _HEAD_BYTES = 1016
 """Bytes of a text that travel with its length."""
 
-_control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""Control group of each default group."""
+_gloo_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
+"""Groups of all ranks that take tensors of the host: by the default group, and by who speaks in them."""
 
 TRAVELLING_ERRORS = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError, NumericsError, PeerError, ResourceError)
@@ -51,12 +51,20 @@ def control_group() -> dist.ProcessGroup | None:
 
     The first call is a collective, which makes the group. Only the thread that trains speaks in it.
     """
+    return gloo_group("the training")
+
+
+def gloo_group(speaker: str) -> dist.ProcessGroup | None:
+    """Give the group of all ranks in which `speaker` sends tensors of the host; None: one process.
+
+    The first call is a collective, which makes the group. Two threads must not speak in one group.
+    """
     default = dist.group.WORLD if dist.is_initialized() else None
     if default is None:
         return None
-    if default not in _control_groups:
-        _control_groups[default] = dist.new_group(backend="gloo")
-    return _control_groups[default]
+    if (default, speaker) not in _gloo_groups:
+        _gloo_groups[default, speaker] = dist.new_group(backend="gloo")
+    return _gloo_groups[default, speaker]
 
 
 def is_planned(group: dist.ProcessGroup | None = None) -> bool:

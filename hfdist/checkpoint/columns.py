@@ -18,8 +18,6 @@ from hfdist.collectives import rank
 WINDOW_BYTES = 256 * 2**20
 """What all ranks together have on the way at a time."""
 
-_gloo_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-
 
 class ColumnTransfer(NamedTuple):
     """Columns of some rows, from the rank that holds them to the one that writes the rows: maybe the same."""
@@ -59,7 +57,7 @@ def join_columns(
     Args:
         transfers: of this rank, in order of their numbers.
         given: by `source`; they flatten to the columns, row by row.
-        group: as `gloo_group` gives it.
+        group: of all ranks, for tensors of the host; None: the default one.
     """
     joined: dict[int, torch.Tensor] = {}
     for _, window in groupby(transfers, key=lambda transfer: transfer.window):
@@ -83,17 +81,6 @@ def join_columns(
                 joined[transfer.rows] = torch.empty(transfer.num_rows, transfer.pitch, dtype=transfer.dtype)
             joined[transfer.rows][:, transfer.column.start : transfer.column.stop] = own
     return {place: rows.flatten() for place, rows in joined.items()}
-
-
-def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Give a group of all ranks that takes tensors of the host. A collective where there is none yet."""
-    if group is not None or "nccl" not in dist.get_backend():
-        return group
-    default = dist.group.WORLD
-    assert default is not None
-    if default not in _gloo_groups:
-        _gloo_groups[default] = dist.new_group(backend="gloo")
-    return _gloo_groups[default]
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,13 @@ import xxhash
 
 from hfdist.checkpoint import folder as folders
 from hfdist.checkpoint import safetensors_io
-from hfdist.checkpoint.columns import gloo_group, join_columns
+from hfdist.checkpoint.columns import join_columns
 from hfdist.checkpoint.manifest import Manifest, Part, hash_file, read_hashes, write_hashes, write_json
 from hfdist.checkpoint.memories import Memories, move_parts
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
 from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Plan, Planner, WriteItem
-from hfdist.collectives import on_all_ranks, rank
+from hfdist.collectives import gloo_group, on_all_ranks, rank
 from hfdist.errors import NumericsError, ResourceError
 from hfdist.failures import is_full_disk
 from hfdist.models.names.hub_names import HubNames
@@ -120,7 +120,9 @@ def write_folder(
         ResourceError: the disk is full; on all ranks alike.
     """
     plan, memories = contents.plan, memories or Memories.shared()
-    between = gloo_group(group) if plan.has_transfers or memories.count > 1 else group
+    between = group
+    if group is None and (plan.has_transfers or memories.count > 1) and "nccl" in dist.get_backend():
+        between = gloo_group("checkpoints")
 
     def begin() -> list[object]:
         return [start().name if memories.leads else None, sum(item.end - item.begin for item in plan.items)]
