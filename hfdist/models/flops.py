@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.hardware import match_device
-from hfdist.models.experts import num_active
+from hfdist.models.experts import first_number, num_active
 
 Numel = Callable[[torch.Tensor], int]
+HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
+"""What configs call the width of hidden states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +57,18 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
     num_layers = getattr(text, "num_hidden_layers", 0) or 0
     # Of some types blocks differ, and the config of the whole refuses to give one number for them.
     blocks = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * num_layers
-    attended = sum(_attention_width(block) for block in blocks)
+    attended = sum(attention_width(block) for block in blocks)
     trained = min(size.num_trained, size.num_multiplying)
     return 4.0 * size.num_multiplying + 2.0 * trained + 12.0 * attended * sequence_length
 
 
-def _attention_width(block: PreTrainedConfig) -> int:
-    num_heads = getattr(block, "num_attention_heads", 0) or 0
-    hidden_size = getattr(block, "hidden_size", 0) or 0
-    return int(num_heads * (getattr(block, "head_dim", None) or (hidden_size // num_heads if num_heads else 0)))
+def attention_width(block: PreTrainedConfig) -> int:
+    """Give attention heads times head size, by the config of a block or of a text model; 0: it has no heads."""
+    # Not `num_heads`: some models without attention have it for their states.
+    num_heads = first_number(block, ("num_attention_heads", "n_head"))
+    if num_heads == 0:
+        return 0
+    return num_heads * (first_number(block, ("head_dim",)) or first_number(block, HIDDEN_SIZES) // num_heads)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hfdist.collectives import gather_json
 from hfdist.config.batch import BatchPlan
@@ -30,6 +30,7 @@ from hfdist.config.strategy import Balance, StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.experts import first_number, num_active
+from hfdist.models.flops import HIDDEN_SIZES, attention_width
 from hfdist.pipeline.stage_module import Block, Place, copy_structure, preserve_state
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def costs_by_flops(model: PreTrainedModel, blocks: Sequence[Block], sequence_len
     vocabularies, counts in full together with its softmax.
     """
     text = model.config.get_text_config()
-    attention = 12.0 * _attention_width(text) * sequence_length
+    # A config may give no number of heads, or none for all blocks.
+    attention = 12.0 * (attention_width(text) or first_number(text, HIDDEN_SIZES)) * sequence_length
     head = _numel(model.get_output_embeddings())
     return Costs(
         blocks=tuple(
@@ -145,13 +147,6 @@ def parameters_of(block: Block) -> dict[str, nn.Parameter]:
 
 def _numel(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
-
-
-def _attention_width(text: PreTrainedConfig) -> int:
-    num_heads = first_number(text, ("num_attention_heads", "n_head", "num_heads"))
-    head_size = first_number(text, ("head_dim",))
-    hidden_size = first_number(text, ("hidden_size", "n_embd", "d_model"))
-    return num_heads * head_size if head_size else hidden_size
 
 
 def _has_attention(block: Block) -> bool:

@@ -12,7 +12,7 @@ from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.experts import num_chosen_experts
-from hfdist.models.flops import num_trained
+from hfdist.models.flops import attention_width, num_trained
 from hfdist.planning.costs import AxisTraffic, Phase
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
@@ -83,7 +83,7 @@ def step_sizes(
         blocks=sum(p.numel() for block in blocks for p in block.parameters()),
         num_blocks=len(blocks),
         hidden=config.hidden_size,
-        queries=num_heads * head_size,
+        queries=attention_width(config) or config.hidden_size,
         keys=num_keys * head_size,
         head_size=head_size,
         embedding=0 if embedding is None else embedding.numel(),
