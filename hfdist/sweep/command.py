@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -78,6 +80,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     if (launched := read_launcher().world_size) > 1:
         what, hint = "a sweep starts the processes of its trials itself", "launch.processes=2, without a launcher"
         raise ConfigError(what, where="the launcher", found=f"{launched} processes", hint=hint)
+    _refuse_words_of_others(line.overrides)
     own = None if line.config_dir is None else Path(line.config_dir).expanduser()
     config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
     fixed = [text for text in line.overrides if not is_sweep(text)]
@@ -126,6 +129,18 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
         what, hint = "this sampler needs a package that is not installed", "pip install 'optuna>=5', or sweep=grid"
         raise ConfigError(what, where="sweep.sampler", found=config.sampler.value, hint=hint)
     return line, sweep, _make_launcher(sweep, cluster, arguments)
+
+
+def _refuse_words_of_others(overrides: Sequence[str]) -> None:
+    """Refuse distributions as Optuna, Ray and wandb name them."""
+    for text in overrides:
+        found = re.fullmatch(r"([\w.]+)=((?:q?log_?)?uniform|q?randint|int)(?:_values)?\((.*)\)", text)
+        if found is not None:
+            key, name, limits = found.groups()
+            values = f"tag(log, interval({limits}))" if "log" in name else f"interval({limits})"
+            values = f"int({values})" if "int" in name else values
+            what, hint = "these are no values of a sweep", shlex.quote(f"{key}={values}")
+            raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=text, hint=hint)
 
 
 def _find_cluster(

@@ -29,6 +29,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.model_files import check_adapter_names, has_adapter
 from hfdist.trainer.hooks import OURS, check_hooks, owner_of
 from hfdist.trainer.optimizers import OwnOptimizer
+from hfdist.trainer.row_check import check_rows
 from hfdist.trainer.step.lean_step import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
 from hfdist.trainer.trl_trainers import check_trl_arguments, sums_over_targets, trains_causal_lm, with_adapter
@@ -59,11 +60,20 @@ def find_strategy(strategy: object, arguments: dict[str, Any]) -> tuple[Strategy
             hint = f"strategy=hfdist.make_strategy({', '.join([*name, *(f'{k}={v!r}' for k, v in given.items())])})"
         raise ConfigError("this is no strategy", where=where, found=repr(strategy), allowed=allowed, hint=hint)
     args = arguments.get("args")
+    check_is_arguments(args)
     if args is None:
         what, hint = "a strategy by its name takes the sizes of the training arguments", "args=TrainingArguments(...)"
         raise ConfigError(what, where="args", found="None", hint=hint)
     made = strategy_by_name(strategy, args)
     return made, arguments | {"args": dataclasses.replace(args, **made.training_arguments())}
+
+
+def check_is_arguments(args: object) -> None:
+    """Raise a ConfigError on what is neither TrainingArguments nor None."""
+    if args is not None and not isinstance(args, TrainingArguments):
+        given = "**values" if isinstance(args, Mapping) else '"out", ...'
+        what, hint = "these are no TrainingArguments", f"args=TrainingArguments({given})"
+        raise ConfigError(what, where="args", found=type(args).__name__, allowed="TrainingArguments", hint=hint)
 
 
 def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
@@ -72,6 +82,7 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     `kind` is the class of the trainer. `arguments` are all those of the class after the mixin, by name; they come back
     with the engine's model. A ConfigError says what does not go with the layout.
     """
+    check_is_arguments(arguments.get("args"))
     _check_arguments(arguments.get("args"), strategy)
     check_hooks(kind, strategy.topology)
     if strategy.topology.pipeline > 1 and not sums_over_targets(kind):
@@ -95,6 +106,8 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     raise_limit()
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments, strategy)
+    if all(owner_of(kind, name) is transformers.Trainer for name in ("__init__", "compute_loss")):
+        check_rows(arguments, micro_batch_size=strategy.batch.micro_batch_size)
     check_trl_arguments(kind, arguments, strategy)
     arguments = with_adapter(arguments, kind, strategy)
     _check_half_weights(arguments["model"], arguments.get("args"))

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from hfdist.collectives import gather_json, rank, world_size
-from hfdist.errors import HfdistError, PeerError
+from hfdist.errors import ConfigError, HfdistError, PeerError
 from hfdist.records import Event, RunFolder, RunRecorder, add_event
 from hfdist.records.recorder import record_end_of_run
 from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
@@ -56,6 +56,9 @@ class Watch(TrainerCallback):
     """
 
     def __init__(self, run_dir: str | Path, heartbeat_seconds: float | None = 60.0) -> None:
+        if heartbeat_seconds is not None and not (isinstance(heartbeat_seconds, int | float) and heartbeat_seconds > 0):
+            what, allowed = "this is no time", "a number of seconds > 0, or None"
+            raise ConfigError(what, where="Watch(heartbeat_seconds)", found=repr(heartbeat_seconds), allowed=allowed)
         self.progress = Progress()
         self._run_dir, self._heartbeat_seconds = Path(run_dir).absolute(), heartbeat_seconds
         self._start_number: int | None = None

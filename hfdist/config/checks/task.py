@@ -81,7 +81,10 @@ def _check_preference(config: RunConfig) -> None:
     if task.loss.value not in known:
         raise _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
     if task.label_smoothing and task.loss is not PreferenceLoss.robust:
-        raise _misfit(config, "task.label_smoothing", "0", "only the robust loss of dpo smooths labels")
+        error = _misfit(config, "task.label_smoothing", "0", "only the robust loss of dpo smooths labels")
+        if name is TaskName.dpo:
+            error.hint = f"task.loss=robust, or {error.hint}"
+        raise error
     if name.has_reference and not task.beta:
         raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
     if name is not TaskName.reward:

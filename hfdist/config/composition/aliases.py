@@ -9,6 +9,9 @@ from pathlib import Path
 from hfdist.config.optimizer import OptimizerName
 
 _HUB_DATA = "data=hub data.sources.hub.path={value}"
+_REWARDS = "'task.rewards={{value}: 1.0}'"
+_STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward", "ppo": "grpo"}
+"""Stages of LLaMA-Factory, with the command that does them."""
 _OVERRIDES = {
     "train.global_batch_size={value}": "batch_size train_batch_size effective_batch_size",
     "train.micro_batch_size={value}": "per_device_train_batch_size per_device_batch_size "
@@ -104,9 +107,9 @@ _OVERRIDES = {
     "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta kl_coef kl_coeff",
     "cluster.nodes={value}": "cluster.num_nodes cluster.nnodes cluster.machines",
-    "cluster.hours=1": "cluster.time cluster.walltime cluster.time_limit",
+    "cluster.hours={value}": "cluster.time cluster.walltime cluster.time_limit",
     "task.loss={value}": "loss_type pref_loss",
-    "'task.rewards={{value}: 1.0}'": "reward_funcs reward_functions",
+    _REWARDS: "reward_funcs reward_functions",
     "task.max_new_tokens={value}": "max_completion_length",
     "train.arguments.use_liger_kernel={value}": "use_liger_kernel",
     "train.arguments.ddp_timeout={value}": "ddp_timeout",
@@ -204,6 +207,27 @@ VALUES = {
     "model.loss": dict.fromkeys(("liger", "cut_cross_entropy"), "chunked"),
     "optimizer.name": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW"), "adamw"),
     "strategy.offload": dict.fromkeys(("nvme", "disk", "optimizer", "all", "true"), "cpu"),
+    "train.precision": {
+        "no": "fp32",
+        "False": "fp32",
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "float32": "fp32",
+        "16": "fp16",
+        "32": "fp32",
+        "bf16-mixed": "bf16",
+        "16-mixed": "fp16",
+    },
+    "train.compile": {"True": "blocks", "true": "blocks", "False": "none", "false": "none"},
+    "data.packing": {"True": "auto", "true": "auto", "False": "none", "false": "none"},
+    "strategy.sharding": {
+        "0": "none",
+        "1": "zero1",
+        "2": "zero2",
+        "3": "zero3",
+        "fsdp": "fsdp2",
+        "full_shard": "fsdp2",
+    },
     "model.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     "adapter=lora adapter.targets=[{value}]": {"all": "all-linear"},
     "optimizer.schedule": {
@@ -223,7 +247,13 @@ def override_for(name: str, value: object = None) -> str | None:
         return None
     if template == "strategy=zero{value}" and not str(value).isdecimal():
         # As LLaMA-Factory has `stage: sft`.
+        if str(value) in _STAGES:
+            return f"hfdist {_STAGES[str(value)]}, in place of {name}={value}"
         value = None
+    if template == _REWARDS and re.search(r"[:/]|\.py", str(value)):
+        return "a reward of your own comes from an installed package: docs/rewards.md#a-reward-of-your-own"
+    if template == "cluster.hours={value}":
+        value = _hours(value)
     value = str(value).lower() if isinstance(value, bool) else value
     if isinstance(value, float) and value.is_integer():
         # As `num_train_epochs: 3.0`.
@@ -240,6 +270,15 @@ def override_for(name: str, value: object = None) -> str | None:
     if template == _HUB_DATA and Path(str(value)).suffix:
         template = "data={value}"
     return _fill(template, None if value is None else str(value))
+
+
+def _hours(value: object) -> object:
+    """Give the hours of a time as SLURM has it: minutes, HOURS:MINUTES:SECONDS, or DAYS-HOURS:MINUTES:SECONDS."""
+    time = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+)(?::\d+)?", str(value))
+    if time is not None:
+        hours = 24 * int(time[1] or 0) + int(time[2]) + int(time[3]) / 60
+        return f"{hours:g}"
+    return f"{int(str(value)) / 60:.3g}" if str(value).isdecimal() else 1
 
 
 def _fill(template: str, value: str | None) -> str:
@@ -262,6 +301,8 @@ _OPTIONS = {
                  "ep": "strategy=moe", "dp": "strategy=ddp"},
     "task": {"ppo": "task=grpo", "sft": "task=causal_lm", "ipo": "task=dpo task.loss=ipo"},
     "evaluate": {**_EVALUATES, "yes": _EVALUATES["true"], "no": _EVALUATES["false"]},
+    "adapter": dict.fromkeys(("prefix", "prompt", "ptuning", "prefix_tuning", "peft"), "adapter=lora")
+    | dict.fromkeys(("full", "freeze"), "adapter=none"),
     "train": {"fp16": "train.precision=fp16", "fp32": "train.precision=fp32"},
 }  # fmt: skip
 """Options of groups as others call them, by group, with the override that does it."""

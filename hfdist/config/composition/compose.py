@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hfdist.config.checks.values import check_config
 from hfdist.config.composition.defaults_list import check_defaults_list
 from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
-from hfdist.config.composition.overrides import prepare_overrides
+from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
 from hfdist.config.data import Packing, RowFormat
 from hfdist.config.model import Init
 from hfdist.config.rates import default_learning_rate
@@ -26,6 +27,8 @@ from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = RUN_DEFAULTS[0]
+_EXAMPLES = ("stdlib", "docstrings")
+"""Sources that a recipe reads if no other is named."""
 """Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
 
 _RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"), ("report", "alert_command"))
@@ -104,7 +107,22 @@ def compose_request(request: Request) -> RunConfig:
     except RecursionError as error:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
+    _refuse_mixed_example(values, request)
     return complete(values, {override.key for override in request.overrides})
+
+
+def _refuse_mixed_example(values: RunConfig, request: Request) -> None:
+    """Refuse a source that the command line adds to a recipe's own example, where neither has a weight."""
+    keys = [override.key for override in request.overrides]
+    added = {key.split(".")[2] for key in keys if re.match(r"data\.sources\.\w+\.", key)}
+    sources = values.data.sources
+    example = next((name for name in _EXAMPLES if name in sources and name not in added), None)
+    if not added or example is None or any(source.weight is not None for source in sources.values()) or "data" in keys:
+        return
+    name = min(added)
+    what, hint = "the example of the recipe would be mixed with it", f"data={sources[name].path or 'FILES'}"
+    hint += f", or data=mixture and a weight for each: '+data.sources.{name}={{path: FILES, weight: 1}}'"
+    raise ConfigError(what, where=f"data.sources.{name} ({COMMAND_LINE})", found=", ".join(sources), hint=hint)
 
 
 def complete(values: RunConfig, given: Collection[str] = ()) -> RunConfig:

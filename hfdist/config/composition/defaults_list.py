@@ -62,7 +62,11 @@ def _check_is_ours(values: Mapping[str, Any], place: str) -> None:
         for name, value in values.items()
         if name not in members("")
     }
-    written = [override for override in others.values() if override is not None and "..." not in override]
+    written = [
+        override
+        for override in others.values()
+        if override is not None and "..." not in override and "=" in override.split()[0]
+    ]
     if len(written) > 1:
         what, hint = "this is a config of another trainer", f"hfdist finetune {' '.join(written)}"
         raise ConfigError(what, where=place, found=", ".join(map(str, others)), allowed=_PAGE, hint=hint)

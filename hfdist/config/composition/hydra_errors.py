@@ -27,6 +27,8 @@ from hfdist.config.schema import all_keys, find_key, flatten, members, nearest_k
 from hfdist.errors import ConfigError, first_line, nearest
 
 _REWARDS = "task.rewards"
+_NO_LOSSES = ("simpo", "orpo", "cpo", "exo_pair", "nca_pair", "sppo_hard", "bco_pair")
+"""Losses of TRL that are none here."""
 _OPTION_NAMES = ("name", "type", "option", "preset", "kind")
 """What people call the option of a group within its section."""
 
@@ -86,6 +88,8 @@ def explain(error: Exception, request: Request) -> ConfigError:
 def unknown_key(key: str, value: object, place: str, request: Request) -> ConfigError:
     """Say that there is no such key, and which one was probably meant."""
     where, reason, groups = f"{key} ({place})", reason_against(key), request.groups()
+    if value is None and place != COMMAND_LINE:
+        value = _value_in_file(key, request)
     if reason is not None:
         return ConfigError("there is no such key", where=where, found=value, hint=reason)
     if find_key(key) is not None and place != COMMAND_LINE:
@@ -110,11 +114,17 @@ def _hint_for_section(key: str, request: Request) -> str | None:
     if not section and override_for(key) is None:
         near = nearest(key, members(""), cutoff=0.7)
         return None if near is None else f"`{near}:` in place of `{key}:`"
-    path, groups = request.file(request.config_name), request.groups()
-    if path is None or leaf not in _OPTION_NAMES or section not in groups:
+    groups = request.groups()
+    if leaf not in _OPTION_NAMES or section not in groups:
         return None
-    option = dict(flatten(read_config(path), "")).get(key)
+    option = _value_in_file(key, request)
     return f"`- override /{section}: {option}` in the defaults list" if option in groups[section] else None
+
+
+def _value_in_file(key: str, request: Request) -> Any:
+    """Give what the primary config has for a key; None: nothing, or it is hfdist's own."""
+    path = request.file(request.config_name)
+    return None if path is None else dict(flatten(read_config(path), "")).get(key)
 
 
 def _in_file(hint: str) -> str:
@@ -363,7 +373,9 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
     if hint is not None:
         return hint
     text = "..." if value is None or isinstance(value, (dict, list)) else value
-    leaf = key.rpartition(".")[2]
+    section, _, leaf = key.rpartition(".")
+    if section == "data" and find_key(f"data.sources.files.{leaf}") is not None:
+        return f"data.sources.files.{leaf}={text}"
     if leaf != key and leaf in members("") and members(leaf):
         return f"`{leaf}:` is a section of its own, beside `{key.partition('.')[0]}:`"
     if "." not in key:
@@ -379,7 +391,26 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
     return f"{near}={text}" if known is None or known.accepts(str(text)) else f"{near}, which takes {known.allowed}"
 
 
+def _hint_for_source(key: str, value: str) -> str | None:
+    """Say how a source is given, where a path or one of its keys stands in its place; None: it is no source."""
+    section, _, name = key.rpartition(".")
+    if key == "data.eval_sources":
+        return f"data.eval_fraction=0 {key}.val.path={value}"
+    if section not in ("data.sources", "data.eval_sources"):
+        return None
+    source = "files" if section == "data.sources" else "val"
+    if find_key(f"{section}.{source}.{name}") is None:
+        return f"{key}.path={value}"
+    return f"data={value}" if (source, name) == ("files", "path") else f"{section}.{source}.{name}={value}"
+
+
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
+    if not isinstance(value, dict | list) and (of_source := _hint_for_source(key, str(value))) is not None:
+        return of_source
+    if key == "launch":
+        return f"launch.processes={value}"
+    if key == "task.loss" and value in _NO_LOSSES:
+        return f"{key}=sigmoid, which is DPO's own: {value} is not among the losses"
     if key == "data.sources" and isinstance(value, list):
         return f"`{in_yaml('data.sources.files.path', 'PATH')}`: each source has a name"
     if allowed.startswith("a list"):

@@ -89,8 +89,20 @@ def prepare_overrides(
         where, hint = f"data ({COMMAND_LINE})", mixture_hint(dict.fromkeys(files))
         raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=hint)
     folders = folders or (shipped_folder(),)
+    _refuse_split(texts)
     _refuse_bare_paths(texts)
     return [_prepare(part, recipe) for text in texts for part in _name_files(text, folders)]
+
+
+def _refuse_split(texts: Sequence[str]) -> None:
+    """Refuse a mapping or list that the shell has split at its spaces."""
+    for place, text in enumerate(texts):
+        for opened, closed in ("{}", "[]"):
+            if re.match(rf"[\w.+]+=\{opened}", text) and text.count(opened) > text.count(closed):
+                ends = [end for end in range(place + 1, len(texts)) if texts[end].endswith(closed)]
+                whole = " ".join(texts[place : ends[0] + 1 if ends else None])
+                what, hint = "the shell has split a value at its spaces", shlex.quote(whole) if ends else None
+                raise ConfigError(what, where=COMMAND_LINE, found=whole, allowed=_ALLOWED, hint=hint)
 
 
 def _refuse_bare_paths(texts: Sequence[str]) -> None:
@@ -189,6 +201,10 @@ def _for_hydra(override: Override, text: str) -> str:
         # No primary config lists it, so that plain Hydra wants a `+`; with or without is the same here.
         return f"+{key}={value}"
     found = find_key(key)
+    prefix = _PREFIXES[override.type]
+    if found is not None and not found.is_free and override.type is OverrideType.ADD:
+        # It is there: as in plain Hydra without the +.
+        prefix = ""
     if found is not None and found.is_text and isinstance(given, (bool, int, float)):
         value = f"'{value}'"
     if found is not None and found.type == list[str] and isinstance(given, (str, bool, int, float)):
@@ -201,7 +217,7 @@ def _for_hydra(override: Override, text: str) -> str:
             return f"++{sources}={value}"
     is_in_free_mapping = any(known.is_free and f"{key}.".startswith(f"{known.name}.") for known in all_keys().values())
     is_free_member = override.type is OverrideType.CHANGE and is_in_free_mapping
-    return f"{'++' if is_free_member else _PREFIXES[override.type]}{key}={value}"
+    return f"{'++' if is_free_member else prefix}{key}={value}"
 
 
 def _is_model(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ class Section:
             return path
         known = sorted({*options, *others})
         allowed = f"{', '.join(known)}, or the path of a file"
-        hint = nearest(name, known, f"{key}={{}}") or hint
+        hint = nearest(name, known, f"{key.partition(' ')[0]}={{}}") or hint
         raise ConfigError(f"there is no such {self._group}", where=key, found=name, allowed=allowed, hint=hint)
 
     def _merge(self, config: Any, key: str, value: Any, place: str) -> Any:
@@ -133,6 +134,9 @@ class Section:
         except HydraException as error:
             quoted = f"quote it, for the shell and for the config: '{key}=\"{value}\"'"
             what, hint = "this is not an override", None if key in self.keys else self._of_a_run(key, value)
+            known = self.keys.get(key)
+            if known is not None and known.takes_list:
+                quoted = shlex.quote(f"{key}={json.dumps(value.strip('[]').split(','))}")
             hint = hint or quoted
             raise ConfigError(what, where=COMMAND_LINE, found=override, allowed="key=value", hint=hint) from error
 

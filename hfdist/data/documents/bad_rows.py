@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import shlex
 
@@ -64,7 +65,18 @@ def _in_utf8(error: DataError) -> str | None:
     if not error.what.startswith("not UTF-8"):
         return None
     file = _file_of(error)
-    return "text in UTF-8" if file is None else f"iconv -f ISO-8859-1 -t UTF-8 {file} > NEW, if that is its encoding"
+    if file is None:
+        return "text in UTF-8"
+    encoding = "UTF-16" if _begins_as_utf16(str(error.where).partition(", row ")[0]) else "ISO-8859-1"
+    return f"iconv -f {encoding} -t UTF-8 {file} > NEW, if that is its encoding"
+
+
+def _begins_as_utf16(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    except OSError:
+        return False
 
 
 def _as_rows(error: DataError) -> str | None:

@@ -431,6 +431,12 @@ class Checkpointer:
     def find_start(self, asked: str | bool) -> str:
         """Give the checkpoint of this path, or for True the newest of the output folder that verifies."""
         if asked is not True:
+            if not Path(str(asked)).is_dir():
+                what, hint = (
+                    "there is no such checkpoint",
+                    "resume_from_checkpoint=True takes the newest, if there is one",
+                )
+                raise CheckpointError(what, where="resume_from_checkpoint", found=str(asked), hint=hint)
             if self._options.run_values is None:
                 # A run has verified what it gives.
                 on_rank_zero(lambda: verify(Path(str(asked))))

@@ -68,7 +68,6 @@ MISTAKES = {
     "duplicate": ("train:\n  seed: 1\n  max_steps: 3\n  seed: 2\n", FILE + ", line 5", "key twice", "lines 3 and 5"),
     "missing": ("run:\n  name: ???\n", f"run.name ({FILE}, line 3)", "typed default", "null"),
     "not a mapping": ("- train\n", FILE + ", line 2", "not a mapping", None),
-    "only comments": ("# later\n", FILE, "empty", "delete"),
     "target": ("model:\n  config: {x: [{_target_: os}]}\n", FILE + ", line 3", "model.config.x.0._target_", None),
     "target in a list": ("report:\n  to: [{_target_: a}]\n", FILE + ", line 3", "_target_", None),
     "remote code": (

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,32 +12,18 @@ import yaml
 
 from hfdist.config.cli.about_run import RECIPES
 from hfdist.errors import ConfigError
-from hfdist.jobs.cluster import ClusterConfig, cluster_keys, compose_cluster
 from hfdist.jobs.command import TARGETS, parse_job, write_job
 from hfdist.records import Event, RunFolder, add_event
 from tests.unit.config.shipped import CONF
 from tests.unit.jobs.jobs import RUN
 
 PRESETS = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
-DEFAULT = (CONF / "cluster" / "default.yaml").read_text(encoding="utf-8")
 
 
 def refused(*arguments):
     with pytest.raises(ConfigError) as caught:
         write_job(*parse_job(["to=slurm", *RUN, *arguments]))
     return caught.value
-
-
-def test_the_default_file_lists_each_key_with_its_default_and_a_comment():
-    def leaves(values, name="cluster"):
-        for key, value in values.items():
-            is_section = isinstance(value, dict) and f"{name}.{key}" + "." in " ".join(cluster_keys())
-            yield from leaves(value, f"{name}.{key}") if is_section else [(f"{name}.{key}", value)]
-
-    plain = json.loads(json.dumps(asdict(ClusterConfig()), default=lambda member: member.name))
-    assert dict(leaves(yaml.safe_load(DEFAULT))) == dict(leaves(plain))
-    assert not [line for line in DEFAULT.splitlines() if re.match(r" *\w+:", line) and "# " not in line]
-    compose_cluster("default", [])
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -45,7 +45,7 @@ def test_the_verdict_names_both_sizes_and_says_where_it_is_close():
 
 def test_the_line_of_a_run_has_activations_and_seconds():
     assert "activations 3.0 GiB" in describe_shortly(PLAN)
-    assert describe_shortly(PLAN).endswith("4.0 s a step")
+    assert describe_shortly(PLAN).endswith("4.0 s a step, 1 h 0 min in all for 10 USD")
 
 
 def test_a_grade_compares_what_was_measured_and_nothing_else():
