@@ -80,7 +80,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     if (launched := read_launcher().world_size) > 1:
         what, hint = "a sweep starts the processes of its trials itself", "launch.processes=2, without a launcher"
         raise ConfigError(what, where="the launcher", found=f"{launched} processes", hint=hint)
-    _refuse_words_of_others(line.overrides)
+    _refuse_words_of_others(arguments)
     own = None if line.config_dir is None else Path(line.config_dir).expanduser()
     config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
     fixed = [text for text in line.overrides if not is_sweep(text)]
@@ -131,15 +131,17 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     return line, sweep, _make_launcher(sweep, cluster, arguments)
 
 
-def _refuse_words_of_others(overrides: Sequence[str]) -> None:
+def _refuse_words_of_others(arguments: Sequence[str]) -> None:
     """Refuse distributions as Optuna, Ray and wandb name them."""
-    for text in overrides:
+    for text in arguments:
         found = re.fullmatch(r"([\w.]+)=((?:q?log_?)?uniform|q?randint|int)(?:_values)?\((.*)\)", text)
         if found is not None:
             key, name, limits = found.groups()
             values = f"tag(log, interval({limits}))" if "log" in name else f"interval({limits})"
             values = f"int({values})" if "int" in name else values
             what, hint = "these are no values of a sweep", shlex.quote(f"{key}={values}")
+            # A grid takes choices.
+            hint += " sweep=random" if f"{GROUP}=grid" in arguments else ""
             raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=text, hint=hint)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,10 @@ def _refuse_mixed_example(values: RunConfig, request: Request) -> None:
     if not added or example is None or any(source.weight is not None for source in sources.values()) or "data" in keys:
         return
     name = min(added)
-    what, hint = "the example of the recipe would be mixed with it", f"data={sources[name].path or 'FILES'}"
-    hint += f", or data=mixture and a weight for each: '+data.sources.{name}={{path: FILES, weight: 1}}'"
+    path = sources[name].path or "FILES"
+    parts = f"{name}={{path: {path}, weight: 1}}", f"{example}={{kind: {example}, weight: 1}}"
+    what, hint = "the example of the recipe would be mixed with it", f"data={path}"
+    hint += f", or data=mixture {' '.join(shlex.quote(f'+data.sources.{part}') for part in parts)}"
     raise ConfigError(what, where=f"data.sources.{name} ({COMMAND_LINE})", found=", ".join(sources), hint=hint)
 
 

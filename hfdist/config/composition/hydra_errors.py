@@ -278,6 +278,8 @@ def _bad_value(
         of_group = f"`- override /{key}: {option}` in the defaults list of the file, in place of this line"
         hint = of_group if options else f"`{leaf}: {option}` in {place}"
     what = "the value has the wrong type or is not among the allowed"
+    if not is_in_file and not isinstance(value, dict | list) and _hint_for_source(key, str(value)) is not None:
+        what = "there is no source in this value: each has a name, and keys of its own"
     found = repr(value) if isinstance(value, str) else value
     if re.search(r"not Optional|Incompatible value 'None'", str(cause)):
         what, found = "this key needs a value, not null", "null"

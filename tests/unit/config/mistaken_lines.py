@@ -303,7 +303,6 @@ LINES = [
     "pretrain data=texts.jsonl data.text=body",
     "pretrain data.sources.path=texts.jsonl",
     "pretrain data.eval_sources=texts.jsonl",
-    "pretrain 'data.eval_sources={val: texts.jsonl}'",
     "pretrain data.sources.files.path=texts.jsonl",
     "pretrain train.precision=no",
     "pretrain train.compile=true",
