@@ -13,7 +13,7 @@ from recipes.pretrain import main
     [
         (["model.config.hiden_size=64"], ConfigError, "model.config.hiden_size"),
         (["model.config.num_attention_heads=7"], ConfigError, "model.config"),
-        (["data.sources.files.path=missing.jsonl"], ConfigError, "data.sources.files.path"),
+        (["data=files", "data.sources.files.path=missing.jsonl"], ConfigError, "data.sources.files.path"),
         (["data.sources.files.text=body"], DataError, "texts.jsonl"),
         (["data.sequence_length=4096"], ConfigError, "data.sequence_length"),
         (["train.arguments.no_such=1"], ConfigError, "train.arguments.no_such"),

@@ -118,7 +118,12 @@ def _refuse_mixed_example(values: RunConfig, request: Request) -> None:
     added = {key.split(".")[2] for key in keys if re.match(r"data\.sources\.\w+\.", key)}
     sources = values.data.sources
     example = next((name for name in _EXAMPLES if name in sources and name not in added), None)
-    if not added or example is None or any(source.weight is not None for source in sources.values()) or "data" in keys:
+    if (
+        not added
+        or example is None
+        or any(source.weight is not None for source in sources.values())
+        or {"data", "experiment"} & {*keys}
+    ):
         return
     name = min(added)
     path = sources[name].path or "FILES"

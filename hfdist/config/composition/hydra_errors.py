@@ -20,7 +20,7 @@ from omegaconf.errors import (
 )
 
 from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
-from hfdist.config.composition.files import display, list_groups, list_options, read_config
+from hfdist.config.composition.files import display, list_groups, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import TRACKERS
 from hfdist.config.schema import all_keys, find_key, flatten, members, nearest_key, unknown_keys
@@ -135,8 +135,10 @@ def _in_file(hint: str) -> str:
     pairs = [word.strip("'").partition("=") for word in words]
 
     def line(key: str, value: str) -> str:
-        if key in ("model", "data") and value == "...":
-            return f"`{in_yaml('model.name' if key == 'model' else 'data.sources.files.path', 'PATH')}`"
+        if key in ("model", "data") and value not in list_options(shipped_folder(), key):
+            path = "PATH" if value == "..." else value
+            found = hint_for_file(key, value)
+            return found or f"`{in_yaml('model.name' if key == 'model' else 'data.sources.files.path', path)}`"
         is_option = "." not in key and hint_for_file(key, value) is None
         of_group = f"`- override /{key}: {value}` in the defaults list"
         return of_group if is_option else hint_for_file(key, value) or f"`{in_yaml(key, value)}`"

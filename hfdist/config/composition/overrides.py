@@ -20,7 +20,7 @@ from hfdist.config.checks.preflight import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import list_groups, list_options, refuse_target, shipped_folder
-from hfdist.config.schema import all_keys, find_key, flatten
+from hfdist.config.schema import all_keys, find_key, flatten, members
 from hfdist.errors import ConfigError, nearest
 from hfdist.records.run_folder import is_run_folder
 
@@ -100,9 +100,10 @@ def _refuse_split(texts: Sequence[str]) -> None:
         for opened, closed in ("{}", "[]"):
             if re.match(rf"[\w.+]+=\{opened}", text) and text.count(opened) > text.count(closed):
                 ends = [end for end in range(place + 1, len(texts)) if texts[end].endswith(closed)]
-                whole = " ".join(texts[place : ends[0] + 1 if ends else None])
-                what, hint = "the shell has split a value at its spaces", shlex.quote(whole) if ends else None
-                raise ConfigError(what, where=COMMAND_LINE, found=whole, allowed=_ALLOWED, hint=hint)
+                if ends:
+                    whole = " ".join(texts[place : ends[0] + 1])
+                    what, hint = "the shell has split a value at its spaces", shlex.quote(whole)
+                    raise ConfigError(what, where=COMMAND_LINE, found=whole, allowed=_ALLOWED, hint=hint)
 
 
 def _refuse_bare_paths(texts: Sequence[str]) -> None:
@@ -202,7 +203,7 @@ def _for_hydra(override: Override, text: str) -> str:
         return f"+{key}={value}"
     found = find_key(key)
     prefix = _PREFIXES[override.type]
-    if found is not None and not found.is_free and override.type is OverrideType.ADD:
+    if found is not None and not found.is_free and not members(key) and override.type is OverrideType.ADD:
         # It is there: as in plain Hydra without the +.
         prefix = ""
     if found is not None and found.is_text and isinstance(given, (bool, int, float)):

@@ -63,6 +63,7 @@ def test_a_free_mapping_given_whole_is_merged():
 def test_sources_are_added_from_the_command_line():
     config = compose_config(
         [
+            "data=stdlib",
             "data.sources.mine.kind=files",
             "data.sources.mine.path='/a b/*.jsonl.gz'",
             "+data.sources.other={kind: hub, path: some/set, subset: x}",

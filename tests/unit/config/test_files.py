@@ -175,7 +175,7 @@ def test_shipped_files_are_readable_by_all():
 
 def test_the_config_of_a_run_has_no_references_and_so_cannot_unfold(tmp_path):
     own = tmp_path / "config.yaml"
-    own.write_text(to_yaml(compose_config([r"data.sources.x.path=/data/\${x}", "train.max_steps=3"])))
+    own.write_text(to_yaml(compose_config(["data=files", r"data.sources.files.path=/data/\${x}", "train.max_steps=3"])))
     refuse_references(own)
     doubling = "\n".join(f"    a{i}: ${{.a{i - 1}}}${{.a{i - 1}}}" for i in range(1, 40))
     own.write_text(f"defaults: [run_schema, _self_]\noptimizer:\n  arguments:\n    a0: x\n{doubling}\n")

@@ -112,7 +112,7 @@ def test_plain_values_are_read_as_they_were_and_nothing_in_them_is_interpolated(
     text = r"${oc.env:HOME} \${x} \\${y}"
     change = OptimizerChange(step=3, lr=1e-3)
     optimizer = OptimizerConfig(plugin=text, arguments={"a": [text, 1.5, None]}, changes=[change])
-    run = compose_config(["data.sources.x.path=/data", "model.config={hidden_size: 8}"])
+    run = compose_config(["data=files", "data.sources.files.path=/data", "model.config={hidden_size: 8}"])
     for values in (optimizer, run):
         assert from_plain(type(values), json.loads(json.dumps(plain(values)))) == values
     assert from_plain(OptimizerConfig, {"plugin": "${oc.env:HOME}"}).plugin == "${oc.env:HOME}"

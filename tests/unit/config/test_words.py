@@ -173,13 +173,13 @@ def test_a_run_without_a_config_is_one_message(arguments, tmp_path, monkeypatch,
     ("text", "hint"),
     [
         ("model: m", "`model: {name: m}`"),
-        ("base_model: m", "`model: {name: PATH}`"),
+        ("base_model: m", "`model: {name: m}`"),
         ("lora: {r: 8}", "`- override /adapter: lora` in the defaults list"),
         ("train: {optimizer: {lr: 1e-4}}", "`optimizer:` is a section of its own, beside `train:`"),
         ("model: {name: '${MODEL_DIR}'}", 'model.name="$MODEL_DIR" on the command line, where the shell puts it in'),
         ("data: {sources: [{path: a.jsonl}]}", "`data: {sources: {files: {path: PATH}}}`: each source has a name"),
         ("training_args: {max_steps: 2}", "`train: {max_steps: 20}` and `optimizer: {lr: 1e-4}`; other TrainingArg"),
-        ("max_steps: 2", "`train: {max_steps: ...}`"),
+        ("max_steps: 2", "`train: {max_steps: 2}`"),
     ],
 )
 def test_a_mistake_in_a_file_is_answered_as_a_file_has_it(tmp_path, text, hint):
