@@ -57,7 +57,7 @@ def find_strategy(strategy: object, arguments: dict[str, Any]) -> tuple[Strategy
         if isinstance(strategy, dict) and strategy:
             name = [repr(strategy["name"])] if "name" in strategy else []
             given = {"global_batch_size": 8} | {key: value for key, value in strategy.items() if key != "name"}
-            hint = f"strategy=hfdist.make_strategy({', '.join([*name, *(f'{k}={v!r}' for k, v in given.items())])})"
+            hint = f"hfdist.make_strategy({', '.join([*name, *(f'{k}={v!r}' for k, v in given.items())])})"
         raise ConfigError("this is no strategy", where=where, found=repr(strategy), allowed=allowed, hint=hint)
     args = arguments.get("args")
     check_is_arguments(args)

@@ -84,7 +84,7 @@ def test_with_as_much_as_goes_together(tmp_path, cache_dir):
         "RoundIsland",
         # Once the Trainer is built.
         "OptimizerChanges",
-        "TimelineDrawer",
+        "TimelineWriter",
         "RankTimes",
         "Alerts",
         "Traffic",

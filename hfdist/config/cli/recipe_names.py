@@ -47,7 +47,7 @@ def with_task(name: str, arguments: Sequence[str]) -> list[str]:
     other = next((argument for argument in arguments if argument.startswith("task=")), None)
     task = None if other is None else other.partition("=")[2]
     others = {one.value for one in TaskName} - {TaskName.causal_lm.value}
-    if not overrides and name != "tune" and task in others:
+    if name in ("sft", "finetune") and task in others:
         what, where, hint = f"{name} learns next tokens", "task (command line)", f"hfdist {task} in place of {other}"
         raise ConfigError(what, where=where, found=f"{name}, and {other}", hint=hint)
     if overrides and other is not None:
