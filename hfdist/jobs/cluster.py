@@ -188,6 +188,11 @@ def _section() -> Section:
     return Section(ClusterConfig, GROUP)
 
 
+def describe_keys() -> str:
+    """Give a line for each key, for a command's help."""
+    return _section().describe()
+
+
 def cluster_keys() -> Mapping[str, Key]:
     """Every key by its name, with `cluster.` before it."""
     return _section().keys

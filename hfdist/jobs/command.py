@@ -15,7 +15,7 @@ from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.errors import ConfigError
-from hfdist.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster
+from hfdist.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster, describe_keys
 from hfdist.jobs.job import MARK, STANDARD_OUTPUT, Job, JobFiles
 from hfdist.jobs.kubernetes import write_kubernetes
 from hfdist.jobs.parallelcluster import write_parallelcluster
@@ -41,7 +41,9 @@ hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                
 
 to=TARGET           {targets}; the name alone means the same
 cluster=NAME|FILE   the machines: {clusters}; or a file of your own
-cluster.KEY=VALUE   a key of the cluster: conf/cluster/default.yaml lists them
+cluster.KEY=VALUE   a key of the cluster:
+{keys}
+
 {meanings}
 out=FILE            default: the run's name in this folder; out=-: standard output
 --offline, --config-dir DIR and --config-name NAME mean what they mean for the recipe. All other arguments are overrides
@@ -96,6 +98,7 @@ def _write(arguments: list[str]) -> None:
 main = as_command(
     _HELP.format(
         targets=" | ".join(TARGETS),
+        keys=describe_keys(),
         meanings=MEANINGS,
         clusters=", ".join(list_options(shipped_folder(), GROUP)),
     ),

@@ -26,6 +26,8 @@ _COMMANDS = {
     ".jsonl.xz": f"python -c '{_UNPACK.format('lzma')}'",
     ".tsv": "python -c '" + _CSV.format(r', sep="\t"') + "'",
 }
+_TEXT_SUFFIXES = (".md", ".rst", ".tex", ".py", ".log")
+"""Files of plain text, each of which may be a document as .txt is."""
 SUFFIXES = tuple(_COMMANDS)
 
 
@@ -44,7 +46,7 @@ def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
     """
     kind = next((suffix for suffix in SUFFIXES if any(path.name.endswith(suffix) for path in paths)), None)
     if kind is None:
-        return None
+        return _as_text(paths, given, key)
     alike = [path for path in paths if path.name.endswith(kind)]
     if kind == ".json" and not _has_rows(alike[0]):
         return "rows as JSON objects, a line each, in a file NAME.jsonl, without an object or a list around them"
@@ -57,6 +59,20 @@ def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
         command = f'find -L {folder} -name "*{kind}" | while read -r file; do {command} < "$file" > "$file.jsonl"; done'
     is_folder = Path(given).expanduser().is_dir()
     return f"{command}; then {shlex.quote(f'{key}={given}' if is_folder else f'{key}={given}.jsonl')}"
+
+
+def _as_text(paths: Sequence[Path], given: str, key: str) -> str | None:
+    """Give what makes documents of files of plain text; None: they are of no such kind."""
+    kind = next((suffix for suffix in _TEXT_SUFFIXES if any(path.suffix == suffix for path in paths)), None)
+    if kind is None:
+        return None
+    if len(paths) == 1:
+        file = shlex.quote(str(paths[0]))
+        return f"cp {file} {file}.txt; then {shlex.quote(f'{key}={given}.txt')}"
+    folder = shlex.quote(os.path.commonpath(paths))
+    then = given if Path(given).expanduser().is_dir() else f"{given}.txt"
+    command = f'find -L {folder} -name "*{kind}" | while read -r file; do cp "$file" "$file.txt"; done'
+    return f"{command}; then {shlex.quote(f'{key}={then}')}"
 
 
 def _has_rows(path: Path) -> bool:

@@ -393,14 +393,13 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
         files = _find_remote(path, suffixes, cache, key)
     if not files:
         there = [] if scheme else _find_local(Path(path).expanduser(), ("",))
-        others = [file for file in there if file.name.endswith(OTHER_SUFFIXES)]
         names = f", with {count(len(there), 'file')}, such as {there[0].name}" if there else ""
         raise ConfigError(
             "no file of a kind that can be read is there" if there else "no file is there",
             where=key,
             found=redact(path) if scheme else f"{Path(path).expanduser()}{names}",
             allowed=f"a file, a folder, or a glob (quote it) of {', '.join(suffixes)}",
-            hint=hint_for([Path(file.url) for file in others], path, key),
+            hint=hint_for([Path(file.url) for file in there], path, key),
         )
     for file in files:
         if not file.name.endswith(suffixes):

@@ -96,7 +96,6 @@ class LocalLauncher:
         self._command, self._slots, self._devices = command, slots, devices
 
     def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> TrialProcess:
-        """See `Launcher`."""
         environment = {"CUDA_VISIBLE_DEVICES": self._devices[slot]} if self._devices else {}
         if self._slots > 1:
             threads = max(1, (os.cpu_count() or 1) // self._slots)
@@ -105,5 +104,4 @@ class LocalLauncher:
         return TrialProcess.start(command, folder, slot=slot, rung=rung, environment=environment)
 
     def find_all(self) -> dict[Path, LaunchedTrial]:
-        """See `Launcher`."""
         return TrialProcess.find_all()

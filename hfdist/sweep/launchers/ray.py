@@ -27,11 +27,9 @@ class RayLauncher:
         self._make_job = make_job
 
     def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> TrialProcess:
-        """See `Launcher`."""
         path = folder / PROGRAM
         write_ray(self._make_job(overrides, path)).write()
         return TrialProcess.start(python(str(path)), folder, slot=slot, rung=rung, environment={})
 
     def find_all(self) -> dict[Path, LaunchedTrial]:
-        """See `Launcher`."""
         return TrialProcess.find_all()

@@ -92,7 +92,6 @@ class SlurmTrial:
 
     @property
     def has_ended(self) -> bool:
-        """See `LaunchedTrial`."""
         if self._job in self._launcher.read_queue():
             return False
         # SLURM forgets a job some minutes after its end.
@@ -103,7 +102,6 @@ class SlurmTrial:
         return True
 
     def stop(self, *, can_save: bool) -> None:
-        """See `LaunchedTrial`."""
         # To the run and not to the script, and without an end by force; before there is a step, it would reach nobody.
         _run("scancel", *(["--signal=TERM"] if can_save else []), str(self._job))
 

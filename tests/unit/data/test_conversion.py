@@ -48,6 +48,17 @@ def test_the_command_makes_files_that_are_read(given, tmp_path):
     assert all(json.loads(corpus.text(n)) == EXPECTED for n in range(corpus.num_documents))
 
 
+def test_plain_text_of_another_kind_is_copied_under_the_suffix_that_is_read(tmp_path):
+    folder = tmp_path / "my notes"
+    folder.mkdir()
+    for name in ("one.md", "two.md"):
+        (folder / name).write_text(f"text of {name}")
+    command, then = refusal(folder, tmp_path / "cache").split("; then ")
+    subprocess.run(["bash", "-c", command], check=True)
+    corpus = open_corpus(config_of(then.strip("'").removeprefix("data.sources.x.path="), tmp_path / "cache"))
+    assert sorted(corpus.text(number) for number in range(2)) == ["text of one.md", "text of two.md"]
+
+
 def test_what_cannot_be_converted_is_said_without_a_command(tmp_path):
     for text in ('{\n"data": []}', '{"data": [{"text": "one"}]}'):
         (tmp_path / "one.json").write_text(text)
