@@ -23,6 +23,10 @@ class SourceKind(Enum):
     tokens = "tokens"
 
 
+EXAMPLES = (SourceKind.stdlib.value, SourceKind.docstrings.value)
+"""Sources that a recipe reads if no other is named."""
+
+
 class Packing(Enum):
     """How documents become sequences.
 
@@ -132,7 +136,7 @@ class SourceConfig:
     `recipes/pretokenize.py` wrote.
     """
     path: str | None = None
-    """Where it lies. files: file, folder, glob or URL; hub: id or folder; tokens: folder.
+    """Place of the source. files: file, folder, glob or URL; hub: id or folder; tokens: folder.
 
     Files are .parquet, .arrow, .jsonl(.gz|.zst), .ndjson or .txt, here or at http(s)://, s3://, gs://, hf://.
     """
@@ -148,7 +152,7 @@ class SourceConfig:
     says.
     """
     format: RowFormat | None = None
-    """What its rows hold; null: as data.format says."""
+    """What the source's rows hold; null: as data.format says."""
     subset: str | None = None
     """hub: the dataset's configuration."""
     split: str = "train"
@@ -158,7 +162,7 @@ class SourceConfig:
     weight: float | None = limited(None, above=0)
     """Share of the sequences beside the other weights; null for all: documents are mixed as they are."""
     epochs: int | None = limited(None, at_least=1)
-    """Passes at the most, then the others go on without it; null: no limit."""
+    """Most passes over the source, after which the others go on without it; null: no limit."""
 
 
 @dataclass(kw_only=True)
@@ -204,7 +208,7 @@ class DataConfig:
     packing: Packing = Packing.concat
     """How documents become sequences: concat (cut) | best_fit (whole) | none (one each) | auto (as needed)."""
     too_long: TooLong = TooLong.split
-    """What becomes of longer documents: split | truncate_end | truncate_start | drop.
+    """What becomes of documents longer than a sequence: split | truncate_end | truncate_start | drop.
 
     With `packing=none`, `split` keeps its beginning only.
     """
@@ -241,7 +245,7 @@ class DataConfig:
     workers: int = limited(1, at_least=0)
     """Processes per rank that read and tokenize ahead; 0: none."""
     prefetch: int = limited(64, at_least=1)
-    """Sequences that each holds ready."""
+    """Sequences that each worker holds ready."""
     on_bad_rows: BadRows = BadRows.error
     """Rows and files that cannot be read: error | skip | quarantine (skip, and write them down)."""
     quarantine: list[str] = field(default_factory=list)

@@ -61,7 +61,7 @@ class IslandsConfig:
     A parameter server has none.
     """
     outer_optimizer: OuterRule = OuterRule.nesterov
-    """What steps along the mean of what all have learned: nesterov | adam."""
+    """Optimizer of the outer step: nesterov | adam."""
     outer_lr: float = limited(0.7, above=0)
     """Rate of the outer step along the mean of what all have learned."""
     outer_momentum: float = limited(0.9, at_least=0, at_most=0.999)

@@ -125,7 +125,7 @@ class AdapterConfig:
     dora: bool = False
     """lora: whether directions and lengths of weights are learned apart."""
     quantization: Quantization | None = None
-    """lora: nf4 | fp4: the frozen linear layers beside it in 4 bits, by bitsandbytes."""
+    """lora: type of 4 bits of the frozen linear layers, by bitsandbytes: nf4 | fp4; null: not quantized."""
     merge: bool = True
     """Whether the end also writes model/, with the adapter merged into it, as a whole Hub model."""
     arguments: dict[str, Any] = field(default_factory=dict)

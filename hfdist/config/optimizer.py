@@ -108,7 +108,7 @@ class OptimizerConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further settings of the optimizer's class, such as {momentum: 0.9} of sgd."""
     lr: float | None = limited(3e-4, above=0)
-    """Peak learning rate.
+    """Peak learning rate; null: by the task and the adapter.
 
     None: by what is trained, until the config is complete.
     """

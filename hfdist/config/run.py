@@ -137,11 +137,11 @@ class CheckpointConfig:
     every: int | None = limited(None, at_least=1)
     """Steps between saves; null: none."""
     keep: int = limited(2, at_least=1)
-    """How many of the newest stay."""
+    """Number of the newest checkpoints that stay."""
     keep_every: int | None = limited(None, at_least=1)
-    """Steps whose multiples stay, too; null: none."""
+    """Steps: a checkpoint at each multiple stays, too; null: none."""
     keep_best: bool = False
-    """Whether the one with the lowest held-out loss stays, too."""
+    """Whether the checkpoint with the lowest held-out loss stays, too."""
     replicate_every: int | None = limited(None, at_least=1)
     """Steps between copies in memory, for a start after a lost process or machine; null: none.
 
@@ -208,7 +208,7 @@ class ReportConfig:
     sample_prompt: str | None = None
     """Text that the trained model continues at the end; null: none."""
     sample_tokens: int = limited(64, at_least=1)
-    """Most tokens of that text."""
+    """Most tokens that the model writes after `sample_prompt`."""
 
 
 @dataclass(kw_only=True)

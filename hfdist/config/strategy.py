@@ -88,7 +88,7 @@ class StrategyConfig:
     A number makes another count an error.
     """
     min_data: int = limited(1, at_least=1)
-    """Fewest data ranks: notices a launcher that started a single process."""
+    """Fewest data ranks with which a run starts: a launcher that started one process is noticed."""
     replicate: int = limited(1, at_least=1)
     """fsdp2: groups of data ranks that each hold all of the state (HSDP)."""
     pipeline: int = limited(1, at_least=1)
@@ -96,7 +96,7 @@ class StrategyConfig:
     context: int = limited(1, at_least=1)
     """Ranks that share each sequence (not with ZeRO, but for zero1 in a pipeline)."""
     context_method: ContextMethod = ContextMethod.auto
-    """How they do: ulysses (all-to-all of heads) | gather (of keys and values) | auto: ulysses if heads divide."""
+    """How context ranks share a sequence: ulysses (all-to-all of heads) | gather (of keys and values) | auto."""
     tensor: int = limited(1, at_least=1)
     """Ranks that share the matrices of each layer; with none and fsdp2."""
     expert: int = limited(1, at_least=1)
@@ -117,7 +117,7 @@ class StrategyConfig:
     compression: Compression = Compression.none
     """How gradients of ddp travel: none | fp16, bf16 (half the bytes) | powersgd | topk (far less)."""
     compression_rank: int = limited(1, at_least=1)
-    """powersgd: width of the two matrices that stand for one."""
+    """powersgd: width of the two matrices that stand for one gradient."""
     compression_share: float = limited(0.01, above=0, at_most=1)
     """topk: share of the entries that travel, those with the largest size."""
     compression_warmup_steps: int = limited(10, at_least=0)

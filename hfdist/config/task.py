@@ -119,7 +119,7 @@ class TaskConfig:
     desirable_weight: float = limited(1.0, at_least=0)
     """kto: weight of answers that were liked."""
     undesirable_weight: float = limited(1.0, at_least=0)
-    """kto: weight of the others."""
+    """kto: weight of answers that were not liked."""
     num_generations: int = limited(8, at_least=2)
     """grpo, rloo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
 

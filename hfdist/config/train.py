@@ -73,13 +73,13 @@ class TrainConfig:
     The learning rate falls over just as many steps. It is the limit of each source that gives none.
     """
     max_hours: float | None = limited(None, above=0)
-    """Hours of all starts; then the run saves, evaluates, exports, and ends with exit code 8."""
+    """Most hours of all starts; then the run saves, evaluates, exports, and ends with exit code 8."""
     max_cost: float | None = limited(None, above=0)
-    """Cost of all starts, by the prices of cost.*; then the run ends as with max_hours."""
+    """Highest cost of all starts, by the prices of cost.*; then the run ends as with max_hours."""
     max_kwh: float | None = limited(None, above=0)
-    """Energy of all starts; then the run ends as with max_hours."""
+    """Most energy of all starts; then the run ends as with max_hours."""
     deadline: str | None = field(default=None, metadata={LIMIT: _DEADLINE})
-    """Time by which the run has ended so: 2030-01-31T18:00 (of this machine), ...T18:00+01:00."""
+    """Time by which the run has ended, as with max_hours: 2030-01-31T18:00 (of this machine), ...T18:00+01:00."""
     global_batch_size: int = limited(32, at_least=1)
     """Sequences in one optimizer step, over all processes; their number does not change it."""
     micro_batch_size: int = limited(8, at_least=1)
@@ -95,7 +95,7 @@ class TrainConfig:
     max_skipped_steps: int = limited(3, at_least=1)
     """Steps in a row without a finite loss and gradient; then back to the last checkpoint."""
     max_rollbacks: int = limited(2, at_least=0)
-    """How often it goes back without getting beyond the step that failed; then exit code 5."""
+    """How often a run goes back to a checkpoint without getting beyond the step that failed; then exit code 5."""
     compare_replicas_every: int | None = limited(100, at_least=1)
     """Steps between comparisons of what several processes hold; null: none (unlike machines)."""
     seed: int = limited(0, at_least=0)
@@ -111,7 +111,7 @@ class TrainConfig:
     freeze: list[str] = field(default_factory=list)
     """Shell-style patterns of parameter names that are not trained: ['model.layers.[0-3].*']."""
     train_only: list[str] = field(default_factory=list)
-    """Patterns of the only ones that are trained; empty: all (with an adapter: all of the adapter)."""
+    """Patterns of the only parameters that are trained; empty: all (with an adapter: all of the adapter)."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further fields of transformers' TrainingArguments, checked against it."""
 

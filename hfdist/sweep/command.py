@@ -134,10 +134,10 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
 def _refuse_words_of_others(arguments: Sequence[str]) -> None:
     """Refuse distributions as Optuna, Ray and wandb name them."""
     for text in arguments:
-        found = re.fullmatch(r"([\w.]+)=((?:q?log_?)?uniform|q?randint|int)(?:_values)?\((.*)\)", text)
+        found = re.fullmatch(r"([\w.]+)=((?:q?log_?)?uniform|q?randint)(?:_values)?\(\s*([^,()]+),\s*([^,()]+)\)", text)
         if found is not None:
-            key, name, limits = found.groups()
-            values = f"tag(log, interval({limits}))" if "log" in name else f"interval({limits})"
+            key, name, low, high = found.groups()
+            values = f"tag(log, interval({low}, {high}))" if "log" in name else f"interval({low}, {high})"
             values = f"int({values})" if "int" in name else values
             what, hint = "these are no values of a sweep", shlex.quote(f"{key}={values}")
             # A grid takes choices.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hfdist.config.schema import find_key
 from hfdist.records import RunFolder, read_run
 from hfdist.records.run_file import SUMMED
 from hfdist.records.trials import Trial
@@ -17,12 +18,13 @@ def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str) 
     """Give the screen after the table of trials; `again` is the command that trains the best one anew."""
     folder = sweep.folder_of(best)
     lines = [f"best: {folder}: {' '.join(as_overrides(best.values))}"]
-    for one in controller.history(best)[:-1]:
-        lines.append(f"  up to step {one.results[-1].step}, trial {one.number}: {' '.join(as_overrides(one.values))}")
+    for trial in controller.history(best)[:-1]:
+        values = " ".join(as_overrides(trial.values))
+        lines.append(f"  up to step {trial.results[-1].step}, trial {trial.number}: {values}")
     lines += [f"  {words}" for words in _warnings(sweep, controller.log.trials, best)]
     run = RunFolder(folder)
-    delivered = [one for one in (run.model, run.adapter) if one.is_dir()]
-    lines += [f"its {one.name}: {one}" for one in delivered]
+    delivered = [path for path in (run.model, run.adapter) if path.is_dir()]
+    lines += [f"its {path.name}: {path}" for path in delivered]
     if delivered and (folder / LOG).is_file():
         lines.append(f"how to use it: the last lines of {folder / LOG}")
     lines += _used(sweep, controller.log.trials)
@@ -32,11 +34,17 @@ def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str) 
 
 
 def _warnings(sweep: Sweep, trials: list[Trial], best: Trial) -> Iterator[str]:
-    for one in sweep.space.dimensions:
-        tried, value = [choice for choice in one.choices if isinstance(choice, int | float)], best.values.get(one.key)
-        if len({*tried}) > 1 and value in (min(tried), max(tried)):
-            end, further = ("largest", "larger") if value == max(tried) else ("smallest", "smaller")
-            yield f"{one.key}={value} is the {end} that was tried: a {further} one may be better"
+    for dimension in sweep.space.dimensions:
+        key, value = dimension.key, best.values.get(dimension.key)
+        tried = [one for one in dimension.choices if isinstance(one, int | float) and not isinstance(one, bool)]
+        if key.endswith("seed") or len({*tried}) < 2 or value not in (min(tried), max(tried)):
+            continue
+        is_largest, limit = value == max(tried), getattr(find_key(key), "limit", None)
+        # A key's own limit is no edge of what was tried.
+        if limit is None or limit.accepts(2 * value if is_largest else value / 2 if value else -1):
+            end, further = ("largest", "larger") if is_largest else ("smallest", "smaller")
+            (shown,) = as_overrides({key: value})
+            yield f"{shown} is the {end} that was tried: a {further} one may be better"
     tokens = [trial.tokens for trial in trials if trial.value is not None]
     if not sweep.has_lengths and min(tokens) != max(tokens):
         yield f"trials have read {min(tokens):,} to {max(tokens):,} tokens: in as many steps a larger batch reads more"

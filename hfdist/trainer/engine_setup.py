@@ -34,6 +34,8 @@ from hfdist.trainer.step.lean_step import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
 from hfdist.trainer.trl_trainers import check_trl_arguments, sums_over_targets, trains_causal_lm, with_adapter
 
+_READERS = ("__init__", "get_train_dataloader", "training_step", "compute_loss")
+"""Methods of a Trainer's class that may read other rows than the original would."""
 _REFUSED = {
     "save_only_model": (
         "a checkpoint holds all that a run goes on from, in each layout",
@@ -106,8 +108,9 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     raise_limit()
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments, strategy)
-    if all(owner_of(kind, name) is transformers.Trainer for name in ("__init__", "compute_loss")):
-        check_rows(arguments, micro_batch_size=strategy.batch.micro_batch_size)
+    if all(owner_of(kind, name) is transformers.Trainer for name in _READERS):
+        collates_itself = arguments.get("data_collator") is not None
+        check_rows(arguments.get("train_dataset"), arguments["model"], collates_itself=collates_itself)
     check_trl_arguments(kind, arguments, strategy)
     arguments = with_adapter(arguments, kind, strategy)
     _check_half_weights(arguments["model"], arguments.get("args"))

@@ -18,44 +18,46 @@ _WHERE = "train_dataset"
 _TOKENIZE = 'dataset.map(lambda row: tokenizer(row["text"]))'
 
 
-def check_rows(arguments: Mapping[str, object], *, micro_batch_size: int) -> None:
+def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None:
     """Look at the first rows of a dataset that has a length; an iterable one is read by its training alone.
 
     Args:
-        arguments: of a Trainer of transformers, by name; its model is whole.
-        micro_batch_size: rows that become one tensor.
+        dataset: that a Trainer is given.
+        model: whole.
+        collates_itself: whether a collator of the program's own makes batches of rows.
 
     Raises:
-        ConfigError: there are no rows, none of their columns is an input of the model, a token is none of the model's,
-            or rows of different lengths come without what pads them.
+        ConfigError: there are no rows, none of their columns is an input of the model, or a token is none of its own.
     """
-    dataset, model = arguments.get(_WHERE), arguments.get("model")
-    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset) or not isinstance(model, nn.Module):
-        return
-    if len(dataset) == 0:
+    if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) and len(dataset) == 0:
         raise ConfigError("the dataset is empty", where=_WHERE, found="0 rows", allowed="a row or more")
     rows = _first_rows(dataset)
-    if not rows:
+    # A module of one's own may take any names.
+    if not rows or not isinstance(model, PreTrainedModel):
         return
-    named = arguments.get("data_collator") is not None
     inputs = set(inspect.signature(model.forward).parameters)
-    if not named and all(not inputs & row.keys() for row in rows):
+    if not collates_itself and all(not inputs & row.keys() for row in rows):
         what, found = "no column of the rows is an input of the model", ", ".join(map(str, rows[0]))
         raise ConfigError(what, where=_WHERE, found=found, allowed="input_ids, labels", hint=_TOKENIZE)
-    ids = [_ids_of(row) for row in rows]
-    _check_vocabulary([one for one in ids if one is not None], model)
-    lengths = {len(one) for one in ids if one is not None}
-    if not named and arguments.get("processing_class") is None and len(lengths) > 1 < micro_batch_size:
+    _check_vocabulary([ids for row in rows if (ids := _ids_of(row)) is not None], model)
+
+
+def check_lengths(dataset: object) -> None:
+    """Raise a ConfigError where the first rows have different lengths; for a collator that does not pad them."""
+    lengths = {len(ids) for row in _first_rows(dataset) if (ids := _ids_of(row)) is not None}
+    if len(lengths) > 1:
         what, found = "rows have different lengths, and nothing pads them", f"{min(lengths)} to {max(lengths)} tokens"
         hint = "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), or processing_class=tokenizer"
         raise ConfigError(what, where=_WHERE, found=found, hint=hint)
 
 
 def _first_rows(dataset: object) -> list[Mapping[object, object]]:
+    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+        return []
     rows: list[object] = []
     # Whatever a dataset of somebody else's does; the training says what is wrong with it.
     with suppress(Exception):
-        rows = [dataset[place] for place in range(min(len(dataset), _MOST_LOOKED_AT))]  # type: ignore[index, arg-type]
+        rows = [dataset[place] for place in range(min(len(dataset), _MOST_LOOKED_AT))]  # type: ignore[index]
     return [row for row in rows if isinstance(row, Mapping)] if all(isinstance(row, Mapping) for row in rows) else []
 
 
@@ -67,8 +69,8 @@ def _ids_of(row: Mapping[object, object]) -> Sequence[int] | None:
     return None
 
 
-def _check_vocabulary(rows: Sequence[Sequence[int]], model: nn.Module) -> None:
-    embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+def _check_vocabulary(rows: Sequence[Sequence[int]], model: PreTrainedModel) -> None:
+    embeddings = model.get_input_embeddings()
     if not isinstance(embeddings, nn.Embedding):
         return
     size = embeddings.num_embeddings

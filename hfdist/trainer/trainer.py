@@ -48,6 +48,7 @@ from hfdist.trainer.islands import Island, ServerOptimizer, make_island
 from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
+from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.step.lean_step import LeanStep
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.router_loss import RouterLoss
@@ -343,7 +344,14 @@ class DistributedTrainerMixin(_Trainer):
         with self.options.telling(), self.checkpointer.waiting_at_errors():
             if resume_from_checkpoint and self.engine is not None:
                 resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
+            self._check_lengths()
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_lengths(self) -> None:
+        pads = self.data_collator is not transformers.default_data_collator
+        reads_itself = owner_of(type(self), "get_train_dataloader") is not transformers.Trainer
+        if self.strategy is not None and self.strategy.batch.micro_batch_size > 1 and not (pads or reads_itself):
+            check_lengths(self.train_dataset)
 
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """As the original, after the last save has ended: so its last line and `on_train_end` come after all others."""

@@ -90,7 +90,7 @@ def _section(section: str, values: list[dict[str, Any]]) -> Iterator[str]:
             yield f"| `{_shown(key)}.*` | | as `{_shown(all_keys()[SOURCE])}.*` | files that are held out |"
         elif not members(key.name) and key.name != SOURCE:
             words = key.words or ""
-            # A comment with bars lists the values, with words on each.
+            # A sentence with bars lists the values, with words on each.
             allowed = "" if " | " in words else _escaped(key.allowed)
             yield f"| `{_shown(key)}` | {_default(key, values)} | {allowed} | {_escaped(words)} |"
     yield ""

@@ -85,11 +85,10 @@ def check_model_paths(config: RunConfig) -> None:
     for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
         if name is None or os.path.exists(os.path.expanduser(name)):
             continue
-        near = _near(key, name)
-        # An id of the Hub has one slash, and hardly the name of a folder that is here.
-        if _is_local(name) or name.count("/") > 1 or (near is not None and os.path.isdir(os.path.dirname(name) or "/")):
+        # An id of the Hub has one slash at the most.
+        if _is_local(name) or name.count("/") > 1:
             what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
-            raise ConfigError(what, where=key, found=name, allowed=allowed, hint=near)
+            raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
     name = config.model.name or ""
     is_model, holds_model = (os.path.isfile(os.path.expanduser(f"{name}/{file}")) for file in _OF_MODELS)
     if name and holds_model and not is_model:

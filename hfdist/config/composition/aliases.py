@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from operator import mul
 from pathlib import Path
 
 from hfdist.config.optimizer import OptimizerName
 
 _HUB_DATA = "data=hub data.sources.hub.path={value}"
+_MOST_MINUTES = 10_000
+"""A larger number is a time in seconds."""
 _REWARDS = "'task.rewards={{value}: 1.0}'"
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward", "ppo": "grpo"}
 """Stages of LLaMA-Factory, with the command that does them."""
@@ -209,7 +212,7 @@ VALUES = {
     "strategy.offload": dict.fromkeys(("nvme", "disk", "optimizer", "all", "true"), "cpu"),
     "train.precision": {
         "no": "fp32",
-        "False": "fp32",
+        "false": "fp32",
         "bfloat16": "bf16",
         "float16": "fp16",
         "float32": "fp32",
@@ -218,8 +221,8 @@ VALUES = {
         "bf16-mixed": "bf16",
         "16-mixed": "fp16",
     },
-    "train.compile": {"True": "blocks", "true": "blocks", "False": "none", "false": "none"},
-    "data.packing": {"True": "auto", "true": "auto", "False": "none", "false": "none"},
+    "train.compile": {"true": "blocks", "false": "none"},
+    "data.packing": {"true": "auto", "false": "none"},
     "strategy.sharding": {
         "0": "none",
         "1": "zero1",
@@ -273,12 +276,20 @@ def override_for(name: str, value: object = None) -> str | None:
 
 
 def _hours(value: object) -> object:
-    """Give the hours of a time as SLURM has it: minutes, HOURS:MINUTES:SECONDS, or DAYS-HOURS:MINUTES:SECONDS."""
-    time = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+)(?::\d+)?", str(value))
-    if time is not None:
-        hours = 24 * int(time[1] or 0) + int(time[2]) + int(time[3]) / 60
-        return f"{hours:g}"
-    return f"{int(str(value)) / 60:.3g}" if str(value).isdecimal() else 1
+    """Give the hours of a time as SLURM has it; None: it is none.
+
+    M, M:S, H:M:S, D-H, D-H:M and D-H:M:S are days, hours, minutes and seconds. YAML reads H:M:S as seconds.
+    """
+    time = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
+    if time is None:
+        return None
+    days, *numbers = time.groups()
+    given = [int(number) for number in numbers if number is not None]
+    if days is None and len(given) == 1 and given[0] > _MOST_MINUTES:
+        return f"{given[0] / 3600:.4g}"
+    # The first number is of minutes where there are neither days nor three.
+    seconds = [60, 1] if days is None and len(given) < 3 else [3600, 60, 1]
+    return f"{24 * int(days or 0) + sum(map(mul, given, seconds)) / 3600:.4g}"
 
 
 def _fill(template: str, value: str | None) -> str:

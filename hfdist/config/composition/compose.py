@@ -20,7 +20,7 @@ from hfdist.config.composition.defaults_list import check_defaults_list
 from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
-from hfdist.config.data import Packing, RowFormat
+from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind
 from hfdist.config.model import Init
 from hfdist.config.rates import default_learning_rate
 from hfdist.config.run import RunConfig
@@ -28,8 +28,6 @@ from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = RUN_DEFAULTS[0]
-_EXAMPLES = ("stdlib", "docstrings")
-"""Sources that a recipe reads if no other is named."""
 """Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
 
 _RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"), ("report", "alert_command"))
@@ -115,22 +113,20 @@ def compose_request(request: Request) -> RunConfig:
 def _refuse_mixed_example(values: RunConfig, request: Request) -> None:
     """Refuse a source that the command line adds to a recipe's own example, where neither has a weight."""
     keys = [override.key for override in request.overrides]
-    added = {key.split(".")[2] for key in keys if re.match(r"data\.sources\.\w+\.", key)}
+    added = {part[1] for key in keys if (part := re.match(r"data\.sources\.([^.=]+)", key))}
     sources = values.data.sources
-    example = next((name for name in _EXAMPLES if name in sources and name not in added), None)
-    if (
-        not added
-        or example is None
-        or any(source.weight is not None for source in sources.values())
-        or {"data", "experiment"} & {*keys}
-    ):
+    example = next((name for name in EXAMPLES if name in sources and name not in added), None)
+    is_chosen = {"data", "experiment"} & {*keys} or not (shipped_folder() / f"{request.config_name}.yaml").is_file()
+    if not added or example is None or is_chosen or any(source.weight is not None for source in sources.values()):
         return
     name = min(added)
-    path = sources[name].path or "FILES"
-    parts = f"{name}={{path: {path}, weight: 1}}", f"{example}={{kind: {example}, weight: 1}}"
-    what, hint = "the example of the recipe would be mixed with it", f"data={path}"
+    kind, path = sources[name].kind, sources[name].path or "PATH"
+    of_kind = "" if kind is SourceKind.files else f", kind: {kind.value}"
+    parts = f"{name}={{path: {path}{of_kind}, weight: 1}}", f"{example}={{kind: {example}, weight: 1}}"
+    hint = f"data={path}" if kind is SourceKind.files else f"data={kind.value} data.sources.{kind.value}.path={path}"
     hint += f", or data=mixture {' '.join(shlex.quote(f'+data.sources.{part}') for part in parts)}"
-    raise ConfigError(what, where=f"data.sources.{name} ({COMMAND_LINE})", found=", ".join(sources), hint=hint)
+    what, where = "the example of the recipe would be mixed with it", f"data.sources.{name} ({COMMAND_LINE})"
+    raise ConfigError(what, where=where, found=", ".join(sources), hint=hint)
 
 
 def complete(values: RunConfig, given: Collection[str] = ()) -> RunConfig:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hfdist.config.composition.aliases import override_for
+from hfdist.config.composition.aliases import override_for, override_for_option
 from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, no_option
-from hfdist.config.schema import all_keys, members
+from hfdist.config.schema import ANY_NAME, all_keys, members
 from hfdist.errors import ConfigError, nearest
+from hfdist.units import count
 
 _SELF = "_self_"
 _PAGE = "keys of hfdist: docs/coming-from.md has what others call them"
@@ -56,9 +58,9 @@ def _check_is_ours(values: Mapping[str, Any], place: str) -> None:
             f"accelerate launch --config_file {place} recipes/pretrain.py ...",
         )
         raise ConfigError(what, where=place, found=next(iter(values)), hint=hint)
-    by_leaf = {key.rpartition(".")[2]: key for key in reversed([*all_keys()])}
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed([*all_keys()]) if ANY_NAME not in key}
     others = {
-        name: override_for(name, value) or (f"{by_leaf[name]}={value}" if name in by_leaf else None)
+        name: override_for(name, value) or (_override(by_leaf[name], value) if name in by_leaf else None)
         for name, value in values.items()
         if name not in members("")
     }
@@ -68,14 +70,22 @@ def _check_is_ours(values: Mapping[str, Any], place: str) -> None:
         if override is not None and "..." not in override and "=" in override.split()[0]
     ]
     if len(written) > 1:
-        what, hint = "this is a config of another trainer", f"hfdist finetune {' '.join(written)}"
+        what, left = "this is a config of another trainer", len(others) - len(written)
+        hint = f"hfdist finetune {' '.join(written)}" + (f", and what {count(left, 'other key')} mean" if left else "")
         raise ConfigError(what, where=place, found=", ".join(map(str, others)), allowed=_PAGE, hint=hint)
+
+
+def _override(key: str, value: Any) -> str | None:
+    """Write a value for the command line; None: it is no plain one."""
+    if isinstance(value, dict | list):
+        return None
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return shlex.quote(f"{key}={text}")
 
 
 def _check_name(name: str, request: Request, where: str) -> None:
     recipes = list_options(shipped_folder(), ".")
-    known = {option for folder in request.folders for option in list_options(folder, ".")}
-    if name in (_SELF, "run_schema") or name.removesuffix(".yaml") in known or "/" in name:
+    if name in (_SELF, "run_schema") or "/" in name or request.file(name.partition("@")[0]) is not None:
         return
     groups = [group for group, options in request.groups().items() if name in options]
     hint = f"`override /{groups[0]}: {name}`" if groups else nearest(name, recipes, "`{}`", cutoff=0.6)
@@ -90,9 +100,11 @@ def _check_option(keyword: str, group: str, option: str, recipe: str | None, req
     if group not in groups:
         allowed, hint = ", ".join(groups), nearest(group, groups, f"`override /{{}}: {option}`")
         raise ConfigError(f"there is no group `{group}`", where=where, found=group, allowed=allowed, hint=hint)
-    if option not in groups[group]:
-        called = nearest(option, groups[group], f"`override /{group}: {{}}`")
-        raise no_option(group, option, groups[group], where, called)
+    if request.file(f"{group}/{option}") is None:
+        called, _, other = (override_for_option(group, option) or "").partition("=")
+        hint = f"`override /{called}: {other}`" if called in groups else None
+        hint = hint or nearest(option, groups[group], f"`override /{group}: {{}}`")
+        raise no_option(group, option, groups[group], where, hint)
     if recipe is not None and not keyword and group != "experiment":
         what, hint = f"{recipe} has chosen an option of this group already", f"`override /{group}: {option}`"
         raise ConfigError(what, where=where, found=f"{group}: {option}", hint=f"{hint} at the end of the list")

@@ -1,4 +1,4 @@
-"""The text of --help: groups with their options, and each key with its value and what the files of conf/ say of it."""
+"""The text of --help: groups with their options, and each key with its value and what it is."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from omegaconf.errors import (
 from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
-from hfdist.config.run import TRACKERS
+from hfdist.config.run import AUTO, TRACKERS
 from hfdist.config.schema import all_keys, find_key, flatten, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
 
@@ -379,7 +379,8 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
     text = "..." if value is None or isinstance(value, (dict, list)) else value
     section, _, leaf = key.rpartition(".")
     if section == "data" and find_key(f"data.sources.files.{leaf}") is not None:
-        return f"data.sources.files.{leaf}={text}"
+        source = "hub" if leaf in ("subset", "split", "revision") else "files"
+        return f"data={source} data.sources.{source}.{leaf}={text}"
     if leaf != key and leaf in members("") and members(leaf):
         return f"`{leaf}:` is a section of its own, beside `{key.partition('.')[0]}:`"
     if "." not in key:
@@ -411,8 +412,10 @@ def _hint_for_source(key: str, value: str) -> str | None:
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
     if not isinstance(value, dict | list) and (of_source := _hint_for_source(key, str(value))) is not None:
         return of_source
-    if key == "launch":
+    if key == "launch" and (str(value).isdecimal() or value == AUTO):
         return f"launch.processes={value}"
+    if key == "launch" and (shipped_folder() / key / f"{value}.yaml").is_file():
+        return f"accelerate launch --config_file conf/launch/{value}.yaml recipes/pretrain.py"
     if key == "task.loss" and value in _NO_LOSSES:
         return f"{key}=sigmoid, which is DPO's own: {value} is not among the losses"
     if key == "data.sources" and isinstance(value, list):
@@ -423,8 +426,9 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"{key}=0 optimizer.warmup_fraction={value}"
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed:
         return f"{key}={int(value)}"
-    if str(value) in VALUES.get(key, {}):
-        return f"{key}={VALUES[key][str(value)]}"
+    called = VALUES.get(key, {}).get(str(value).lower() if isinstance(value, bool) else str(value))
+    if called is not None:
+        return f"{key}={called}"
     if key == _REWARDS and isinstance(value, str | list):
         return _weighted([value] if isinstance(value, str) else value)
     words = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]

@@ -18,7 +18,7 @@ from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for
 from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.schema import Key, all_keys, find_key, flatten, keys_of, plain, values_by_key
+from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
 
@@ -120,8 +120,9 @@ class Section:
         """Give the override of a run whose key was put into this section; None: it is no key of a run."""
         leaf = name.removeprefix(self._prefix)
         values = ",".join(map(str, value)) if isinstance(value, list) else value
-        named = [key for key in all_keys() if leaf in (key, key.rpartition(".")[2]) and find_key(key) is not None]
-        return f"{named[0]}={values}" if named else override_for(leaf, values)
+        own = [key for key in self.keys if key.endswith(f".{leaf}")]
+        named = own or [key for key in all_keys() if leaf in (key, key.rpartition(".")[2]) and ANY_NAME not in key]
+        return shlex.quote(f"{named[0]}={values}") if named else override_for(leaf, values)
 
     def _parse(self, override: str) -> tuple[str, Any]:
         key, _, value = override.partition("=")

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.batch import BatchPlan
-from hfdist.config.data import DataConfig, Packing, RowFormat
+from hfdist.config.data import EXAMPLES, DataConfig, Packing, RowFormat
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import Init
 from hfdist.config.rates import explain_learning_rate
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 _OPEN, _SHUT = "\u27e6", "\u27e7"
 _MOST_CHARACTERS = 600
 _SURVEYED_DOCUMENTS = 256
-_EXAMPLES = {"docstrings"}
-"""Sources that hfdist finetune reads if no other is named."""
 _TURNS = {"instruction": "prompt", "output": "completion"}
 """Columns that become turns, in place of those that become plain text."""
 
@@ -52,6 +50,8 @@ def tell_start(run: RunState) -> None:
     logger.info("%s", describe_run(config, run.trainer, data=data.describe(), plan=run.plan))
     if not run.trainer.is_world_process_zero():
         return
+    if config.model.init is Init.pretrained and config.data.sources.keys() <= {*EXAMPLES}:
+        logger.info("the data are an example of hfdist's; your own: data=FILE or data=FOLDER")
     if data.corpus.has_examples:
         a_step = run.strategy.batch.tokens_per_step
         logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task, a_step))
@@ -205,11 +205,9 @@ def survey(
 
 
 def advise(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> str | None:
-    """Say what a user may not have meant: equal pairs, an example of ours, chats as plain text; None: nothing."""
+    """Say what a user may not have meant: equal pairs, or chats as plain text; None: nothing."""
     if are_alike(corpus):
         return "chosen and rejected are the same in each of the first pairs: they tell nothing apart"
-    if config.model.init is Init.pretrained and config.data.sources.keys() <= _EXAMPLES:
-        return "the model learns from an example, Python's own docstrings; for your data: data=FILE or data=FOLDER"
     if config.model.init is not Init.pretrained or tokenizer.chat_template is None or are_chats(corpus) is not False:
         return None
     data, hint = config.data, "rows whose prompt and answers are lists of messages"

@@ -147,3 +147,17 @@ def test_a_sweep_of_which_all_trials_have_failed_is_an_error(tmp_path):
     trials[3].failure = None
     check_some_have_ended(tmp_path, trials)
     check_some_have_ended(tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("optimizer.lr=loguniform(1e-5,1e-3)", "optimizer.lr=tag(log, interval(1e-5, 1e-3))"),
+        ("train.micro_batch_size=randint(1,8)", "train.micro_batch_size=int(interval(1, 8))"),
+    ],
+)
+def test_distributions_of_other_tools_are_answered_with_ours(tmp_path, given, hint):
+    with pytest.raises(ConfigError) as caught:
+        parse_sweep([f"run.dir={tmp_path}/run", *RUN, given])
+    assert caught.value.hint == f"'{hint}'"
+    parse_sweep([f"run.dir={tmp_path}/run", *RUN, "sweep=random", hint])
