@@ -87,7 +87,8 @@ def _section(section: str, values: list[dict[str, Any]]) -> Iterator[str]:
         if not key.name.startswith(f"{section}.") or key.name.startswith(f"{HELD_OUT}."):
             continue
         if key.name == HELD_OUT:
-            yield f"| `{_shown(key)}.*` | | as `{_shown(all_keys()[SOURCE])}.*` | files that are held out |"
+            what = all_keys()[HELD_OUT.rpartition(".")[0]].words
+            yield f"| `{_shown(key)}.*` | | as `{_shown(all_keys()[SOURCE])}.*` | {what} |"
         elif not members(key.name) and key.name != SOURCE:
             words = key.words or ""
             # A sentence with bars lists the values, with words on each.

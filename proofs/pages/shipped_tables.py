@@ -37,7 +37,7 @@ _OTHER_FOLDERS = {
     "cluster": "`hfdist job`, as `cluster=NAME`: the machines of a job ([job files](jobs.md))",
     "hardware": "`hfdist plan`, as `plan.hardware=NAME`: a device ([the plan](plan.md))",
     "launch": "`accelerate launch`, as `--config_file conf/launch/NAME.yaml` ([several machines](machines.md))",
-    "plan": "`hfdist plan`: the keys `plan.*` ([the plan](plan.md))",
+    "plan": "`hfdist plan`, whose `--help` lists the keys `plan.*` ([the plan](plan.md))",
     "sweep": "`hfdist sweep`, as `sweep=NAME`: how values are chosen ([sweeps](sweeps.md))",
 }
 assert set(_OTHER_FOLDERS) == set(NOT_GROUPS)

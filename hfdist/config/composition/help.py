@@ -28,7 +28,7 @@ conf/, whose files win; --config-name NAME starts from another primary config, s
 --info defaults lists the files used; --hydra-help.
 Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numerics, 6 a peer lost, 7 resources, 75 start again.
 """
-_LINE = re.compile(r"(?P<indent> *)(?P<key>[\w.]+):(?: (?P<value>.*?))?(?: +# (?P<words>.*))?")
+_LINE = re.compile(r"(?P<indent> *)(?P<key>[\w.]+):(?: .*)?")
 _WIDTH = 44
 
 
@@ -42,26 +42,17 @@ def describe(config: DictConfig, request: Request) -> str:
     return f"{_HEAD}\nGroups and their options (group=option)\n{groups}\nKeys (key=value)\n{keys}\n{_FOOT}"
 
 
-def _keys_with_comments(text: str, prefix: str) -> Iterator[tuple[str, str | None]]:
-    """Each key of a YAML text in block style by its full name, with the comment after it."""
+def _keys(config: DictConfig) -> Iterator[str]:
+    """Give the lines of the config in YAML, each key with what it is."""
     parents: list[tuple[int, str]] = []
-    for line in text.splitlines():
+    for line in OmegaConf.to_yaml(config).splitlines():
         match = _LINE.fullmatch(line)
         if match is None:
-            continue
-        indent = len(match["indent"])
-        parents = [(width, name) for width, name in parents if width < indent]
-        parents.append((indent, match["key"]))
-        yield prefix + ".".join(name for _, name in parents), match["words"]
-
-
-def _keys(config: DictConfig) -> Iterator[str]:
-    text = OmegaConf.to_yaml(config)
-    keys = iter(_keys_with_comments(text, ""))
-    for line in text.splitlines():
-        if _LINE.fullmatch(line) is None:
+            # An item of a list.
             yield f"  {line}"
             continue
-        known = find_key(next(keys)[0])
+        indent = len(match["indent"])
+        parents = [*((width, name) for width, name in parents if width < indent), (indent, match["key"])]
+        known = find_key(".".join(name for _, name in parents))
         words = None if known is None else known.words
         yield f"  {line}" if words is None else f"  {line:<{_WIDTH}}  # {words}"

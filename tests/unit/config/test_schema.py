@@ -101,7 +101,7 @@ def test_a_key_stands_with_its_value_and_its_line():
     (line,) = [line for line in lines if line.startswith("    max_steps: 7 ")]
     assert line.endswith("# Optimizer steps at the most; null: as many as the epochs take.")
     (line,) = [line for line in lines if line.startswith("        path: x ")]
-    assert "# Where it lies. files: file, folder" in line
+    assert "# Place of the source. files: file, folder" in line
     strategies = (
         "3d, ddp, fsdp2, hsdp, long_context, moe, pipeline, pipeline_zero1, single, tensor, zero1, zero2, zero3"
     )

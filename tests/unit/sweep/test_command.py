@@ -42,7 +42,7 @@ def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
     ("arguments", "what", "hint"),
     [
         (["optimizer.lr=1e-3"], "nothing varies", "'optimizer.lr=choice(1e-4, 1e-3)'"),
-        (["sweep=tpee", LR], "there is no such sweep", "sweep (command line)=tpe"),
+        (["sweep=tpee", LR], "there is no such sweep", "sweep=tpe"),
         (["sweep.trails=3", LR], "there is no key `sweep.trails`", "sweep.trials=3"),
         (["trials=3", LR], "keys of the sweep begin with its name", "sweep.trials=3"),
         (["optimizer.lrr=1,2"], "there is no key `optimizer.lrr`", "optimizer.lr=1,2"),
