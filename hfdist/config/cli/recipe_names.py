@@ -15,6 +15,7 @@ NAMES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **{task.value: ("tune", (f"task={task.value}",)) for task in TaskName if task is not TaskName.causal_lm},
 }
 """What people call a run -> the recipe, and the overrides that come first."""
+_TASK = "task (command line)"
 _STARTED = "hfdist {name} launch.processes=2 starts its processes itself"
 _WRITTEN = "a run writes its model at its end, into model/ of its folder, as from_pretrained reads it"
 _USED = "the last lines of a run say how its model is used"
@@ -48,10 +49,10 @@ def with_task(name: str, arguments: Sequence[str]) -> list[str]:
     task = None if other is None else other.partition("=")[2]
     others = {one.value for one in TaskName} - {TaskName.causal_lm.value}
     if name in ("sft", "finetune") and task in others:
-        what, where, hint = f"{name} learns next tokens", "task (command line)", f"hfdist {task} in place of {other}"
+        what, where, hint = f"there is no such task of {name}, which learns next tokens", _TASK, f"hfdist {task}"
         raise ConfigError(what, where=where, found=f"{name}, and {other}", hint=hint)
     if overrides and other is not None:
-        what, found, where = "the task is given twice", f"{name}, and {other}", "task (command line)"
+        what, found, where = "the task is given twice", f"{name}, and {other}", _TASK
         loss = other.partition("=")[2]
         is_loss = loss in PreferenceLoss.__members__ and loss not in TaskName.__members__
         hint = f"hfdist {name} task.loss={loss}" if is_loss else f"hfdist tune {other}, or hfdist {name} alone"

@@ -298,6 +298,7 @@ LINES = [
     "sweep sweep=grid optimizer.lr=1e-3",
     "sweep sweep=grid sweep.lr=[1e-3,3e-3]",
     "sweep sweep=grdi optimizer.lr=1e-3,3e-3",
+    "finetune model=hub model.name=owner/model data=pairs.jsonl task=dpo",
     "sweep sweep=grid 'optimizer.lr=loguniform(1e-5,1e-3)'",
     "sweep sweep=grid optimizer.lr=1e-3,3e-3 sweep.devices=0",
     "pretrain data=texts.jsonl data.text=body",

@@ -152,5 +152,7 @@ def enums(kind):
 @pytest.mark.parametrize("name", ["pretrain", "finetune", "tune"])
 def test_a_copy_of_a_primary_config_composes_to_the_same(name, tmp_path):
     (tmp_path / "mine.yaml").write_text((CONF / f"{name}.yaml").read_text())
-    needed = {"pretrain": [], "finetune": ["model.name=some/model"]}.get(name, ["model.name=some/model", "data=a.jsonl"])
+    needed = {"pretrain": [], "finetune": ["model.name=some/model"]}.get(
+        name, ["model.name=some/model", "data=a.jsonl"]
+    )
     assert compose_config(needed, name="mine", extra_dir=str(tmp_path)) == compose_config(needed, name=name)
