@@ -18,7 +18,7 @@ class GroupMemory(NamedTuple):
     used: int
     """What files have been read counts, too, but gives way."""
     of_files: int
-    """Of `used`, files that nobody has used of late."""
+    """The part of `used` that is files which nobody has used of late."""
     kills: int
     """How many of its processes were killed for memory."""
 

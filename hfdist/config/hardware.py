@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from hfdist.config.composition.files import read_config
 from hfdist.config.composition.section import Section
 from hfdist.config.ranges import limited
 from hfdist.config.train import Precision
@@ -153,7 +154,7 @@ def match_device(device: str, own: Path | None = None) -> Hardware | None:
     fitting: list[tuple[int, Path]] = []
     for path in _section().options(own).values():
         # All is checked only of the one that fits.
-        names = _section().read(path).get("devices") or []
+        names = read_config(path).get("devices") or []
         listed = [set(str(one).upper().split()) for one in names]
         fitting += [(len(one), path) for one in listed if one <= words]
     return _read(max(fitting)[1]) if fitting else None

@@ -51,10 +51,8 @@ _REFUSED = {
 
 def find_strategy(strategy: object, arguments: dict[str, Any]) -> tuple[Strategy, dict[str, Any]]:
     """Give the strategy, or make it by its name, with the arguments that fit it; ConfigError: there is none."""
-    if isinstance(strategy, Strategy):
-        return strategy, arguments
     where = "Trainer(strategy)"
-    if not isinstance(strategy, str):
+    if not isinstance(strategy, Strategy | str):
         allowed, hint = 'hfdist.make_strategy(...), the name of a preset such as "fsdp2", None', 'strategy="fsdp2"'
         if isinstance(strategy, dict) and strategy:
             name = [repr(strategy["name"])] if "name" in strategy else []
@@ -62,7 +60,9 @@ def find_strategy(strategy: object, arguments: dict[str, Any]) -> tuple[Strategy
             hint = f"hfdist.make_strategy({', '.join([*name, *(f'{k}={v!r}' for k, v in given.items())])})"
         raise ConfigError("this is no strategy", where=where, found=repr(strategy), allowed=allowed, hint=hint)
     args = arguments.get("args")
-    check_is_arguments(args)
+    _check_is_arguments(args)
+    if isinstance(strategy, Strategy):
+        return strategy, arguments
     if args is None:
         what, hint = "a strategy by its name takes the sizes of the training arguments", "args=TrainingArguments(...)"
         raise ConfigError(what, where="args", found="None", hint=hint)
@@ -70,7 +70,7 @@ def find_strategy(strategy: object, arguments: dict[str, Any]) -> tuple[Strategy
     return made, arguments | {"args": dataclasses.replace(args, **made.training_arguments())}
 
 
-def check_is_arguments(args: object) -> None:
+def _check_is_arguments(args: object) -> None:
     """Raise a ConfigError on what is neither TrainingArguments nor None."""
     if args is not None and not isinstance(args, TrainingArguments):
         given = "**values" if isinstance(args, Mapping) else '"out", ...'
@@ -84,7 +84,6 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     `kind` is the class of the trainer. `arguments` are all those of the class after the mixin, by name; they come back
     with the engine's model. A ConfigError says what does not go with the layout.
     """
-    check_is_arguments(arguments.get("args"))
     _check_arguments(arguments.get("args"), strategy)
     check_hooks(kind, strategy.topology)
     if strategy.topology.pipeline > 1 and not sums_over_targets(kind):

@@ -103,7 +103,7 @@ def choose(key: str, value: str | None, known: Sequence[str]) -> str:
     if value in known:
         return str(value)
     what = "which one?" if value is None else "no such value"
-    hint = f"{key}={known[0]}" if value is None else nearest(value, known, f"{key}={{}}", cutoff=0.5)
+    hint = f"{key}={known[0]}" if value is None else nearest(value, known, f"{key}={{}}")
     raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=value, allowed=", ".join(known), hint=hint)
 
 

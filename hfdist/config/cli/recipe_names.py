@@ -53,8 +53,7 @@ def with_task(name: str, arguments: Sequence[str]) -> list[str]:
         raise ConfigError(what, where=where, found=f"{name}, and {other}", hint=hint)
     if overrides and other is not None:
         what, found, where = "the task is given twice", f"{name}, and {other}", _TASK
-        loss = other.partition("=")[2]
-        is_loss = loss in PreferenceLoss.__members__ and loss not in TaskName.__members__
-        hint = f"hfdist {name} task.loss={loss}" if is_loss else f"hfdist tune {other}, or hfdist {name} alone"
+        is_loss = task in PreferenceLoss.__members__ and task not in TaskName.__members__
+        hint = f"hfdist {name} task.loss={task}" if is_loss else f"hfdist tune {other}, or hfdist {name} alone"
         raise ConfigError(what, where=where, found=found, hint=hint)
     return [*overrides, *arguments]

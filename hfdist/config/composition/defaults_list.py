@@ -26,20 +26,22 @@ def check_defaults_list(request: Request) -> None:
     listed, place, recipes = values.get("defaults"), display(path), list_options(shipped_folder(), ".")
     where = f"defaults ({place})"
     if listed is None:
-        _check_is_ours(values, place)
+        _refuse_config_of_others(values, place)
         return
     if not isinstance(listed, list):
         hint = f"`defaults: [{listed if listed in recipes else recipes[0]}, {_SELF}]`"
         raise ConfigError("the defaults list is no list", where=where, found=listed, allowed="a list", hint=hint)
     names = [item for item in listed if isinstance(item, str)]
+    groups = request.groups()
     for name in names:
-        _check_name(name, request, where)
+        _check_name(name, groups, request, where)
     recipe = next((name for name in names if name in recipes), None)
     if recipe is not None and _SELF in names[: names.index(recipe)] and values.keys() - {"defaults"}:
         what, hint = f"the values of {recipe} come after those of the file, and win", f"`[{recipe}, {_SELF}]`"
         raise ConfigError(what, where=where, found=f"{_SELF} before {recipe}", hint=hint)
     for keyword, group, option in _chosen(listed):
-        _check_option(keyword, group, option, recipe, request, where)
+        if not group.startswith("hydra") and keyword != "optional" and (group in groups or "/" not in group):
+            _check_option(keyword, group, option, recipe, groups, request, where)
 
 
 def _chosen(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
@@ -51,7 +53,7 @@ def _chosen(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
                 yield keyword, group.lstrip("/").partition("@")[0], option.removesuffix(".yaml")
 
 
-def _check_is_ours(values: Mapping[str, Any], place: str) -> None:
+def _refuse_config_of_others(values: Mapping[str, Any], place: str) -> None:
     if {"compute_environment", "distributed_type"} & values.keys():
         what, hint = (
             "this is a config of accelerate",
@@ -83,20 +85,25 @@ def _override(key: str, value: Any) -> str | None:
     return shlex.quote(f"{key}={text}")
 
 
-def _check_name(name: str, request: Request, where: str) -> None:
+def _check_name(name: str, all_groups: Mapping[str, list[str]], request: Request, where: str) -> None:
     recipes = list_options(shipped_folder(), ".")
     if name in (_SELF, "run_schema") or "/" in name or request.file(name.partition("@")[0]) is not None:
         return
-    groups = [group for group, options in request.groups().items() if name in options]
+    groups = [group for group, options in all_groups.items() if name in options]
     hint = f"`override /{groups[0]}: {name}`" if groups else nearest(name, recipes, "`{}`", cutoff=0.6)
     allowed = f"{', '.join(recipes)}, {_SELF}, or `override /GROUP: OPTION`"
     raise ConfigError("there is no such config", where=where, found=name, allowed=allowed, hint=hint)
 
 
-def _check_option(keyword: str, group: str, option: str, recipe: str | None, request: Request, where: str) -> None:
-    groups = request.groups()
-    if group.startswith("hydra") or keyword == "optional" or (group not in groups and "/" in group):
-        return
+def _check_option(
+    keyword: str,
+    group: str,
+    option: str,
+    recipe: str | None,
+    groups: Mapping[str, list[str]],
+    request: Request,
+    where: str,
+) -> None:
     if group not in groups:
         allowed, hint = ", ".join(groups), nearest(group, groups, f"`override /{{}}: {option}`")
         raise ConfigError(f"there is no group `{group}`", where=where, found=group, allowed=allowed, hint=hint)

@@ -269,18 +269,19 @@ def _bad_value(
     allowed, options = _allowed(key), request.groups().get(key, [])
     place = _place(error, override, key, request)
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
+    of_source = None if isinstance(value, dict | list) else _hint_for_source(key, str(value))
     if options and isinstance(value, str):
         hint = (hint_for_file(key, value) if is_in_file else None) or nearest(value, options, key + "={}")
         if is_in_file and hint is None and key == "model":
             hint = f"`{in_yaml('model.name', value)}`"
     else:
-        hint = None if allowed is None else _hint_for_value(key, value, allowed)
+        hint = None if allowed is None else of_source or _hint_for_value(key, value, allowed)
     if hint and is_in_file and hint.startswith(f"{key}="):
         option, leaf = hint.partition("=")[2], key.rpartition(".")[2]
         of_group = f"`- override /{key}: {option}` in the defaults list of the file, in place of this line"
         hint = of_group if options else f"`{leaf}: {option}` in {place}"
     what = "the value has the wrong type or is not among the allowed"
-    if not is_in_file and not isinstance(value, dict | list) and _hint_for_source(key, str(value)) is not None:
+    if of_source is not None and not is_in_file:
         what = "there is no source in this value: each has a name, and keys of its own"
     found = repr(value) if isinstance(value, str) else value
     if re.search(r"not Optional|Incompatible value 'None'", str(cause)):
@@ -410,8 +411,6 @@ def _hint_for_source(key: str, value: str) -> str | None:
 
 
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
-    if not isinstance(value, dict | list) and (of_source := _hint_for_source(key, str(value))) is not None:
-        return of_source
     if key == "launch" and (str(value).isdecimal() or value == AUTO):
         return f"launch.processes={value}"
     if key == "launch" and (shipped_folder() / key / f"{value}.yaml").is_file():

@@ -38,7 +38,7 @@ class Section:
     def compose(self, path: Path, overrides: Sequence[str] = ()) -> Any:
         """Merge a file and overrides over the defaults, and check them; ConfigError: the first mistake."""
         config = OmegaConf.structured(self._kind)
-        given = [(f"{self._prefix}{key}", value, display(path)) for key, value in self.read(path).items()]
+        given = [(f"{self._prefix}{key}", value, display(path)) for key, value in read_config(path).items()]
         given += [(*self._parse(override), COMMAND_LINE) for override in overrides]
         for key, value, place in given:
             config = self._merge(config, key, value, place)
@@ -48,10 +48,6 @@ class Section:
             raise ConfigError(f"a reference leads nowhere: {first_line(error)}", where=self._group) from error
         self._check(values)
         return values
-
-    def read(self, path: Path) -> dict[str, Any]:
-        """Give what a file holds, its values unchecked; ConfigError: see `read_config_text`."""
-        return read_config(path)
 
     def describe(self) -> str:
         """Give a line for each key, with its default and what it is, for a command's help."""
@@ -133,12 +129,12 @@ class Section:
             refuse_secrets(parsed.value(), key, place=COMMAND_LINE)
             return parsed.key_or_group, parsed.value()
         except HydraException as error:
-            quoted = f"quote it, for the shell and for the config: '{key}=\"{value}\"'"
-            what, hint = "this is not an override", None if key in self.keys else self._of_a_run(key, value)
             known = self.keys.get(key)
+            hint = self._of_a_run(key, value) if known is None else None
             if known is not None and known.takes_list:
-                quoted = shlex.quote(f"{key}={json.dumps(value.strip('[]').split(','))}")
-            hint = hint or quoted
+                hint = shlex.quote(f"{key}={json.dumps(value.strip('[]').split(','))}")
+            hint = hint or f"quote it, for the shell and for the config: '{key}=\"{value}\"'"
+            what = "this is not an override"
             raise ConfigError(what, where=COMMAND_LINE, found=override, allowed="key=value", hint=hint) from error
 
     def _members(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     folder: Path
     """What a user opens."""
     step: int
-    """Of the weights in the folder."""
+    """Step of the weights in the folder."""
     loss: float | None
     """Theirs on held-out data; None: there are none."""
     pools: Sequence[PoolReport]
