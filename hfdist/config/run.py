@@ -206,9 +206,9 @@ class ReportConfig:
     Split into words as a shell does, and started without one. It gets the alert on its standard input.
     """
     sample_prompt: str | None = None
-    """Text that the trained model continues at the end; null: none."""
-    sample_tokens: int = limited(64, at_least=1)
-    """Most tokens that the model writes after `sample_prompt`."""
+    """Text that the trained model continues at the end; null: the prompt of a held-out example, if there are any."""
+    sample_tokens: int = limited(64, at_least=0)
+    """Most tokens that it then writes; 0: no sample."""
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ _STEPS = (
     "report.progress=false",
     "report.plot=false",
     "report.plan=true",
-    "report.sample_prompt=null",
+    "report.sample_tokens=0",
     "export.push_to=null",
 )
 """Two that also warm up, and five."""

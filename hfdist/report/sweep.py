@@ -59,19 +59,22 @@ def _overrides(trial: Trial) -> str:
 
 
 def _table(trials: Sequence[Trial], metric: str) -> str:
-    titles = ("trial", metric, "tokens", "rungs", "begins at", "values")
-    heads = "".join(f"<th>{escaped(title, 40)}</th>" for title in titles)
+    has_rungs = any(len(trial.results) > 1 for trial in trials)
+    has_parents = any(trial.parent is not None for trial in trials)
     rows = []
     for trial in trials[:_MOST_ROWS]:
-        cells = (
-            f"{trial.number}",
-            escaped(trial.failure or "", 60) if trial.value is None else short(trial.value),
-            short(trial.tokens),
-            f"{len(trial.results)}",
-            "" if trial.parent is None else f"trial {trial.parent}",
-            escaped(_overrides(trial)),
-        )
-        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        cells = {
+            "trial": f"{trial.number}",
+            metric: escaped(trial.failure or "", 60) if trial.value is None else short(trial.value),
+            "tokens": short(trial.tokens),
+        }
+        if has_rungs:
+            cells["rungs"] = f"{len(trial.results)}"
+        if has_parents:
+            cells["begins at"] = "" if trial.parent is None else f"trial {trial.parent}"
+        cells["values"] = escaped(_overrides(trial))
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells.values())}</tr>")
+    heads = "".join(f"<th>{escaped(title, 40)}</th>" for title in cells)
     body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
     return f'<div class="scroll"><table class="words">{body}</table></div>'
 
@@ -102,7 +105,7 @@ def _chart(key: str, trials: Sequence[Trial], metric: str) -> str:
         places = [float(names.index(str(trial.values[key]))) for trial in own]
         ticks = tuple((float(place), escaped(name, 16)) for place, name in enumerate(names))
         across = Axis(-0.5, len(names) - 0.5, ticks[:_MOST_NAMES])
-    elif min(places) > 0 and (key.endswith(_RATE) or max(places) / min(places) >= _LOG_RANGE):
+    elif _is_logarithmic(key, min(places), max(places)):
         across = logarithmic(min(places), max(places))
     points = [(place, trial.value) for place, trial in zip(places, own, strict=True)]
     curves = [Curve("trials", sorted(points[1:]), "c0", is_line=False)] if points[1:] else []
@@ -111,6 +114,10 @@ def _chart(key: str, trials: Sequence[Trial], metric: str) -> str:
     shown_names = [name[:_LONGEST_NAME] for name in names[:_MOST_NAMES]]
     title = f"{metric} by {key}"
     return draw(Chart(title=title, x=key, curves=curves, may_be_log=True, across=across, names=shown_names))
+
+
+def _is_logarithmic(key: str, low: float, high: float) -> bool:
+    return low > 0 and (key.endswith(_RATE) or high / low >= _LOG_RANGE)
 
 
 class _Axis:
@@ -125,7 +132,7 @@ class _Axis:
             return
         numbers = [value for value in found if value is not None]
         self._low, self._high = min(numbers), max(numbers)
-        self._is_log = self._low > 0 and self._high / self._low >= _LOG_RANGE
+        self._is_log = _is_logarithmic(name, self._low, self._high)
 
     def place(self, value: Any) -> float:
         """From 0 at the bottom to 1 at the top."""

@@ -108,6 +108,7 @@ def test_preferences_have_another_measure():
     assert "(0.6931 before training), accuracy 75 % of 8 pairs (50 % by chance), margin 0.310\n" in said
     assert "perplexity" not in said
     assert "(0.7000 before training)" in describe_end(replace(tuned("dpo"), loss=0.61, loss_before=0.7))
+    assert 'tokenizer("2 + 3 =", return' in describe_end(replace(tuned("dpo"), sample_prompt="2 + 3 ="))
     assert "AutoModelForSequenceClassification" in describe_end(tuned("reward"))
 
 
@@ -117,6 +118,11 @@ def test_answers_are_counted_by_their_prompts():
     prompts = "stdlib: 320 prompts of 1,800 documents"
     assert f"{prompts}; 8 answers to each, 50 % of those of the last step cut off at task.max_new_tokens\n" in said
     assert "head runs/first/rollouts.jsonl " in said
+    said = describe_end(replace(tuned("grpo"), loss=None, rewards=(0.0, 0.0), learns_nothing=True))
+    assert "(0.0000 in the first), nothing learned: all answers to a prompt always had the same reward\n" in said
+    both = {"arithmetic": 0.2, "length": 0.1}
+    said = describe_end(replace(tuned("grpo"), loss=None, rewards=(0.1, 0.3), each_reward=both))
+    assert "reward 0.3000 in the last step, arithmetic 0.2000, length 0.1000 (0.1000 in the first)\n" in said
 
 
 def test_a_run_that_a_budget_has_stopped_says_so():
@@ -141,7 +147,7 @@ def test_many_ranks_and_pools_stay_one_screen():
     peaks = [{"host": 1 << 30, "device": (number + 1) << 30} for number in range(64)]
     said = describe_end(replace(PRETRAINED, pools=pools, peak_bytes=peaks, record=replace(RECORD, processes=64)))
     assert "source-3: 100 tokens, 1.50 epochs of 60 documents, sequences filled to 90 %; 6 more; 1 empty" in said
-    assert "device 1.0 GiB to 64.0 GiB, by rank, with evaluations" in said
+    assert "host 1.0 GiB on each rank; device 1.0 GiB to 64.0 GiB, by rank, with evaluations" in said
     assert "hfdist prove" not in said
 
 

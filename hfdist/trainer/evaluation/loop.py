@@ -97,7 +97,9 @@ class Evaluator:
         is_labelled, num_rows = True, 0
         convention = self._weighted_loss.convention
         if objective is not None and objective.evaluates_itself:
-            rewarded = {f"{prefix}_loss": objective.evaluate(forward)} | objective.measure(prefix)
+            losses = objective.evaluate(forward)
+            self._num_rows = len(losses)
+            rewarded = {f"{prefix}_loss": sum(losses) / max(len(losses), 1)} | objective.measure(prefix)
             self._tell(describe_figures(rewarded, prefix))
             return {**rewarded}
         if objective is not None:

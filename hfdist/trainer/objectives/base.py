@@ -84,7 +84,7 @@ class Objective:
     names: tuple[str, ...] = ()
     """Names of the figures, which are means, in the order in which ranks add them up."""
     evaluates_itself = False
-    """Whether an evaluation is no mean of losses over the held-out batches: `evaluate` gives it."""
+    """Whether an evaluation is no mean of losses over the held-out batches: `evaluate` gives what it is the mean of."""
 
     _training: Training
 
@@ -121,8 +121,11 @@ class Objective:
     def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
         """Called with all batches of a held-out set of this data rank. A collective."""
 
-    def evaluate(self, forward: Forward) -> float:
-        """Give what an evaluation measures in place of a held-out loss; the lower the better. A collective."""
+    def evaluate(self, forward: Forward) -> list[float]:
+        """Give what an evaluation measures of each held-out example in place of a loss: the lower the better.
+
+        The same on all ranks. A collective.
+        """
         raise NotImplementedError
 
     # ---- what all have ----

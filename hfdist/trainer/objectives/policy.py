@@ -177,13 +177,12 @@ class PolicyGradient(Objective):
     def _reduce(self, model: nn.Module, batch: Batch, reduce: Reduce) -> torch.Tensor:
         return reduce_tokens(self._training.head, model, batch, reduce, temperature=self._task.temperature)
 
-    def evaluate(self, forward: Forward) -> float:
-        """Answer held-out prompts greedily, and give the mean reward, negative."""
+    def evaluate(self, forward: Forward) -> list[float]:
+        """Answer held-out prompts greedily, and give the rewards, negative."""
         figures = self._rollouts.answer_held_out(forward)
         self._note_answers(figures)
-        rewards = figures["reward"]
-        # A mean of 0 is no negative zero.
-        return 0.0 - sum(rewards) / max(len(rewards), 1)
+        # A reward of 0 is no negative zero.
+        return [0.0 - reward for reward in figures["reward"]]
 
     def _note_answers(self, figures: Mapping[str, Sequence[float]]) -> None:
         """Each answer's figures are given on one rank."""

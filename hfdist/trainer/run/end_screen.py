@@ -21,9 +21,9 @@ from hfdist.units import count, duration, energy, money, share, size
 
 _FEW_STEPS = 500
 _SHOWN_POOLS = 4
-_SHOWN_RANKS = 8
 _LEAST_FILLED = 0.95
 _PROMPT = "Once upon a time"
+_LONGEST_PROMPT = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,10 @@ class Ending:
     """Held-out pairs."""
     rewards: tuple[float, float] | None = None
     """Mean reward of the first and of the last logged step."""
+    each_reward: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each reward in the last logged step, where there are several."""
+    learns_nothing: bool = False
+    """Whether answers to one prompt have always had the same reward."""
     cut_off: float | None = None
     """Share of the last answers that were cut at `task.max_new_tokens`."""
     pools: Sequence[PoolReport] = ()
@@ -71,6 +75,8 @@ class Ending:
     """What was planned, and what was measured, by the names of `planning.grade`."""
     is_chat: bool = False
     """Whether it has learned turns of a chat, so that it is asked in its chat template."""
+    sample_prompt: str | None = None
+    """A prompt of the held-out examples."""
 
 
 def describe_end(end: Ending) -> str:
@@ -148,13 +154,10 @@ def _data(end: Ending) -> str:
 
 def _quality(end: Ending) -> str:
     task, loss, before = end.config.task, end.loss, end.loss_before
+    if task.name.is_reinforcement:
+        return ", ".join(_rewards(end)) or "not measured"
     if loss is None:
         return "not measured: the run has no held-out data"
-    if task.name.is_reinforcement:
-        first, last = end.rewards or (None, None)
-        trained = "" if last is None else f"reward {last:.4f} in the last step ({first:.4f} in the first), "
-        at_first = "" if before is None else f" ({0.0 - before:.4f} before training)"
-        return f"{trained}held-out reward {0.0 - loss:.4f}{at_first}"
     if before is None and task.name is TaskName.dpo and task.loss is PreferenceLoss.sigmoid:
         # Of a model that is its reference.
         before = math.log(2)
@@ -166,6 +169,18 @@ def _quality(end: Ending) -> str:
         pairs = "" if end.num_held_out is None else f" of {count(end.num_held_out, 'pair')}"
         words += f", accuracy {share(end.accuracy)}{pairs} (50 % by chance)"
     return words if end.margin is None else f"{words}, margin {end.margin:.3f}"
+
+
+def _rewards(end: Ending) -> Iterator[str]:
+    if end.rewards is not None:
+        first, last = end.rewards
+        each = "".join(f", {name} {value:.4f}" for name, value in end.each_reward.items())
+        yield f"reward {last:.4f} in the last step{each} ({first:.4f} in the first)"
+    if end.loss is not None:
+        at_first = "" if end.loss_before is None else f" ({0.0 - end.loss_before:.4f} before training)"
+        yield f"held-out reward {0.0 - end.loss:.4f}{at_first}"
+    if end.learns_nothing:
+        yield "nothing learned: all answers to a prompt always had the same reward"
 
 
 def _beside(loss: float, without_context: float, steps: int) -> str:
@@ -192,10 +207,9 @@ def _memory(peaks: Sequence[Mapping[str, float]]) -> str:
     parts = []
     for kind in peaks[0] if peaks else ():
         values = [peak[kind] for peak in peaks]
-        if len(values) > _SHOWN_RANKS:
-            parts.append(f"{kind} {size(min(values))} to {size(max(values))}, by rank")
-        else:
-            parts.append(f"{kind} {', '.join(map(size, values))}{' by rank' if len(values) > 1 else ''}")
+        low, high = size(min(values)), size(max(values))
+        ranks = "" if len(values) == 1 else " on each rank" if low == high else ", by rank"
+        parts.append(f"{kind} {low if low == high else f'{low} to {high}'}{ranks}")
     return f"{'; '.join(parts)}, with evaluations and exports" if parts else ""
 
 
@@ -213,7 +227,8 @@ def _usage(end: Ending) -> list[str]:
     lines.append(f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))")
     if end.config.task.name is TaskName.reward:
         return [*lines, 'print(model(**tokenizer("A good answer.", return_tensors="pt")).logits)']
-    prompt = json.dumps(end.config.report.sample_prompt or _PROMPT)
+    of_data = end.sample_prompt if len(end.sample_prompt or "") <= _LONGEST_PROMPT else None
+    prompt = json.dumps(end.config.report.sample_prompt or of_data or _PROMPT, ensure_ascii=False)
     inputs = f'tokenizer({prompt}, return_tensors="pt")'
     if end.is_chat:
         lines.append('chat = [{"role": "user", "content": "Who are you?"}]')

@@ -17,6 +17,7 @@ from hfdist.data import are_chats, count_trained, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.trainer.run.end_screen import Ending, describe_end
 from hfdist.trainer.run.parts.part import Part, warning_of_failure
+from hfdist.trainer.run.parts.sample import held_out_example
 from hfdist.trainer.run.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def _sum_up(run: RunState) -> Ending:
     assert trainer.strategy is not None
     assert trainer.engine is not None
     model: Any = trainer.engine.model
+    example = held_out_example(run)
     left_out, num_trained, graded = None, None, {}
     with warning_of_failure("report of the documents that were read"):
         lanes = [read_records(config.run.folder.ledger, lane) for lane in range(config.data.lanes)]
@@ -64,7 +66,12 @@ def _sum_up(run: RunState) -> Ending:
         num_documents=num_trained,
         graded=graded,
         is_chat=bool(getattr(data.tokenizer, "chat_template", None)) and bool(are_chats(data.corpus)),
+        sample_prompt=None if example is None else _text_of(run, example.prompt),
     )
+
+
+def _text_of(run: RunState, ids: list[int]) -> str:
+    return str(run.data.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _find_baseline(run: RunState) -> float | None:
@@ -100,6 +107,10 @@ def _find_figures(run: RunState) -> dict[str, Any]:
     found["cut_off"] = next((entry["cut_off"] for entry in reversed(history) if "cut_off" in entry), None)
     rewards = [float(entry["reward"]) for entry in history if "reward" in entry]
     found["rewards"] = (rewards[0], rewards[-1]) if rewards else None
+    last = next((entry for entry in reversed(history) if "reward" in entry), {})
+    names = [name for name in last if name.startswith("rewards/")]
+    found["each_reward"] = {name.partition("/")[2]: float(last[name]) for name in names} if len(names) > 1 else {}
+    found["learns_nothing"] = bool(rewards) and not any(entry.get("reward_std") for entry in history)
     if objective is not None and held_out is not None and found["accuracy"] is not None:
         items = (default_data_collator([held_out[k]]) for k in range(len(held_out)))
         found["num_held_out"] = sum(int(objective.count(item)) for item in items)
