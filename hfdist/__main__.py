@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
@@ -37,6 +38,7 @@ _WORDS = {
 """What may follow a command that has no config."""
 _MULTIRUN = ("-m", "--multirun")
 _HELP = ("-h", "--help")
+_VERSION = ("-V", "--version", "version")
 _USAGE = """\
 hfdist COMMAND [flags] [key=value ...]
 
@@ -44,8 +46,9 @@ hfdist COMMAND [flags] [key=value ...]
 
 hfdist run FILE.yaml is the recipe that the file names, with it as its config; a run's folder has such a file.
 hfdist sft is finetune; hfdist dpo, kto, reward, grpo and rloo are tune with that task.
-hfdist COMMAND --help lists its groups, options and keys; launch.processes=2 (or auto: the GPUs) starts that many
-processes; eval "$(hfdist completion bash)" completes all of them (in zsh, after bashcompinit).
+hfdist COMMAND --help lists its groups, options and keys; hfdist --version says which one this is.
+launch.processes=2 (or auto: the GPUs) starts that many processes; eval "$(hfdist completion bash)" completes all of
+them (in zsh, after bashcompinit).
 """
 
 
@@ -58,6 +61,8 @@ def main() -> None:
         width = max(map(len, recipes))
         lines = (f"  {name:<{width}}  {first_line(path)}" for name, path in recipes.items())
         sys.stdout.write(_USAGE.format(commands="\n".join(lines)))
+    elif name in _VERSION:
+        sys.stdout.write(f"hfdist {version('hfdist')}\n")
     elif sys.argv[1:] == ["completion", "bash"]:
         sys.stdout.write(_COMPLETION)
     elif sys.argv[1:] == ["completion", "query"]:

@@ -115,6 +115,10 @@ def _check_columns(key: str, columns: dict[str, Any], formats: set[RowFormat]) -
             what = f"no row of format {', '.join(sorted(one.value for one in formats))} has this column"
             value = f"[{','.join(map(str, paths))}]" if isinstance(paths, list) else paths
             hint = nearest(name, names, f"{key}.{{}}={value}", cutoff=0.0)
+            if not known and all(path in names for path in columns.values()):
+                # As datasets' rename_columns has it.
+                pairs = ", ".join(f"{path}: {column}" for column, path in columns.items())
+                hint = f"the other way round, '{key}={{{pairs}}}'"
             if known and formats == {RowFormat.text}:
                 hint = "data.format=auto, as hfdist finetune has it"
             raise ConfigError(

@@ -13,6 +13,7 @@ _HUB_DATA = "data=hub data.sources.hub.path={value}"
 _MOST_MINUTES = 10_000
 """A larger number is a time in seconds."""
 _REWARDS = "'task.rewards={{value}: 1.0}'"
+OWN_REWARD = "a reward of your own comes from an installed package: docs/rewards.md#a-reward-of-your-own"
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward", "ppo": "grpo"}
 """Stages of LLaMA-Factory, with the command that does them."""
 _OVERRIDES = {
@@ -28,7 +29,7 @@ _OVERRIDES = {
     "evaluate.export=best checkpoint.keep_best=true": "load_best_model_at_end",
     "evaluate.at_start={value}": "eval_on_start",
     "evaluate.lm_eval={value}": "evaluate.tasks lm_eval_tasks",
-    "data.eval_fraction=0 data.eval_sources.val.path={value}": "validation_file eval_file",
+    "data.eval_fraction=0 data.eval_sources.val.path={value}": "validation_file eval_file eval_dataset",
     "data.packing=best_fit": "sample_packing padding_free",
     "data.packing=auto": "packing",
     "data.packing=none": "group_by_length",
@@ -51,6 +52,7 @@ _OVERRIDES = {
     "model_max_length context_length cutoff_len",
     "data={value}": "data.path data.file data.files data_path data_files",
     _HUB_DATA: "dataset dataset_name",
+    "model.name={value}": "model.path model.name_or_path model.id",
     "data=hub data.sources.hub.subset={value}": "dataset_config_name",
     "data=files data.sources.files.path={value}": "train_file",
     "data.sources.files.text={value}": "text_column dataset_text_field",
@@ -133,6 +135,16 @@ REASONS = {
         ("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches", "grad_accum"), _BATCH
     ),
     **dict.fromkeys(("betas", "adam_betas"), "optimizer.beta1=0.9 optimizer.beta2=0.95"),
+    **dict.fromkeys(
+        ("global_batch_tokens", "batch_size_tokens", "batch_tokens", "total_batch_size_tokens", "tokens_per_batch"),
+        "train.global_batch_size=... counts sequences: the tokens, divided by data.sequence_length",
+    ),
+    **dict.fromkeys(("shuffle", "shuffle_data"), "the order is always shuffled; data.seed=1 draws another"),
+    "split": "leave it out, as a file has no splits; a dataset of the Hub has data.sources.hub.split",
+    **dict.fromkeys(
+        ("max_samples", "max_train_samples", "num_samples"),
+        "train.max_steps=100 trains on fewer; `head -n 1000` of a file has its first rows",
+    ),
     "config_file": "--config FILE.yaml, if it is one of hfdist; accelerate launch takes accelerate's own",
     "do_train": "the command says what is done: `hfdist pretrain` trains",
     "do_eval": "the run evaluates at the end; train.eval_every=100 does it before, too; data.eval_fraction=0: never",
@@ -244,7 +256,7 @@ VALUES = {
 
 def override_for(name: str, value: object = None) -> str | None:
     """Give a ready override for a name of another trainer, from its last part; None: not known."""
-    name = name.replace(".arguments.", ".")
+    name = name.replace(".arguments.", ".").replace("cluster.slurm.", "cluster.")
     template = OVERRIDES.get(name, OVERRIDES.get(name.rpartition(".")[2]))
     if template is None:
         return None
@@ -254,7 +266,7 @@ def override_for(name: str, value: object = None) -> str | None:
             return f"hfdist {_STAGES[str(value)]}, in place of {name}={value}"
         value = None
     if template == _REWARDS and re.search(r"[:/]|\.py", str(value)):
-        return "a reward of your own comes from an installed package: docs/rewards.md#a-reward-of-your-own"
+        return OWN_REWARD
     if template == "cluster.hours={value}":
         value = _hours(value)
     value = str(value).lower() if isinstance(value, bool) else value

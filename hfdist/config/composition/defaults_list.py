@@ -57,7 +57,7 @@ def _refuse_config_of_others(values: Mapping[str, Any], place: str) -> None:
     if {"compute_environment", "distributed_type"} & values.keys():
         what, hint = (
             "this is a config of accelerate",
-            f"accelerate launch --config_file {place} recipes/pretrain.py ...",
+            f"accelerate launch --config_file {place} recipes/NAME.py ..., where NAME is pretrain, finetune or tune",
         )
         raise ConfigError(what, where=place, found=next(iter(values)), hint=hint)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed([*all_keys()]) if ANY_NAME not in key}

@@ -19,7 +19,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from hfdist.config.composition.aliases import VALUES, override_for, override_for_option, reason_against
+from hfdist.config.composition.aliases import OWN_REWARD, VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import AUTO, TRACKERS
@@ -182,6 +182,9 @@ def explain_interpolation(error: OmegaConfBaseException) -> ConfigError:
     missing = re.search(r"Interpolation key '([^']+)' not found", message)
     called = (override_for(missing[1]) or "").partition("=")[0] if missing else ""
     near = called if find_key(called) else nearest_key(missing[1]) if missing else None
+    if near == error.full_key:
+        # It would refer to itself.
+        near = None
     if missing and re.fullmatch(r"[A-Z_0-9]+", missing[1]):
         what, key = "no config reads the environment", error.full_key or None
         hint = f'{key}="${missing[1]}" on the command line, where the shell puts it in' if key else None
@@ -267,6 +270,10 @@ def _bad_value(
     if not key and "with ListConfig" in str(cause):
         key, value = next(_lists_for_mappings(request), ("", value))
     allowed, options = _allowed(key), request.groups().get(key, [])
+    if key.startswith("task.rewards."):
+        what, found = "a reward has a weight", f"{key.removeprefix('task.rewards.')}: {value}"
+        hint = OWN_REWARD if ".py" in found else None
+        return ConfigError(what, where="task.rewards", found=found, allowed="{NAME: WEIGHT}", hint=hint)
     place = _place(error, override, key, request)
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
     of_source = None if isinstance(value, dict | list) else _hint_for_source(key, str(value))

@@ -235,6 +235,8 @@ def _not_an_override(text: str) -> ConfigError:
     known = all_keys().get(key)
     if text.endswith(",") and text.strip(","):
         hint = text.rstrip(",")
+    elif text in ("help", "?"):
+        hint = "--help"
     elif not equals and text.endswith((".yaml", ".yml")):
         hint = f"--config {text}, if that is a config"
     elif not equals and text.endswith(":"):

@@ -93,6 +93,9 @@ class Section:
                 called = override_for(name, value) or ""
                 is_own = called.startswith(self._prefix)
                 hint = called if is_own else self._of_a_run(name, value)
+                above = f"{self._prefix}{name.rpartition('.')[2]}"
+                if above in self.keys:
+                    hint = hint or f"{above}={value}"
                 leaves = [key.removeprefix(self._prefix) for key in self.keys]
                 hint = hint or nearest(
                     name.removeprefix(self._prefix), leaves, f"{self._prefix}{{}}={value}", cutoff=0.6

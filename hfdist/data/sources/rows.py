@@ -319,6 +319,7 @@ _NAMED = {format: form.needed for format, form in _FORMS_BY_NAME.items()} | {
 _NUMBERS = ("id", "idx", "index")
 _TEXT_COLUMNS = ("content", "body", "raw_text", "raw_content", "document", "article", "passage", "story", "code")
 """Columns that hold the text in many datasets."""
+_TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Trainer takes rows of input_ids and labels"
 
 
 @dataclass(frozen=True)
@@ -432,7 +433,9 @@ class RowReader:
         free = [column for column in present if column not in _NUMBERS and len(column) > 1] or present
         likely = [column for column in _TEXT_COLUMNS if column in free]
         hint = nearest(self.text.paths[0], likely[:1] or free, named, cutoff=0.0)
-        if any(set(form.needed) <= set(present) for form in _FORMS.values()):
+        if "input_ids" in present:
+            hint = _TAKES_TEXT
+        elif any(set(form.needed) <= set(present) for form in _FORMS.values()):
             hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"
         return ContentError(f"there is no column {self.text}", where=where, allowed=", ".join(present), hint=hint)
 
@@ -450,8 +453,12 @@ class RowReader:
         as_text = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
         missing = [name for name in _NAMED[self.format] if name not in present]
         free = [column for column in present if column not in (*_NAMED[self.format], *_NUMBERS)]
-        if self.format is RowFormat.auto and set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
+        if "input_ids" in present:
+            hint = _TAKES_TEXT
+        elif self.format is RowFormat.auto and set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
             hint = "hfdist tune task=dpo learns from preferences, with the same model and data"
+        elif self.format is RowFormat.unpaired_preference and set(_NAMED[RowFormat.preference]) <= set(present):
+            hint = "hfdist dpo learns from such rows, and hfdist reward; kto has one answer a row, and its label"
         elif self.format is RowFormat.preference and set(_NAMED[RowFormat.unpaired_preference]) <= set(present):
             hint = "hfdist kto learns from such rows; dpo and reward compare a chosen answer with a rejected one"
         elif found := next(

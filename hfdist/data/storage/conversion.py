@@ -68,7 +68,7 @@ def _as_text(paths: Sequence[Path], given: str, key: str) -> str | None:
         return None
     if len(paths) == 1:
         file = shlex.quote(str(paths[0]))
-        return f"cp {file} {file}.txt; then {shlex.quote(f'{key}={given}.txt')}"
+        return f"cp {file} {file}.txt; then {shlex.quote(f'{key}={paths[0]}.txt')}"
     folder = shlex.quote(os.path.commonpath(paths))
     then = given if Path(given).expanduser().is_dir() else f"{given}.txt"
     command = f'find -L {folder} -name "*{kind}" | while read -r file; do cp "$file" "$file.txt"; done'
