@@ -126,7 +126,7 @@ def report_tokenized(made: Meta, folder: Path, *, vocab_size: int | None) -> Non
     overrides = ["data=tokens", f"data.sources.tokens.path={folder}", f"model.tokenizer.name={folder / TOKENIZER}"]
     if vocab_size is not None:
         overrides.append(f"model.config.vocab_size={vocab_size}")
-    logger.info("train on them with: python recipes/pretrain.py %s", shlex.join(overrides))
+    logger.info("train on them with: hfdist pretrain model=... %s", shlex.join(overrides))
 
 
 class _Job:

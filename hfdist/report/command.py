@@ -112,6 +112,9 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
         raise ConfigError(
             "this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html"
         )
+    if out.suffix not in (".html", ".htm"):
+        what, hint = "the page is HTML, which a browser prints", f"out={out.with_suffix('.html')}"
+        raise ConfigError(what, where=f"out ({COMMAND_LINE})", found=str(out), hint=hint)
     sweeps = tuple(folder for folder in given if (folder / TRIALS).is_file())
     folders = tuple(run for folder in given for run in (_best_trials(folder) if folder in sweeps else [folder]))
     if not folders:

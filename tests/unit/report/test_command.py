@@ -51,6 +51,7 @@ def test_the_page_of_a_run_is_written_into_its_folder_and_that_of_several_here(r
         (["runs/first", "outt=x"], "try:     out=x"),
         (["runs/first", "--life"], "try:     --live"),
         (["runs/first", "out=runs"], "this is a folder"),
+        (["runs/first", "out=report.pdf"], "try:     out=report.html"),
         (["runs/first", "port=http"], "this is no port"),
         (["runs/first", "port=70000"], "this is no port"),
     ],
