@@ -136,8 +136,9 @@ def nearest_key(name: str) -> str | None:
     # A value is meant, and no section of that name.
     by_leaf = {known.rpartition(".")[2]: known for known in reversed(names) if not section or not members(known)}
     by_leaf |= {member: f"{section}.{member}" for member in members(_starred(section))} if section else {}
-    close = nearest(leaf, by_leaf, cutoff=0.7)
-    return nearest(name, names, cutoff=0.7) if close is None else by_leaf[close]
+    # Names of two things are often as alike as `max_samples` and `max_staleness`.
+    close = nearest(leaf, by_leaf, cutoff=0.78)
+    return nearest(name, names, cutoff=0.78) if close is None else by_leaf[close]
 
 
 def flatten(value: Any, key: str) -> Iterator[tuple[str, Any]]:

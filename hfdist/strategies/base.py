@@ -25,6 +25,7 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import device_of
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Compression, StrategyConfig
+from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
@@ -407,6 +408,8 @@ class Strategy(Partitioning):
     """
 
     fractions = ShardFractions()
+    asked_precision: Precision | None = None
+    """What `make_strategy` was told; None: whatever the TrainingArguments say."""
     keeps_uneven_gradients = False
     """Whether a rank keeps whole the gradients of parameters that it steps in part, so that ranks differ."""
 

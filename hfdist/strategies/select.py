@@ -85,7 +85,7 @@ def make_strategy(
     global_batch_size: int | None = None,
     micro_batch_size: int = 1,
     sequence_length: int = 1024,
-    precision: str = "fp32",
+    precision: str | None = None,
     max_grad_norm: float = 1.0,
     **layout: object,
 ) -> Strategy:
@@ -102,7 +102,7 @@ def make_strategy(
         global_batch_size: sequences in one optimizer step, over all processes; must be given.
         micro_batch_size: sequences in one forward of one data rank.
         sequence_length: of a usual sequence in tokens, to balance the stages of a pipeline.
-        precision: fp32, bf16 or fp16, as in the TrainingArguments.
+        precision: fp32, bf16 or fp16, as in the TrainingArguments; None: theirs, and fp32 where DeepSpeed must know it.
         max_grad_norm: as in the TrainingArguments; DeepSpeed clips by itself.
         layout: the keys of `strategy.*`, under their names and with their values there; `deepspeed` may be the path of
             a DeepSpeed config file.
@@ -111,12 +111,14 @@ def make_strategy(
         ConfigError: a key, a value or a size that does not fit.
     """
     report_uncaught()
-    sizes = {"micro_batch_size": micro_batch_size, "precision": precision, "max_grad_norm": max_grad_norm}
+    sizes = {"micro_batch_size": micro_batch_size, "precision": precision or "fp32", "max_grad_norm": max_grad_norm}
     strategy, train = _typed(name, layout, sizes | {"global_batch_size": global_batch_size})
     if type(sequence_length) is not int or sequence_length < 1:
         allowed = "a whole number >= 1"
         raise ConfigError("no such length", where=_named("sequence_length"), found=sequence_length, allowed=allowed)
-    return _make(strategy, train, sequence_length=sequence_length)
+    made = _make(strategy, train, sequence_length=sequence_length)
+    made.asked_precision = None if precision is None else train.precision
+    return made
 
 
 @speaking_python()

@@ -16,6 +16,7 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
+from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.adapter import check_adapted
 from hfdist.models.hub_client import reading_from_hub
@@ -154,6 +155,11 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
                 "(those of TRL are bf16=True by default)"
             )
             raise ConfigError(what, where=f"args.{name}", found=getattr(args, name), allowed=str(value), hint=hint)
+    asked = strategy.asked_precision
+    if asked is not None and (args.bf16, args.fp16) != (asked is Precision.bf16, asked is Precision.fp16):
+        what, found = "the strategy was made for another precision", f"bf16={args.bf16}, fp16={args.fp16}"
+        hint = "bf16=True in both, or hfdist.make_strategy without `precision`"
+        raise ConfigError(what, where="args", found=found, allowed=f"those of {asked.value}", hint=hint)
     for name, (reason, hint) in _REFUSED.items():
         if getattr(args, name):
             raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
@@ -270,6 +276,13 @@ def _whole_model(kind: type, arguments: dict[str, Any], strategy: Strategy) -> d
         what = "a strategy distributes a model that exists"
         hint = "AutoModelForCausalLM.from_pretrained(NAME, dtype='float32'), after the training arguments"
         raise ConfigError(what, where="model", found=repr(model), allowed="a model, on the CPU and whole", hint=hint)
+    compiled = model._modules.get("_orig_mod")
+    if compiled is not None or isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        what, hint = "a strategy distributes a plain model", "the model that this one wraps"
+        hint = (
+            "TrainingArguments(torch_compile=True), and the model as it was before torch.compile" if compiled else hint
+        )
+        raise ConfigError(what, where="model", found=type(model).__name__, hint=hint)
     return {"model": model}
 
 

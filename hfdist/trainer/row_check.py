@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,8 +28,14 @@ def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None
         collates_itself: whether a collator of the program's own makes batches of rows.
 
     Raises:
-        ConfigError: there are no rows, none of their columns is an input of the model, or a token is none of its own.
+        ConfigError: it is no dataset; it has no rows; no column is an input of the model; a token is none of its own.
     """
+    if isinstance(dataset, str | Path):
+        what, hint = "a dataset is no path", f"load_dataset('json', data_files={str(dataset)!r}, split='train')"
+        raise ConfigError(what, where=_WHERE, found=repr(dataset), hint=hint)
+    if isinstance(dataset, Mapping):
+        what, hint = "these are several datasets", f"train_dataset=dataset[{str(next(iter(dataset), 'train'))!r}]"
+        raise ConfigError(what, where=_WHERE, found=", ".join(map(str, dataset)), hint=hint)
     if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) and len(dataset) == 0:
         raise ConfigError("the dataset is empty", where=_WHERE, found="0 rows", allowed="a row or more")
     rows = _first_rows(dataset)

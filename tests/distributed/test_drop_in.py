@@ -145,7 +145,7 @@ def test_checkpoints_of_the_original_stay_as_they_are(tmp_path):
     trainer = make_trainer(tmp_path, arguments={"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1})
     with pytest.raises(CheckpointError, match="no checkpoint to go on from"):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(CheckpointError, match="unfinished checkpoint, or none"):
+    with pytest.raises(CheckpointError, match="no checkpoint of hfdist"):
         trainer.train(resume_from_checkpoint=str(theirs))
     trainer.train()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-9"]

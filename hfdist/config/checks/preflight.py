@@ -90,6 +90,9 @@ def check_model_paths(config: RunConfig) -> None:
             what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
     name = config.model.name or ""
+    if os.path.isfile(os.path.expanduser(name)) and not name.endswith(".gguf"):
+        what, hint = "a model is a folder, with its config.json", f"model={os.path.dirname(name) or '.'}"
+        raise ConfigError(what, where="model.name", found=name, hint=hint)
     is_model, holds_model = (os.path.isfile(os.path.expanduser(f"{name}/{file}")) for file in _OF_MODELS)
     if name and holds_model and not is_model:
         what, hint = "this is the folder of a run; its model is in it", f"model={name.rstrip('/')}/model"
@@ -175,7 +178,8 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
         what = "a variable of accelerate contradicts the config"
         found = f"{name}={environment[name]}, with {key}={value}"
         if hint is not None:
-            advice = f"{hint}, or {advice}" if helps else f"unset {name}, and give {hint} for that layout"
+            without = f"a launcher's config file without it (or unset {name})"
+            advice = f"{hint}, or {advice}" if helps else f"{without}, and {hint}"
         raise ConfigError(what, where=f"{name} (environment)", found=found, hint=advice)
 
     def is_true(name: str) -> bool:
@@ -239,8 +243,13 @@ def _near(key: str, path: str) -> str | None:
         names = [other.name for other in full.parent.iterdir()]
     except OSError:
         return None
-    near = nearest(full.name, [name for name in names if name != full.name], cutoff=0.75)
-    return None if near is None else f"{key}={Path(path).with_name(near)}"
+    # A common suffix makes no names alike.
+    by_stem = {
+        name.partition(".")[0] or name: name
+        for name in sorted(names, key=lambda name: Path(name).suffix == full.suffix)
+    }
+    near = nearest(full.name.partition(".")[0], by_stem, cutoff=0.75)
+    return None if near is None else f"{key}={Path(path).with_name(by_stem[near])}"
 
 
 def _check_writable(key: str, folder: str) -> None:

@@ -545,11 +545,19 @@ def _check_checkpoints(config: RunConfig) -> None:
     if config.checkpoint.replicate_every is not None:
         _check_replicas(config, every)
     words = ["auto", "never"]
+    steps = sorted(str(path) for path in Path(resume).expanduser().glob("step-*") if not path.suffix)
+    if resume not in words and steps:
+        what, hint = "this folder holds several checkpoints", shlex.quote(f"checkpoint.resume={steps[-1]}")
+        raise _conflict(config, "checkpoint.resume", what, allowed="the folder of one of them", hint=hint)
     if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
         what = "this is neither auto, nor never, nor a folder that exists"
         allowed = "auto, never, or the folder of a checkpoint"
         beside = sorted(str(path) for path in Path(resume).expanduser().parent.glob("step-*") if not path.suffix)
-        hint = shlex.quote(f"checkpoint.resume={beside[-1]}") if beside else "checkpoint.resume=auto"
+        hint = (
+            shlex.quote(f"checkpoint.resume={beside[-1]}")
+            if beside
+            else f"checkpoint.resume={'never' if resume.lower() in ('false', 'no', 'none', 'off') else 'auto'}"
+        )
         hint = nearest(resume.lower(), words, "checkpoint.resume={}") or hint
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.config.cli.recipe_names import NAMES, RECIPES
+from hfdist.config.composition.defaults_list import refuse_config_of_others
 from hfdist.config.composition.files import display, read_config, refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.task import TaskName
@@ -44,6 +45,7 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
     recipe = _find_recipe(path, set())
     if recipe is None:
+        refuse_config_of_others(read_config(path), display(path))
         what = "the config does not say what it trains"
         allowed = f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name"
         hint = "begin it with `defaults: [finetune, _self_]`; for DPO `defaults: [tune, {override task: dpo}, _self_]`"

@@ -13,7 +13,9 @@ _HUB_DATA = "data=hub data.sources.hub.path={value}"
 _MOST_MINUTES = 10_000
 """A larger number is a time in seconds."""
 _REWARDS = "'task.rewards={{value}: 1.0}'"
+_BETAS = "optimizer.beta1={value} optimizer.beta2={value}"
 OWN_REWARD = "a reward of your own comes from an installed package: docs/rewards.md#a-reward-of-your-own"
+OFF = ("false", "no", "none", "off")
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward", "ppo": "grpo"}
 """Stages of LLaMA-Factory, with the command that does them."""
 _OVERRIDES = {
@@ -23,13 +25,14 @@ _OVERRIDES = {
     "train.eval_micro_batch_size={value}": "per_device_eval_batch_size",
     "train.max_steps={value}": "steps num_steps max_train_steps train_iters max_iters total_steps",
     "train.epochs={value}": "num_train_epochs num_epochs max_epochs",
-    "train.eval_every={value}": "eval_steps eval_interval",
+    "train.eval_every={value}": "eval_steps eval_interval evaluate.every evaluate.steps evaluate.interval",
     "evaluate.patience={value}": "early_stopping_patience",
     "evaluate.min_delta={value}": "early_stopping_threshold",
     "evaluate.export=best checkpoint.keep_best=true": "load_best_model_at_end",
     "evaluate.at_start={value}": "eval_on_start",
     "evaluate.lm_eval={value}": "evaluate.tasks lm_eval_tasks",
-    "data.eval_fraction=0 data.eval_sources.val.path={value}": "validation_file eval_file eval_dataset",
+    "data.eval_fraction=0 data.eval_sources.val.path={value}": "validation_file eval_file eval_dataset "
+    "data.eval data.val data.validation data.test",
     "data.packing=best_fit": "sample_packing padding_free",
     "data.packing=auto": "packing",
     "data.packing=none": "group_by_length",
@@ -43,6 +46,7 @@ _OVERRIDES = {
     "optimizer.lr={value}": "learning_rate",
     "optimizer.beta1={value}": "adam_beta1",
     "optimizer.beta2={value}": "adam_beta2",
+    _BETAS: "betas adam_betas",
     "optimizer.eps={value}": "adam_epsilon adam_eps",
     "optimizer.name={value}": "optim",
     "optimizer.schedule={value}": "lr_scheduler_type lr_scheduler scheduler",
@@ -50,7 +54,7 @@ _OVERRIDES = {
     "optimizer.warmup_fraction={value}": "warmup_ratio",
     "data.sequence_length={value}": "block_size seq_length sequence_len max_length max_seq_length max_seq_len "
     "model_max_length context_length cutoff_len",
-    "data={value}": "data.path data.file data.files data_path data_files",
+    "data={value}": "data.path data.file data.files data.train data_path data_files",
     _HUB_DATA: "dataset dataset_name",
     "model.name={value}": "model.path model.name_or_path model.id",
     "data=hub data.sources.hub.subset={value}": "dataset_config_name",
@@ -134,12 +138,19 @@ REASONS = {
     **dict.fromkeys(
         ("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches", "grad_accum"), _BATCH
     ),
-    **dict.fromkeys(("betas", "adam_betas"), "optimizer.beta1=0.9 optimizer.beta2=0.95"),
     **dict.fromkeys(
         ("global_batch_tokens", "batch_size_tokens", "batch_tokens", "total_batch_size_tokens", "tokens_per_batch"),
         "train.global_batch_size=... counts sequences: the tokens, divided by data.sequence_length",
     ),
     **dict.fromkeys(("shuffle", "shuffle_data"), "the order is always shuffled; data.seed=1 draws another"),
+    **dict.fromkeys(
+        ("num_microbatches", "microbatches", "num_micro_batches", "pipeline_num_microbatches"),
+        "their number is train.global_batch_size / (train.micro_batch_size x data ranks): set train.micro_batch_size",
+    ),
+    "dry_run": "--cfg job prints the config; `hfdist plan` says what a run needs",
+    "export.format": "model/ has safetensors; convert_hf_to_gguf.py of llama.cpp makes GGUF of it",
+    "export.dtype": "it is written as it was trained; the dtype of from_pretrained reads it otherwise",
+    "checkpoint.save_optimizer": "a checkpoint has all that a resume needs; checkpoint=none writes the model alone",
     "split": "leave it out, as a file has no splits; a dataset of the Hub has data.sources.hub.split",
     **dict.fromkeys(
         ("max_samples", "max_train_samples", "num_samples"),
@@ -197,6 +208,7 @@ REASONS = {
     **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _TOKENS),
 }
 _OPPOSITES = {
+    "report.to=[{value}]": "report.to=[]",
     "data.packing=best_fit": "data.packing=none",
     "data.packing=none": "data.packing=best_fit",
     "evaluate.export=best checkpoint.keep_best=true": "evaluate.export=last",
@@ -267,6 +279,9 @@ def override_for(name: str, value: object = None) -> str | None:
         value = None
     if template == _REWARDS and re.search(r"[:/]|\.py", str(value)):
         return OWN_REWARD
+    if template == _BETAS:
+        pair = re.findall(r"[\d.]+", str(value))
+        return "optimizer.beta1={} optimizer.beta2={}".format(*(pair if len(pair) == 2 else ("0.9", "0.95")))
     if template == "cluster.hours={value}":
         value = _hours(value)
     value = str(value).lower() if isinstance(value, bool) else value
@@ -314,7 +329,7 @@ def _fill(template: str, value: str | None) -> str:
 
 def reason_against(name: str) -> str | None:
     """Say why hfdist has no key for a name of another trainer, or what does it; None: not known."""
-    return REASONS.get(name.rpartition(".")[2])
+    return REASONS.get(name, REASONS.get(name.rpartition(".")[2]))
 
 
 _EVALUATES = {"true": "train.eval_every=100", "false": "data.eval_fraction=0"}

@@ -11,9 +11,9 @@ from hfdist.config.composition.files import display, list_options, read_config, 
 from hfdist.config.composition.hydra_errors import Request, no_option
 from hfdist.config.schema import ANY_NAME, all_keys, members
 from hfdist.errors import ConfigError, nearest
-from hfdist.units import count
 
 _SELF = "_self_"
+_SHOWN = 8
 _PAGE = "keys of hfdist: docs/coming-from.md has what others call them"
 
 
@@ -26,7 +26,7 @@ def check_defaults_list(request: Request) -> None:
     listed, place, recipes = values.get("defaults"), display(path), list_options(shipped_folder(), ".")
     where = f"defaults ({place})"
     if listed is None:
-        _refuse_config_of_others(values, place)
+        refuse_config_of_others(values, place)
         return
     if not isinstance(listed, list):
         hint = f"`defaults: [{listed if listed in recipes else recipes[0]}, {_SELF}]`"
@@ -53,7 +53,8 @@ def _chosen(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
                 yield keyword, group.lstrip("/").partition("@")[0], option.removesuffix(".yaml")
 
 
-def _refuse_config_of_others(values: Mapping[str, Any], place: str) -> None:
+def refuse_config_of_others(values: Mapping[str, Any], place: str) -> None:
+    """Raise a ConfigError on the config of accelerate or of another trainer, with the command that does the same."""
     if {"compute_environment", "distributed_type"} & values.keys():
         what, hint = (
             "this is a config of accelerate",
@@ -66,14 +67,21 @@ def _refuse_config_of_others(values: Mapping[str, Any], place: str) -> None:
         for name, value in values.items()
         if name not in members("")
     }
+    sets = values.get("datasets")
+    if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
+        # As axolotl names its data.
+        others["datasets"] = override_for("dataset", sets[0].get("path"))
     written = [
         override
         for override in others.values()
         if override is not None and "..." not in override and "=" in override.split()[0]
     ]
     if len(written) > 1:
-        what, left = "this is a config of another trainer", len(others) - len(written)
-        hint = f"hfdist finetune {' '.join(written)}" + (f", and what {count(left, 'other key')} mean" if left else "")
+        what, left = "this is a config of another trainer", [name for name, one in others.items() if one not in written]
+        more = (
+            f"; what {', '.join(left[:_SHOWN])} {'mean' if len(left) > 1 else 'means'} is to be added" if left else ""
+        )
+        hint = f"hfdist finetune {' '.join(written)}{more}"
         raise ConfigError(what, where=place, found=", ".join(map(str, others)), allowed=_PAGE, hint=hint)
 
 

@@ -19,7 +19,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from hfdist.config.composition.aliases import OWN_REWARD, VALUES, override_for, override_for_option, reason_against
+from hfdist.config.composition.aliases import OFF, OWN_REWARD, VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import AUTO, TRACKERS
@@ -115,10 +115,10 @@ def _hint_for_section(key: str, request: Request) -> str | None:
         near = nearest(key, members(""), cutoff=0.7)
         return None if near is None else f"`{near}:` in place of `{key}:`"
     groups = request.groups()
-    if leaf not in _OPTION_NAMES or section not in groups:
+    if section not in groups or leaf not in (*_OPTION_NAMES, *groups[section]):
         return None
-    option = _value_in_file(key, request)
-    return f"`- override /{section}: {option}` in the defaults list" if option in groups[section] else None
+    option = leaf if leaf in groups[section] else _value_in_file(key, request)
+    return f"`{_choice(section, option)}` in the defaults list" if option in groups[section] else None
 
 
 def _value_in_file(key: str, request: Request) -> Any:
@@ -140,10 +140,15 @@ def _in_file(hint: str) -> str:
             found = hint_for_file(key, value)
             return found or f"`{in_yaml('model.name' if key == 'model' else 'data.sources.files.path', path)}`"
         is_option = "." not in key and hint_for_file(key, value) is None
-        of_group = f"`- override /{key}: {value}` in the defaults list"
+        of_group = f"`{_choice(key, value)}` in the defaults list"
         return of_group if is_option else hint_for_file(key, value) or f"`{in_yaml(key, value)}`"
 
     return ", and ".join(line(key, value) for key, _, value in pairs)
+
+
+def _choice(group: str, option: str) -> str:
+    """Write the choice of an option as a defaults list has it; no recipe lists an experiment."""
+    return f"- {group}: {option}" if group == "experiment" else f"- override /{group}: {option}"
 
 
 def check_keys(config: DictConfig, request: Request) -> None:
@@ -221,6 +226,8 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
 
 
 def _option_hint(group: str, option: str, options: list[str]) -> str | None:
+    if option.lower() in OFF and "none" in options:
+        return f"{group}=none"
     called = override_for_option(group, option)
     if called is not None:
         return called
@@ -278,15 +285,18 @@ def _bad_value(
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
     of_source = None if isinstance(value, dict | list) else _hint_for_source(key, str(value))
     if options and isinstance(value, str):
-        hint = (hint_for_file(key, value) if is_in_file else None) or nearest(value, options, key + "={}")
+        hint = (hint_for_file(key, value) if is_in_file else None) or _option_hint(key, value, options)
         if is_in_file and hint is None and key == "model":
             hint = f"`{in_yaml('model.name', value)}`"
     else:
         hint = None if allowed is None else of_source or _hint_for_value(key, value, allowed)
-    if hint and is_in_file and hint.startswith(f"{key}="):
-        option, leaf = hint.partition("=")[2], key.rpartition(".")[2]
-        of_group = f"`- override /{key}: {option}` in the defaults list of the file, in place of this line"
-        hint = of_group if options else f"`{leaf}: {option}` in {place}"
+    if hint and is_in_file:
+        option, leaf = hint.strip("'").removeprefix(f"{key}="), key.rpartition(".")[2]
+        if option == hint.strip("'"):
+            hint = _in_file(hint)
+        else:
+            of_group = f"`{_choice(key, option)}` in the defaults list of the file, in place of this line"
+            hint = of_group if options else f"`{leaf}: {option}` in {place}"
     what = "the value has the wrong type or is not among the allowed"
     if of_source is not None and not is_in_file:
         what = "there is no source in this value: each has a name, and keys of its own"
@@ -331,7 +341,7 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
         if override.key in groups and not isinstance(override.value, (str, list)):
             group, options = override.key, groups[override.key]
             option = override.value_text
-            hint = override_for_option(group, option) or f"{group}={options[0]}"
+            hint = _option_hint(group, option, options) or f"{group}={options[0]}"
             return no_option(group, option, options, COMMAND_LINE, hint)
     place = _file_place(error, request) or request.config_name
     return ConfigError(f"the config cannot be composed: {message}", where=place)
@@ -381,15 +391,16 @@ def _file_place(error: Exception, request: Request, key: str = "") -> str | None
 
 
 def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> str | None:
+    section, _, leaf = key.rpartition(".")
+    is_section = leaf != key and leaf in members("") and members(leaf)
     hint = override_for(key, value)
-    if hint is not None:
+    if hint is not None and not (is_section and (value is None or isinstance(value, dict))):
         return hint
     text = "..." if value is None or isinstance(value, (dict, list)) else value
-    section, _, leaf = key.rpartition(".")
     if section == "data" and find_key(f"data.sources.files.{leaf}") is not None:
         source = "hub" if leaf in ("subset", "split", "revision") else "files"
         return f"data={source} data.sources.{source}.{leaf}={text}"
-    if leaf != key and leaf in members("") and members(leaf):
+    if is_section:
         return f"`{leaf}:` is a section of its own, beside `{key.partition('.')[0]}:`"
     if "." not in key:
         near = nearest(key, groups, cutoff=0.7)
@@ -401,6 +412,9 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
         return f"{near}.{members(known.name)[0]}=..."
     if near is None:
         return None
+    if find_key(section) is not None and not near.startswith(f"{section}."):
+        # The same word may mean another thing in another section.
+        return f"{near}={text}, if that is meant" if known is None or known.accepts(str(text)) else None
     return f"{near}={text}" if known is None or known.accepts(str(text)) else f"{near}, which takes {known.allowed}"
 
 
@@ -422,6 +436,8 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"launch.processes={value}"
     if key == "launch" and (shipped_folder() / key / f"{value}.yaml").is_file():
         return f"accelerate launch --config_file conf/launch/{value}.yaml recipes/pretrain.py"
+    if key == "task.loss" and str(value).startswith("kto"):
+        return "task=kto task.loss=kto, which learns from one answer a row, with its label"
     if key == "task.loss" and value in _NO_LOSSES:
         return f"{key}=sigmoid, which is DPO's own: {value} is not among the losses"
     if key == "data.sources" and isinstance(value, list):

@@ -20,7 +20,7 @@ from hfdist.config.checks.preflight import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import list_groups, list_options, refuse_target, shipped_folder
-from hfdist.config.schema import all_keys, find_key, flatten, members
+from hfdist.config.schema import Key, all_keys, find_key, flatten, members
 from hfdist.errors import ConfigError, nearest
 from hfdist.records.run_folder import is_run_folder
 
@@ -135,6 +135,10 @@ def hint_for_file(key: str, value: str) -> str | None:
     if key not in _OF_PATHS or not re.search(_OF_PATHS[key].looks, value):
         return None
     option, path_key, _ = _OF_PATHS[key]
+    several = re.findall(r"'([^']+)'", value) if value.startswith("[") else []
+    if several and key == "data":
+        parts = ", ".join(f"part{number}: {{path: {file}}}" for number, file in enumerate(several, 1))
+        return f"`data: {{sources: {{{parts}}}}}`, and `- override /data: mixture` in the defaults list"
     return f"`{in_yaml(path_key, value)}`, and `- override /{key}: {option}` in the defaults list"
 
 
@@ -188,10 +192,20 @@ def _prepare(text: str, recipe: str) -> GivenOverride:
             hint += f"; text with a comma is '{key}=\"{given}\"'"
         raise ConfigError("several values for one key: a run takes one", where=where, found=given, hint=hint)
     value = override.value()
+    refuse_number(find_key(key), value, where)
     for name, _ in flatten(value, key):
         refuse_target(name, f"{name} ({COMMAND_LINE})")
     refuse_secrets(value, key, place=COMMAND_LINE)
     return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))
+
+
+def refuse_number(known: Key | None, value: object, where: str) -> None:
+    """Refuse a number for what is true or false: OmegaConf reads any but 0 as true."""
+    if known is not None and known.type in (bool, bool | None) and type(value) is int and value not in (0, 1):
+        what, hint = "this is true or false, and no number", None
+        if known.leaf == "gpus":
+            hint = f"{known.name}=true {known.name.replace('gpus', 'processes')}={value}"
+        raise ConfigError(what, where=where, found=value, allowed="true or false", hint=hint)
 
 
 def _for_hydra(override: Override, text: str) -> str:

@@ -13,8 +13,10 @@ def read_preset(group: str, name: str, *, where: str) -> dict[str, Any]:
     """Give the values of a shipped option; ConfigError: there is none of this name."""
     known = list_options(shipped_folder(), group)
     if name not in known:
-        called = (override_for_option(group, name) or "").partition("=")[2]
-        hint = f'"{called}"' if called in known else nearest(name, known, '"{}"') or f'"{known[0]}"'
+        # A file of conf/ may be named, too.
+        stem = name.rpartition("/")[2].removesuffix(".yaml")
+        called = (override_for_option(group, stem) or "").partition("=")[2]
+        hint = f'"{called}"' if called in known else nearest(stem, known, '"{}"') or f'"{known[0]}"'
         raise ConfigError(f"there is no such {group}", where=where, found=name, allowed=", ".join(known), hint=hint)
     values = read_config(shipped_folder() / group / f"{name}.yaml")
     begins_with = values.pop("defaults", [])

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for
 from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
 from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
@@ -104,6 +104,7 @@ class Section:
                 known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]
                 what, names = f"there is no key `{name}`", ", ".join(known)
                 raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
+        refuse_number(self.keys.get(key), value, f"{key} ({place})")
         nested = value
         for part in reversed(key.removeprefix(self._prefix).split(".")):
             nested = {part: nested}

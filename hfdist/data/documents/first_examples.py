@@ -49,6 +49,19 @@ def are_alike(corpus: Corpus) -> bool:
     return bool(pairs) and all(_chosen(example) == example["rejected"] for example in pairs)
 
 
+def are_silent(corpus: Corpus) -> bool:
+    """Whether the answers of each of the first chats are empty, so that only their end is learned."""
+    turns = [turn for example in _first_examples(corpus, _MOST_TRIED) for turn in _turns(example)]
+    answers = [turn for turn in turns if turn.get("role") == _ANSWERS]
+    return bool(answers) and not any(turn.get("content") or turn.get("tool_calls") for turn in answers)
+
+
+def are_judged_alike(corpus: Corpus) -> bool:
+    """Whether the answers of the first rows are all liked, or all not; of answers with a label."""
+    examples = [example for example in _first_examples(corpus, _MOST_LOOKED_AT) if example]
+    return len({example.get("rejected") is True for example in examples}) == 1
+
+
 def _chosen(example: dict[str, Any]) -> Any:
     return example["messages"][example["learned_from"] :] if "messages" in example else example["completion"]
 

@@ -450,7 +450,8 @@ class RowReader:
 
     def _no_format(self, present: Sequence[str], where: str, *, is_row: bool = False) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)
-        as_text = f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text"
+        column = next(iter(present), "COLUMN")
+        as_text = f"{self.section}.format=text {self.section}.text={column} reads it, where it is plain text"
         missing = [name for name in _NAMED[self.format] if name not in present]
         free = [column for column in present if column not in (*_NAMED[self.format], *_NUMBERS)]
         if "input_ids" in present:

@@ -31,6 +31,7 @@ from hfdist.checkpoint import (
     verify,
 )
 from hfdist.checkpoint.folder import HELD_OUT_LOSS, by_held_out_loss, original_name, remove_unfinished, step_name
+from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.whole import check_holds_whole
@@ -436,6 +437,11 @@ class Checkpointer:
                     "there is no such checkpoint",
                     "resume_from_checkpoint=True takes the newest, if there is one",
                 )
+                raise CheckpointError(what, where="resume_from_checkpoint", found=str(asked), hint=hint)
+            if not (Path(str(asked)) / MANIFEST).is_file():
+                what, hint = "this is no checkpoint of hfdist", "resume_from_checkpoint=True, which takes the newest"
+                if any(Path(str(asked)).glob("*.safetensors")):
+                    hint = "from_pretrained(FOLDER) for a model's folder, and train() without resume_from_checkpoint"
                 raise CheckpointError(what, where="resume_from_checkpoint", found=str(asked), hint=hint)
             if self._options.run_values is None:
                 # A run has verified what it gives.

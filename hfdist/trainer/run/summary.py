@@ -19,7 +19,7 @@ from hfdist.config.model import Init
 from hfdist.config.rates import explain_learning_rate
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskConfig, TaskName
-from hfdist.data import Corpus, TokenStream, are_alike, are_chats
+from hfdist.data import Corpus, TokenStream, are_alike, are_chats, are_judged_alike, are_silent
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.marks import are_targets
 from hfdist.data.order.records import Status
@@ -205,9 +205,13 @@ def survey(
 
 
 def advise(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> str | None:
-    """Say what a user may not have meant: equal pairs, or chats as plain text; None: nothing."""
+    """Say what a user may not have meant: equal pairs, empty answers, chats as plain text; None: nothing."""
     if are_alike(corpus):
         return "chosen and rejected are the same in each of the first pairs: they tell nothing apart"
+    if config.task.name is TaskName.kto and are_judged_alike(corpus):
+        return "the label is the same in each of the first rows: kto learns from answers that were liked and others"
+    if are_silent(corpus):
+        return "the answers in each of the first chats are empty: only their end is learned"
     if config.model.init is not Init.pretrained or tokenizer.chat_template is None or are_chats(corpus) is not False:
         return None
     data, hint = config.data, "rows whose prompt and answers are lists of messages"
