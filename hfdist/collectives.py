@@ -110,7 +110,7 @@ def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None =
             of a file or of a checkpoint are raised unchanged on the rank where they came up.
     """
     own: Exception | None = None
-    report: dict[str, Any] = {}
+    report: dict[str, object] = {}
     try:
         report["value"] = action()
     except Exception as error:

@@ -7,7 +7,7 @@ reduce-scatter sends what an all-reduce does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -85,7 +85,14 @@ class SentBytes:
     def __exit__(self, *error: object) -> None:
         self._entered.close()
 
-    def _call(self, overload: Any, known: _Operator, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self,
+        overload: torch._ops.OpOverload,
+        known: _Operator,
+        keys: torch.DispatchKeySet,
+        *args: Any,
+        **kwargs: object,
+    ) -> object:
         """In place of a collective: counts it, and does it."""
         group = dist.ProcessGroup.unbox(args[known.group])
         ranks = self._ranks.get(group)
@@ -142,7 +149,7 @@ def ring_bytes(kind: str, whole_bytes: float, num_ranks: int) -> int:
     return round({ALL_REDUCE: 2 * share, SEND: 1.0}.get(kind, share) * whole_bytes)
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _tensors(values: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
     else:

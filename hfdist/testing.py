@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def run_ranks(
             server.join()
 
 
-def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
+def _collect(pipes: list[Connection], timeout_seconds: float) -> list[object]:
     deadline = time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
@@ -93,7 +94,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
 def _rank_main(
     pipe: Connection,
     function: Callable[..., object],
-    arguments: tuple[Any, ...],
+    arguments: tuple[object, ...],
     rank: int,
     world_size: int,
     port: int | None,
@@ -126,7 +127,7 @@ def _rank_main(
     os._exit(0 if answer[0] else 1)
 
 
-def _serve_store(context: Any) -> tuple[Any, int]:
+def _serve_store(context: ForkContext) -> tuple[ForkProcess, int]:
     """Start a process that serves a store, and give its port.
 
     The store has a thread, and a rank forked beside a running thread may find a lock taken for ever.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from hfdist.alerts.alert import Alert, AlertKind, Detection
 from hfdist.alerts.detectors import DiskFilling, FallingThroughput, GradNormDrift, LossSpike, OldCheckpoint, Plateau
 from hfdist.alerts.rank_window import RankWindow
+from hfdist.records.lines import Line
 
 WINDOW_SECONDS, WINDOW_LINES = 10.0, 8
 """Least seconds and lines over which figures that depend on the machine are judged: shorter disturbances are none of
@@ -49,11 +50,11 @@ class Monitor:
         self._ranks = RankWindow(num_stages, hosts)
         self._steps = {"metrics": 0, "ranks": 0}
         self._num_lines = {"metrics": 0, "ranks": 0}
-        self._alerted: dict[AlertKind, dict[Any, int]] = {kind: {} for kind in AlertKind}
+        self._alerted: dict[AlertKind, dict[object, int]] = {kind: {} for kind in AlertKind}
         """Step of the last alert of each kind, by what its detection is about: a rank, or None."""
         self._num_looks_without = dict.fromkeys(AlertKind, 0)
 
-    def see_metrics(self, line: Mapping[str, Any], free_bytes: int | None = None) -> list[Alert]:
+    def see_metrics(self, line: Line, free_bytes: int | None = None) -> list[Alert]:
         """Judge a line of metrics.jsonl; `free_bytes` of the disk, where the line is of a save."""
         step, found = int(line["step"]), dict[AlertKind, Detection | None]()
         if "checkpoint/step" in line:
@@ -77,7 +78,7 @@ class Monitor:
                 self._see_rate(line["tokens_per_second"], seconds, found)
         return self._new(step, found)
 
-    def see_ranks(self, line: Mapping[str, Any]) -> list[Alert]:
+    def see_ranks(self, line: Line) -> list[Alert]:
         """Judge a line of ranks.jsonl."""
         step, found = int(line["step"]), dict[AlertKind, Detection | None]()
         num_steps = self._count_steps("ranks", step)
@@ -119,5 +120,5 @@ class Monitor:
         return alerts
 
 
-def _is_finite(value: Any) -> TypeGuard[float]:
+def _is_finite(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
-from typing import Any
 
 from hfdist.alerts.alert import Detection
+from hfdist.records.lines import Line
 
 _SLOW_TIMES, _SLOW_SHARE = 1.3, 0.15
 """How much longer than the others a rank computes, and how much of the step that is; both."""
@@ -31,7 +31,7 @@ class RankWindow:
         self._compute: list[float] = []
         self._num_slowest: list[int] = []
 
-    def add(self, line: Mapping[str, Any], num_steps: int) -> None:
+    def add(self, line: Line, num_steps: int) -> None:
         """Add a line, which is of so many steps."""
         step, data, compute = (line[f"{name}_seconds"] for name in ("step", "data", "compute"))
         if not self.num_lines:

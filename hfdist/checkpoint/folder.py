@@ -10,7 +10,6 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hfdist.checkpoint.manifest import (
     NO_MANIFEST,
@@ -173,7 +172,7 @@ def find_newest(folder: Path) -> Path | None:
         return [path.name for path in list_checkpoints(folder)]
 
     names = on_rank_zero(list_names)
-    damaged: dict[Path, dict[str, Any]] = {}
+    damaged: dict[Path, dict[str, object]] = {}
     for path in (folder / name for name in reversed(names)):
         report = _damage(path)
         if report is None:
@@ -202,7 +201,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: step_of(path.name))
 
 
-def _damage(path: Path) -> dict[str, Any] | None:
+def _damage(path: Path) -> dict[str, object] | None:
     """Verify one checkpoint, its files shared among the ranks, and say what is wrong with it. A collective."""
     checked = on_all_ranks(lambda: _check_share(path))
     reports = [report for report, *_ in checked]
@@ -214,14 +213,14 @@ def _damage(path: Path) -> dict[str, Any] | None:
             found=f"no manifest on rank {', '.join(map(str, lacking))}",
             hint="all processes need the same folder, on a file system that all machines share",
         )
-    damage: dict[str, Any] | None = next((report for report in reports if report is not None), None)
+    damage: dict[str, object] | None = next((report for report in reports if report is not None), None)
     (_, _, num_bytes), hashed = checked[0], sum(hashed for _, hashed, _ in checked)
     if damage is None and hashed != num_bytes:
         damage = _describe(DamagedError("parts", "not all bytes have a hash", where=path, found=num_bytes - hashed))
     return damage
 
 
-def _check_share(path: Path) -> tuple[dict[str, Any] | None, int, int]:
+def _check_share(path: Path) -> tuple[dict[str, object] | None, int, int]:
     """Check this rank's share: what is wrong, the bytes that have the right hash, and the bytes of all files."""
     try:
         manifest = read_manifest(path)
@@ -250,11 +249,11 @@ def _list_share(path: Path, manifest: Manifest, own: int, num_ranks: int) -> lis
     return parts
 
 
-def _describe(error: DamagedError) -> dict[str, Any]:
+def _describe(error: DamagedError) -> dict[str, object]:
     return {"reason": error.reason, "what": error.what, "message": str(error)}
 
 
-def _move_aside(damaged: dict[Path, dict[str, Any]]) -> None:
+def _move_aside(damaged: dict[Path, dict[str, object]]) -> None:
     for path, report in damaged.items():
         target = path.with_name(f"{path.name}.bad-{report['reason']}")
         if os.path.lexists(target):

@@ -233,7 +233,7 @@ def read_json(path: Path) -> Any:
         raise DamagedError("bad-json", "a JSON file of the checkpoint is damaged", where=path, found=error) from error
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, object]:
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name stands there twice")

@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -246,7 +245,7 @@ class Replicas:
     def _verify(self, path: Path, holders: Sequence[int]) -> bool:
         """Hash what the machines hold, shared among their ranks, and say whether each part is somewhere."""
 
-        def check() -> list[Any]:
+        def check() -> list[object]:
             if self._memories.own not in holders:
                 return [0, [], []]
             parts, own_ranks = list_parts(path, read_manifest(path)), self._memories.ranks(self._memories.own)

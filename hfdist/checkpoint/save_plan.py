@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -82,7 +82,7 @@ class Plan:
 
     files: dict[str, FilePlan]
     """By path relative to the checkpoint."""
-    index: dict[str, Any] | None
+    index: dict[str, object] | None
     """Content of the Hub's index, where the weights take several files."""
     items: list[WriteItem]
     """What this rank writes, in order of the files."""
@@ -144,7 +144,7 @@ class Planner:
         regions: list[Region] = []
         numbers: dict[str, dict[str, torch.Tensor]] = {}
 
-        def look() -> list[Any]:
+        def look() -> list[object]:
             for piece in hub_pieces(pieces, self._names):
                 if is_number(piece.key):
                     numbers.setdefault(piece.key, {})[piece.name] = piece.view
@@ -208,7 +208,7 @@ class Planner:
 
     def _plan_files(
         self, specs: Iterable[TensorSpec]
-    ) -> tuple[dict[str, FilePlan], dict[str, Any] | None, dict[TensorId, tuple[str, int]]]:
+    ) -> tuple[dict[str, FilePlan], dict[str, object] | None, dict[TensorId, tuple[str, int]]]:
         """Give the files by path, the Hub's index, and the file and byte offset of each tensor."""
         specs = list(specs)
         weights = {spec.name: spec for spec in specs if self._is_of_model(*spec.id)}

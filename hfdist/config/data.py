@@ -115,7 +115,7 @@ class BadRows(Enum):
     quarantine = "quarantine"
 
 
-def are_columns(value: Any) -> bool:
+def are_columns(value: object) -> bool:
     """Whether it names a column, or several."""
     names = value if isinstance(value, list) else [value]
     return bool(names) and all(isinstance(name, str) and name for name in names)

@@ -119,7 +119,7 @@ class Hardware:
 
 
 @cache
-def _section() -> Section:
+def _section() -> Section[Hardware]:
     return Section(Hardware, _GROUP)
 
 

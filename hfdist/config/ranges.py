@@ -19,7 +19,11 @@ class Limit:
 
 
 def limited(
-    default: Any = MISSING, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
+    default: object = MISSING,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
 ) -> Any:
     """Declare a dataclass field whose number must lie in a range; NaN and infinity never do."""
     words = [

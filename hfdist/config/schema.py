@@ -14,12 +14,13 @@ import typing
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from hfdist.config.ranges import LIMIT, Limit
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest, printable
 
+T = TypeVar("T")
 ANY_NAME = "*"
 """Stands in a key for a name that the user chooses, as in `data.sources.*.path`."""
 
@@ -34,7 +35,7 @@ class Key:
     name: str
     type: Any
     limit: Limit | None = None
-    owner: Any = None
+    owner: type | None = None
     """The dataclass that has the field."""
 
     @property
@@ -112,7 +113,7 @@ def members(name: str) -> list[str]:
     return [key.leaf for key in all_keys().values() if key.name == prefix + key.leaf]
 
 
-def unknown_keys(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def unknown_keys(values: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Give the full name and value of each member that the dataclasses do not know."""
     for leaf, value in values.items():
         name = f"{prefix}{leaf}"
@@ -141,7 +142,7 @@ def nearest_key(name: str) -> str | None:
     return nearest(name, names, cutoff=0.78) if close is None else by_leaf[close]
 
 
-def flatten(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def flatten(value: object, key: str) -> Iterator[tuple[str, object]]:
     """Give a value under its key, and all that it holds, each under its full name; items of lists have numbers."""
     yield key, value
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
@@ -149,7 +150,7 @@ def flatten(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield from flatten(item, f"{key}.{name}".lstrip("."))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Dataclasses as mappings and enums as their names, so that YAML and JSON can hold them."""
     if isinstance(value, Enum):
         return value.name
@@ -165,7 +166,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def from_plain(kind: Any, values: Any, name: str = "") -> Any:
+def from_plain(kind: type[T], values: object, name: str = "") -> T:
     """Make a dataclass of what `plain` has given, perhaps by somebody else: nothing in it is interpolated.
 
     Args:
@@ -186,19 +187,19 @@ def from_plain(kind: Any, values: Any, name: str = "") -> Any:
     return kind(**{leaf: _typed(keys[leaf].type, value, keys[leaf]) for leaf, value in values.items()})
 
 
-def _typed(hint: Any, value: Any, key: Key) -> Any:
+def _typed(hint: object, value: object, key: Key) -> object:
     kind, is_optional = _without_none(hint)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or (value is None and is_optional):
         return _unescaped(value)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return from_plain(kind, value, key.name)
     if origin is list and isinstance(value, list):
         return [_typed(inner[0], item, key) for item in value]
     if origin is dict and isinstance(value, dict):
         return {name: _typed(inner[1], item, key) for name, item in value.items()}
     if isinstance(kind, type) and issubclass(kind, Enum):
-        made: Any = kind.__members__.get(value) if isinstance(value, str) else None
+        made: object = kind.__members__.get(value) if isinstance(value, str) else None
     elif kind is float and type(value) is int:
         made = float(value)
     else:
@@ -209,7 +210,7 @@ def _typed(hint: Any, value: Any, key: Key) -> Any:
     return made
 
 
-def _unescaped(value: Any) -> Any:
+def _unescaped(value: object) -> object:
     """Take back what `plain` has put before each "${"."""
     if isinstance(value, dict):
         return {name: _unescaped(item) for name, item in value.items()}
@@ -250,7 +251,7 @@ def keys_of(cls: Any, prefix: str) -> Iterator[Key]:
             yield from keys_of(item, f"{key.name}.{ANY_NAME}.")
 
 
-def values_by_key(section: Any, prefix: str) -> Iterator[tuple[Key, Any]]:
+def values_by_key(section: object, prefix: str) -> Iterator[tuple[Key, object]]:
     """Give every value of a dataclass with its key, also of those in its mappings and lists; items have numbers."""
     for key in _direct_keys(type(section), prefix):
         value = getattr(section, key.leaf)
@@ -262,14 +263,14 @@ def values_by_key(section: Any, prefix: str) -> Iterator[tuple[Key, Any]]:
                 yield from values_by_key(item, name)
 
 
-def _direct_keys(cls: Any, prefix: str) -> Iterator[Key]:
+def _direct_keys(cls: type, prefix: str) -> Iterator[Key]:
     hints = _type_hints(cls)
     for field in dataclasses.fields(cls):
         yield Key(name=f"{prefix}{field.name}", type=hints[field.name], limit=field.metadata.get(LIMIT), owner=cls)
 
 
 @cache
-def _field_docstrings(cls: Any) -> Mapping[str, str]:
+def _field_docstrings(cls: type) -> Mapping[str, str]:
     """Give the first paragraph of the docstring below each field; Python keeps none, so it is read off the source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     found = {}
@@ -281,11 +282,11 @@ def _field_docstrings(cls: Any) -> Mapping[str, str]:
 
 
 @cache
-def _type_hints(cls: Any) -> Mapping[str, Any]:
+def _type_hints(cls: type) -> Mapping[str, object]:
     return typing.get_type_hints(cls)
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
+def _without_none(hint: object) -> tuple[Any, bool]:
     if isinstance(hint, types.UnionType):
         rest = [part for part in typing.get_args(hint) if part is not types.NoneType]
         return rest[0], len(rest) < len(typing.get_args(hint))

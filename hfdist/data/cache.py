@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import xxhash
@@ -15,6 +15,8 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from hfdist.atomic_write import write_atomically
+
+S = TypeVar("S", bound=np.generic)
 
 _HASH_BYTES = 16
 # Larger ones are mapped: a corpus may have more files than a process may have mappings.
@@ -37,7 +39,7 @@ def write_once(path: Path, write: Callable[[BinaryIO], None]) -> None:
             write_atomically(path, write)
 
 
-def cached_array(path: Path, make: Callable[[], NDArray[Any]], *, keep: bool = True) -> NDArray[Any]:
+def cached_array(path: Path, make: Callable[[], NDArray[S]], *, keep: bool = True) -> NDArray[S]:
     """Load an array, or make it in one process of this machine; `keep` saves it. A damaged one is made anew."""
     found = _load(path)
     if found is not None:
@@ -56,8 +58,7 @@ def cached_array(path: Path, make: Callable[[], NDArray[Any]], *, keep: bool = T
 def load_array(path: Path, *, is_mapped: bool = True) -> NDArray[Any]:
     """Load a .npy file, in any thread. OSError, ValueError or EOFError: it cannot be read."""
     with _HEADER:
-        array: NDArray[Any] = np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
-    return array
+        return np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
 
 
 def _load(path: Path) -> NDArray[Any] | None:
@@ -80,7 +81,7 @@ class _HashedArray:
     To numpy it is no real file: it would write past the hash.
     """
 
-    def __init__(self, array: NDArray[Any]) -> None:
+    def __init__(self, array: NDArray[np.generic]) -> None:
         self._array, self._hashed = array, xxhash.xxh3_128()
 
     def write_to(self, out: BinaryIO) -> None:

@@ -11,9 +11,8 @@ token               id, a target
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hfdist.config.batch import IGNORED
@@ -39,32 +38,32 @@ def join(first: Tokens, second: Tokens) -> Tokens:
     return np.concatenate([first, second])
 
 
-def ids_of(tokens: NDArray[Any]) -> NDArray[Any]:
+def ids_of(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
     """Token ids, signed."""
     # Wide enough for labels; none is context.
     tokens = tokens.astype(np.int32) if tokens.dtype.kind == "u" else tokens
     return np.where(tokens < 0, ~tokens & _ID, tokens)
 
 
-def are_targets(tokens: NDArray[Any]) -> NDArray[np.bool_]:
+def are_targets(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Which tokens are targets, of any answer."""
     if tokens.dtype.kind == "u":
         return np.ones(len(tokens), dtype=bool)
     return (tokens >= 0) | ((~tokens & REJECTED) != 0)
 
 
-def begin(tokens: NDArray[Any]) -> NDArray[np.intp]:
+def begin(tokens: NDArray[np.integer]) -> NDArray[np.intp]:
     """Places at which a second document of an example begins."""
     return np.flatnonzero((tokens < 0) & ((~tokens & BEGINS) != 0))
 
 
-def labels_of(tokens: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
+def labels_of(tokens: NDArray[np.integer], ids: NDArray[np.integer]) -> NDArray[np.integer]:
     """Labels: the id of a target, less than IGNORED for one of a rejected answer, and IGNORED elsewhere."""
     labels = np.where(tokens < 0, ids.dtype.type(IGNORED), ids)
     return np.where((tokens < 0) & ((~tokens & REJECTED) != 0), _FIRST_REJECTED - ids, labels)
 
 
-def split_labels(labels: Any) -> tuple[Any, Any]:
+def split_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Give plain labels, and which of them are of rejected answers; both of the shape of `labels`, a tensor."""
     is_rejected = labels < IGNORED
     return labels.where(~is_rejected, _FIRST_REJECTED - labels), is_rejected

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -234,7 +234,7 @@ class _Job:
             logger.warning("%s %s; train with the same model.tokenizer.name as now", folder, reason)
 
 
-def _show(made: Iterator[_Made], bar: tqdm[Any]) -> Iterator[_Made]:
+def _show(made: Iterator[_Made], bar: tqdm[object]) -> Iterator[_Made]:
     num_tokens, began = 0, time.monotonic()
     for chunk in made:
         num_tokens += len(chunk.tokens)
@@ -296,7 +296,7 @@ def _writing(folder: Path) -> Iterator[None]:
 class _Made(NamedTuple):
     """Some rows as tokens."""
 
-    tokens: NDArray[Any]
+    tokens: NDArray[np.integer]
     """All documents end to end."""
     lengths: list[int]
     digests: list[int]
@@ -356,7 +356,7 @@ def _keep_to_one_thread(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-class _Chunks(Dataset[Any]):
+class _Chunks(Dataset[object]):
     """Tokenizes each chunk in the process that asks for it. Errors are values: torch would wrap them."""
 
     def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, vitals: Vitals) -> None:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hfdist.doctor import machine, software, storage
 from hfdist.doctor.finding import ERROR, Finding, lines, to_json
@@ -19,6 +19,9 @@ from hfdist.doctor.pairs import Pair, find_slow, judge_clocks, judge_pairs, roun
 from hfdist.errors import ResourceError
 from hfdist.records import find_versions
 from hfdist.topology import LauncherPlace, read_launcher
+
+if TYPE_CHECKING:
+    from hfdist.doctor.links import Rendezvous
 
 _MOST_RANKS = 64
 """More, and one rank of each machine tries the links: the number of pairs grows with the square."""
@@ -85,7 +88,37 @@ def _check_own(request: Request, num_hosts: int) -> list[Finding]:
     ]
 
 
-def _facts(place: LauncherPlace) -> dict[str, Any]:
+class Facts(TypedDict):
+    """What rank 0 compares between ranks."""
+
+    host: str
+    cores: int
+    threads: int
+    versions: dict[str, str]
+    has_gpu: bool
+    link_gbs: float | None
+
+
+class Plan(TypedDict):
+    """What rank 0 tells the others, once it knows who has come."""
+
+    hosts: dict[str, str]
+    """By the rank."""
+    ranks: list[int]
+    """Those that try the links."""
+    backends: list[str]
+    mark: str | None
+    """A file in rank 0's folder of runs; None: it could not be written."""
+
+
+class Rest(TypedDict):
+    """What rank 0 tells them after the first tries, by backend."""
+
+    again: dict[str, list[tuple[int, int]]]
+    whole: list[str]
+
+
+def _facts(place: LauncherPlace) -> Facts:
     """What rank 0 compares between ranks."""
     import torch
 
@@ -106,7 +139,7 @@ def _facts(place: LauncherPlace) -> dict[str, Any]:
     }
 
 
-def _try_links(request: Request, rendezvous: Any, plan: Mapping[str, Any]) -> list[Pair]:
+def _try_links(request: Request, rendezvous: Rendezvous, plan: Plan) -> list[Pair]:
     from hfdist.doctor.links import prepare_nccl, try_pairs
 
     prepare_nccl()
@@ -117,36 +150,36 @@ def _try_links(request: Request, rendezvous: Any, plan: Mapping[str, Any]) -> li
     return found
 
 
-def _try_again(request: Request, rendezvous: Any, plan: Mapping[str, Any]) -> list[Pair]:
+def _try_again(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Rest) -> list[Pair]:
     """Try slow pairs alone: before, all pairs of a round shared the machines."""
     from hfdist.doctor.links import try_pairs
 
     found = []
-    for backend, pairs in plan["again"].items():
+    for backend, pairs in rest["again"].items():
         schedule = [[(int(a), int(b))] for a, b in pairs]
         found += try_pairs(rendezvous, backend, schedule, _host_of(plan), request.pair_seconds, is_second=True)
     return found
 
 
-def _host_of(plan: Mapping[str, Any]) -> Callable[[int], str]:
+def _host_of(plan: Plan) -> Callable[[int], str]:
     hosts = {int(rank): host for rank, host in plan["hosts"].items()}
     return hosts.__getitem__
 
 
-def _measure_all(request: Request, rendezvous: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _measure_all(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Rest) -> dict[str, dict[str, float] | str]:
     """By backend, for those that rank 0 has named: a dead link would let all ranks wait."""
     from hfdist.doctor.links import measure_all
 
     return {
         backend: measure_all(rendezvous, backend, plan["ranks"], request.pair_seconds)
-        for backend in plan["whole"]
+        for backend in rest["whole"]
         if rendezvous.rank in plan["ranks"]
     }
 
 
-def _follow(request: Request, rendezvous: Any, place: LauncherPlace) -> None:
+def _follow(request: Request, rendezvous: Rendezvous, place: LauncherPlace) -> None:
     rendezvous.tell("facts", _facts(place))
-    plan = rendezvous.hear("plan", 0, _patience(rendezvous))
+    plan: Plan | None = rendezvous.hear("plan", 0, _patience(rendezvous))
     if plan is None:
         raise ResourceError("rank 0 is silent", where=f"rank {rendezvous.rank}", hint="its own output says why")
     firsts = _firsts({int(rank): host for rank, host in plan["hosts"].items()})
@@ -155,10 +188,12 @@ def _follow(request: Request, rendezvous: Any, place: LauncherPlace) -> None:
         findings += _check_same_folder(request, plan, platform.node())
     rendezvous.tell("findings", findings)
     rendezvous.tell("pairs", [pair.to_json() for pair in _try_links(request, rendezvous, plan)])
-    rest = rendezvous.hear("rest", 0, _patience(rendezvous) + len(plan["ranks"]) * 4 * request.pair_seconds)
+    rest: Rest | None = rendezvous.hear(
+        "rest", 0, _patience(rendezvous) + len(plan["ranks"]) * 4 * request.pair_seconds
+    )
     if rest is not None:
-        rendezvous.tell("again", [pair.to_json() for pair in _try_again(request, rendezvous, plan | rest)])
-        _measure_all(request, rendezvous, plan | rest)
+        rendezvous.tell("again", [pair.to_json() for pair in _try_again(request, rendezvous, plan, rest)])
+        _measure_all(request, rendezvous, plan, rest)
     # Rank 0 may serve the store.
     with contextlib.suppress(RuntimeError):
         rendezvous.tell("end", True)
@@ -178,18 +213,21 @@ def _firsts(hosts: Mapping[int, str]) -> list[int]:
 # ---- rank 0's part ----
 
 
-def _lead(request: Request, rendezvous: Any) -> None:
+def _lead(request: Request, rendezvous: Rendezvous) -> None:
     from hfdist.doctor.links import JOIN_SECONDS
 
-    facts = {0: _facts(read_launcher())} | rendezvous.hear_all("facts", range(1, rendezvous.world_size), JOIN_SECONDS)
+    facts: dict[int, Facts] = {0: _facts(read_launcher())} | rendezvous.hear_all(
+        "facts", range(1, rendezvous.world_size), JOIN_SECONDS
+    )
     hosts = {rank: str(one["host"]) for rank, one in facts.items()}
     num_hosts, firsts = len({*hosts.values()}), _firsts(hosts)
     ranks = sorted(hosts) if len(hosts) <= _MOST_RANKS else firsts
     backends = ["gloo", *(["nccl"] if all(facts[rank]["has_gpu"] for rank in ranks) else [])]
     with _marked(request.run_dir) as mark:
-        plan = {"hosts": hosts, "ranks": ranks, "backends": backends, "mark": mark}
         # JSON has no numbers as keys.
-        rendezvous.tell("plan", plan | {"hosts": {str(rank): host for rank, host in hosts.items()}})
+        named = {str(rank): host for rank, host in hosts.items()}
+        plan: Plan = {"hosts": named, "ranks": ranks, "backends": backends, "mark": mark}
+        rendezvous.tell("plan", plan)
         findings = [one._replace(host=hosts[0]) for one in _check_own(request, num_hosts)]
         patience = _patience(rendezvous) + len(ranks) * 4 * request.pair_seconds
         pairs = _try_links(request, rendezvous, plan)
@@ -200,7 +238,7 @@ def _lead(request: Request, rendezvous: Any) -> None:
     pairs = _unique(pairs)
     dead = {pair.backend for pair in pairs if pair.error is not None}
     slow = {backend: find_slow([pair for pair in pairs if pair.backend == backend]) for backend in backends}
-    rest = {
+    rest: Rest = {
         "again": {backend: [pair.ranks for pair in found] for backend, found in slow.items()},
         "whole": [backend for backend in backends if backend not in dead and len(ranks) > 2],
     }
@@ -208,21 +246,24 @@ def _lead(request: Request, rendezvous: Any) -> None:
     pairs = _unique(
         [
             *pairs,
-            *_try_again(request, rendezvous, plan | rest),
+            *_try_again(request, rendezvous, plan, rest),
             *_pairs_of(rendezvous.hear_all("again", others, patience)),
         ]
     )
-    measured = _measure_all(request, rendezvous, plan | rest)
+    measured = _measure_all(request, rendezvous, plan, rest)
     findings += _judge(facts, pairs, measured, rendezvous.world_size)
     rendezvous.hear_all("end", others, request.pair_seconds)
     report(findings, pairs, [*hosts.values()], as_json=request.as_json)
 
 
 def _judge(
-    facts: Mapping[int, Mapping[str, Any]], pairs: Sequence[Pair], measured: Mapping[str, object], world_size: int
+    facts: Mapping[int, Facts],
+    pairs: Sequence[Pair],
+    measured: Mapping[str, Mapping[str, float] | str],
+    world_size: int,
 ) -> list[Finding]:
     """Judge what only all ranks together tell."""
-    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    by_host: dict[str, list[Facts]] = {}
     for _, one in sorted(facts.items()):
         by_host.setdefault(one["host"], []).append(one)
     findings = []
@@ -245,7 +286,7 @@ def _judge(
     return findings + judge_clocks(pairs)
 
 
-def _describe_whole(backend: str, gbs: Any, ranks: int) -> Finding:
+def _describe_whole(backend: str, gbs: Mapping[str, float] | str, ranks: int) -> Finding:
     check = f"{backend} all-reduce"
     if isinstance(gbs, str):
         return Finding.of(
@@ -297,7 +338,7 @@ def _marked(run_dir: Path) -> Iterator[str | None]:
         Path(name).unlink(missing_ok=True)
 
 
-def _check_same_folder(request: Request, plan: Mapping[str, Any], host: str) -> list[Finding]:
+def _check_same_folder(request: Request, plan: Plan, host: str) -> list[Finding]:
     first = plan["hosts"]["0"]
     if plan["mark"] is None or host == first:
         return []

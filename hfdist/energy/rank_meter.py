@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hfdist.energy.estimates import WATTS_PER_CORE, DeviceAtFullLoad, ProcessLoad
 from hfdist.energy.meter import Meter, Source
@@ -133,7 +132,7 @@ def describe_sources(by_rank: Iterable[EnergySources], *, device_watts: float | 
     """Say what is counted and how, in one line."""
     by_rank = list(by_rank)
     devices = {one.device: one.device_source for one in by_rank if one.device is not None}
-    words: dict[Any, str] = {
+    words: dict[object, str] = {
         "nvml": "measured by NVML",
         "estimate": f"estimated at {device_watts:g} W" if device_watts is not None else "",
         None: "not known (cost.device_watts estimates it)",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from hfdist.data import Cursor, TokenStream
 
@@ -27,7 +26,7 @@ class DataShare:
     ) -> None:
         self._stream, self._data_size, self._merge, self._write_ledger = stream, data_size, merge, write_ledger
 
-    def read(self) -> Any:
+    def read(self) -> object:
         """Give what this island has read so far, as JSON, once it is written down."""
         self._write_ledger()
         cursor = self._merge()
@@ -46,7 +45,7 @@ class DataShare:
         self._stream.truncate_ledger()
         self.deal({}, there)
 
-    def deal(self, read: Mapping[int, Any], there: Sequence[int]) -> None:
+    def deal(self, read: Mapping[int, object], there: Sequence[int]) -> None:
         """Count what islands have read, and deal all lanes to those that are there.
 
         Args:

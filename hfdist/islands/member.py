@@ -129,7 +129,7 @@ class Member:
         # Of earlier rendezvous.
         self._connection.forget()
 
-    def arrive(self, arrival: Arrival) -> dict[str, Any] | None:
+    def arrive(self, arrival: Arrival) -> Message | None:
         """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended."""
         self.send({"at": arrival.to_json()})
         return self.wait_for("round")

@@ -34,7 +34,7 @@ class GradientRecorder(torch.optim.SGD):
     """Whether it has gradients; not once they are pushed, nor where they were not finite."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Keep the gradients, and step."""
         for group in self.param_groups:
             for parameter in group["params"]:

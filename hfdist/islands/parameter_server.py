@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import psutil
@@ -54,7 +53,7 @@ class _Worker:
     """Weights and optimizer as a rank brings them, by rank; empty once the island trains."""
     updates: int = 0
     step: int = 0
-    state: Any = None
+    state: object = None
     """What others need besides tensors to go on from its step."""
     pushes: dict[int, _Push] = field(default_factory=dict)
     """Pushes of the island's ranks, by rank."""
@@ -64,7 +63,7 @@ class _Worker:
     waits: bool = False
     """Whether it has pushed, and waits for weights."""
 
-    def has_all(self, of_ranks: Mapping[int, Any]) -> bool:
+    def has_all(self, of_ranks: Mapping[int, object]) -> bool:
         """Whether there is something of each rank."""
         return self.island.is_complete and len(of_ranks) == len(self.island.addresses)
 
@@ -122,7 +121,7 @@ class ParameterServer:
         self._store: ParameterStore | None = None
         self._step = 0
         """Step of the island that is ahead of all others."""
-        self._state: Any = None
+        self._state: object = None
         """State of the island that is ahead of all others, without tensors."""
         self._order = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -285,7 +284,7 @@ class ParameterServer:
             islands = [worker.island for worker in workers]
             self._do(lambda: self._give(islands, told, with_slots=with_slots))
 
-    def _do(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _do(self, call: Callable[[], Awaitable[None]]) -> None:
         """Let a call run after all earlier ones."""
 
         async def run() -> None:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hfdist.errors import printable
 from hfdist.islands.membership import Island
@@ -42,7 +41,7 @@ class Arrival:
     """Weight of what the island has learned, in the mean of all islands."""
     rests: bool = False
     """Whether the island does not train in this round, and waits for what the others learn."""
-    read: Any = None
+    read: object = None
     """What the island has read of the data, for the others."""
 
     def to_json(self) -> list[object]:
@@ -86,7 +85,7 @@ class _Rendezvous:
     """Index of a member, by the index of an island that gets the state of that member."""
     missing: set[int]
     """Members that do not have all yet; once it is empty the exchange counts."""
-    read: dict[int, Any]
+    read: dict[int, object]
     """What each member has read of the data."""
 
 
@@ -189,7 +188,7 @@ class Rendezvous:
         self._number += 1
         if starting:
             # They have nothing to exchange yet. All others wait for them.
-            nobody: dict[str, Any] = {"members": {}, "sources": {}, "weights": {}, "there": sorted(starting)}
+            nobody: dict[str, object] = {"members": {}, "sources": {}, "weights": {}, "there": sorted(starting)}
             self._tell(starting, {"round": self._number, "resting": self._draw_resting(starting)} | nobody)
             return
         last = max(arrival.step for arrival in alike.values())
@@ -232,7 +231,7 @@ class Rendezvous:
                 self._end_island(self._islands[index], f"{_MOST_TIMES_OUT} exchanges in a row, {why}")
         return has_ended
 
-    def _note(self, index: int, number: int, is_ok: bool, bad: Mapping[int, Any]) -> None:
+    def _note(self, index: int, number: int, is_ok: bool, bad: Mapping[int, object]) -> None:
         under_way = self._under_way
         if number == self._number and index in self._aborted | set(under_way.members if under_way else ()):
             for other, why in bad.items():

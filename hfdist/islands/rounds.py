@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -75,7 +74,7 @@ class Rounds:
     def __init__(
         self,
         config: IslandsConfig,
-        job: dict[str, Any],
+        job: Mapping[str, object],
         outer: OuterOptimizer,
         list_pieces: Callable[[], list[Piece]],
         data_share: DataShare | None,
@@ -133,7 +132,7 @@ class Rounds:
         self._come(self._exchange)
         self._exchange.waited_seconds = time.monotonic() - begin
 
-    def end(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def end(self, state: Callable[[], Mapping[str, object]]) -> dict[str, object] | None:
         """Wait for the end of the exchange, and take what it gives.
 
         Args:
@@ -257,7 +256,7 @@ class Rounds:
             self._data_share.deal({int(index): value for index, value in read.items()}, participants.there)
         return True
 
-    def _hand_over(self, participants: Participants, state: Callable[[], dict[str, Any]]) -> None:
+    def _hand_over(self, participants: Participants, state: Callable[[], Mapping[str, object]]) -> None:
         """Send all that this island has to those that are given its state."""
         for source, addresses in participants.sources.values():
             if source != self._config.index:
@@ -267,7 +266,7 @@ class Rounds:
             contents = [_bytes_of(piece) for piece in pieces]
             self._transport.send(addresses[rank()], participants.number, _STATE, json.dumps(header).encode(), *contents)
 
-    def _receive(self, one: _Exchange, participants: Participants) -> dict[str, Any] | None:
+    def _receive(self, one: _Exchange, participants: Participants) -> dict[str, object] | None:
         """Take the state of another island into all pieces; None: the rendezvous is aborted, or that does not fit."""
         source, _ = participants.sources[self._config.index]
         address, number = participants.members[source][rank()], participants.number
@@ -323,7 +322,7 @@ def _own_host(address: str, wait_seconds: float) -> str:
         raise ConfigError(what, where="islands.address", found=f"{address}: {error}", allowed=allowed) from error
 
 
-def _describe(piece: Piece) -> list[Any]:
+def _describe(piece: Piece) -> list[object]:
     return [piece.name, piece.key, list(piece.shape), piece.start, piece.view.numel(), str(piece.view.dtype)]
 
 

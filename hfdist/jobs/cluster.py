@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.composition.section import Section
 from hfdist.config.ranges import LIMIT, Limit, limited
@@ -23,16 +22,17 @@ _DEFAULT = "default"
 _PREFIX = f"{GROUP}."
 
 
-def _text(pattern: str, allowed: str) -> Any:
+def _text(pattern: str, allowed: str) -> str | None:
     limit = Limit(allowed, lambda value: re.fullmatch(pattern, value) is not None)
-    return field(default=None, metadata={LIMIT: limit})
+    made: str | None = field(default=None, metadata={LIMIT: limit})
+    return made
 
 
-def _word() -> Any:
+def _word() -> str | None:
     return _text(r"[A-Za-z0-9_][\w.,:@/+=-]*", "one word of letters, digits and _ . , : @ / + = -")
 
 
-def _dns_name() -> Any:
+def _dns_name() -> str | None:
     return _text(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", "a name of Kubernetes: small letters, digits, - and .")
 
 
@@ -184,7 +184,7 @@ class ClusterConfig:
 
 
 @cache
-def _section() -> Section:
+def _section() -> Section[ClusterConfig]:
     return Section(ClusterConfig, GROUP)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from hfdist.errors import ConfigError
 from hfdist.jobs.cluster import PodStarter
@@ -130,7 +129,7 @@ def _job_spec(job: Job) -> dict[str, object]:
 
 def _pod_spec(job: Job) -> dict[str, object]:
     cluster, options = job.cluster, job.cluster.kubernetes
-    limits: dict[str, Any] = {
+    limits: dict[str, object] = {
         "cpu": None if cluster.cpus is None else str(cluster.cpus * cluster.processes),
         "memory": None if cluster.memory_gib is None else f"{cluster.memory_gib}Gi",
         "nvidia.com/gpu": str(cluster.processes) if cluster.gpus else None,

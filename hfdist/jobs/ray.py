@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pprint
 import shlex
-from typing import Any
 
 from hfdist.errors import ConfigError
 from hfdist.jobs.job import AGAIN, Job, JobFile, JobFiles
@@ -38,7 +37,7 @@ def write_ray(job: Job) -> JobFiles:
     # Ray ends a job by force after three seconds, unless its head was started with more.
     start = f"RAY_JOB_STOP_WAIT_TIME_S={cluster.grace_seconds} ray start --head   # once, for the whole cluster"
     submit = f"ray job submit {place}-- {shlex.join(program)}"
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "nodes": cluster.nodes,
         "cpus": (cluster.cpus or 1) * cluster.processes,
         "gpus": cluster.processes if cluster.gpus else 0,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hfdist.errors import ConfigError
 from hfdist.jobs.job import AGAIN, Job, JobFile, JobFiles
 from hfdist.jobs.manifest import to_documents
@@ -35,7 +33,7 @@ def write_skypilot(job: Job) -> JobFiles:
     cluster = job.cluster
     submit = f"sky jobs launch {job.shell_path}"
     accelerators = f"{options.accelerator}:{cluster.processes}" if options.accelerator is not None else None
-    resources: dict[str, Any] = {
+    resources: dict[str, object] = {
         "infra": options.infra,
         "accelerators": accelerators,
         "cpus": None if cluster.cpus is None else f"{cluster.cpus * cluster.processes}+",

@@ -30,7 +30,7 @@ class RefusedError(Exception):
         answer: what it is told: `refused`, and perhaps `key`, `found`, `allowed`, `may_pass`.
     """
 
-    def __init__(self, /, **answer: Any) -> None:
+    def __init__(self, /, **answer: object) -> None:
         super().__init__(str(answer.get("refused")))
         self.answer = answer
 
@@ -105,9 +105,9 @@ def read_json(content: bytes, most_bytes: int = MOST_BYTES) -> Any:
         value = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise NotAMessageError(type(error).__name__) from error
-    level: list[Any] = [value]
+    level: list[object] = [value]
     for _ in range(_MOST_DEPTH):
-        below: list[Any] = []
+        below: list[object] = []
         for one in level:
             _check(one)
             if isinstance(one, dict):

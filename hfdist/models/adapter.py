@@ -11,7 +11,7 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +25,9 @@ from hfdist.errors import ConfigError, HfdistError, nearest
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import check_installed
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel, PeftType
 
 _WHOLE = Partitioning()
 
@@ -151,7 +154,7 @@ def _saved_config(path: str) -> Any:
     return peft_config
 
 
-def _find_type(name: str, *, where: str = "adapter.type") -> Any:
+def _find_type(name: str, *, where: str = "adapter.type") -> PeftType:
     """Give PEFT's enum value for the name of a type.
 
     Raises:
@@ -172,7 +175,7 @@ def _find_type(name: str, *, where: str = "adapter.type") -> Any:
     return kind
 
 
-def _reason_against(kind: Any) -> str | None:
+def _reason_against(kind: PeftType) -> str | None:
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PromptLearningConfig
 
     if kind.value in _REFUSED:
@@ -267,7 +270,7 @@ def _check_peft_config(peft_config: Any, layout: Partitioning, *, where: str, fi
         raise ConfigError(what, where=f"{field}.{name}", found=found, hint=hint)
 
 
-def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, Any]:
+def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, object]:
     default, values = AdapterConfig(), {}
     for key, names in _FIELDS.items():
         value = getattr(config, key)
@@ -325,7 +328,7 @@ def add_adapter(
         _load(model, config.path)
 
 
-def inject_adapter(model: PreTrainedModel, peft_config: Any, name: str) -> None:
+def inject_adapter(model: PreTrainedModel, peft_config: PeftConfig, name: str) -> None:
     """Put an adapter into a model in place, active, as `PreTrainedModel.add_adapter` does.
 
     PEFT's own function: transformers 5.24 refuses the PEFT that works with it.
@@ -337,7 +340,7 @@ def inject_adapter(model: PreTrainedModel, peft_config: Any, name: str) -> None:
     model._hf_peft_config_loaded = True
 
 
-def wrap_model(model: PreTrainedModel, peft_config: Any, *, seed: int, layout: Partitioning) -> Any:
+def wrap_model(model: PreTrainedModel, peft_config: PeftConfig, *, seed: int, layout: Partitioning) -> PeftModel:
     """Put the adapter of a `peft.PeftConfig` into a model that has all its blocks, as TRL's trainers do.
 
     Args:
@@ -430,7 +433,7 @@ def _no_target(model: PreTrainedModel, key: str, name: str) -> ConfigError:
     return ConfigError("the model has no layer of this name", where=key, found=name, allowed=allowed, hint=hint)
 
 
-def _check_tied(model: Any, where: str) -> None:
+def _check_tied(model: PreTrainedModel, where: str) -> None:
     """Refuse an adapter on one of two tied weights: once merged, it would change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

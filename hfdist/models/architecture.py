@@ -209,7 +209,7 @@ def _check_fields(architecture: PreTrainedConfig, fields: Mapping[str, object]) 
 
 
 @contextmanager
-def _naming_fields(fields: dict[str, Any], kind: str | None = None) -> Iterator[None]:
+def _naming_fields(fields: dict[str, object], kind: str | None = None) -> Iterator[None]:
     """Say which fields were set, where transformers' own checks find that they do not go together."""
     try:
         yield

@@ -103,7 +103,7 @@ def _check_names(names: NameDifferences, config: ModelConfig, trained: Trainable
     names.check(where="model.name", name=str(name), allowed=config.allow_missing and not is_lost, hint=hint)
 
 
-def _safely(config: ModelConfig) -> dict[str, Any]:
+def _safely(config: ModelConfig) -> dict[str, object]:
     # A .bin file is a pickle, which can run code: only safetensors are read.
     return {"use_safetensors": True, "revision": config.revision, "trust_remote_code": config.trust_remote_code}
 

@@ -165,7 +165,7 @@ def _depth(config: PreTrainedConfig) -> int:
     return next((depth for name in names if isinstance(depth := getattr(config, name, None), int)), 0)
 
 
-def _kept_blocks(fields: dict[str, Any], depth: int, num_blocks: int) -> list[int]:
+def _kept_blocks(fields: Mapping[str, Any], depth: int, num_blocks: int) -> list[int]:
     """Choose blocks, in their order: two of each kind where there is room. Of equal ones, the last and the earliest."""
     if not depth:
         return list(range(num_blocks))
@@ -189,7 +189,7 @@ def _are_block_indices(name: str, value: object, depth: int) -> bool:
     )
 
 
-def _reconcile(small: dict[str, Any], fields: dict[str, Any]) -> None:
+def _reconcile(small: dict[str, Any], fields: Mapping[str, Any]) -> None:
     """Make fields agree that depend on each other."""
     # Mamba's heads fill its inner width.
     expand = small.get("mamba_expand", small.get("expand"))
@@ -221,7 +221,7 @@ def _reconcile(small: dict[str, Any], fields: dict[str, Any]) -> None:
 class _Rules:
     """The small value of a field, from its name, its value, and the config around it."""
 
-    fields: dict[str, Any]
+    fields: Mapping[str, Any]
     depth: int
     kept_blocks: list[int]
     vocab_size: int
@@ -260,7 +260,7 @@ class _Rules:
         limit = next((limit for pattern, limit in LIMITS.items() if re.fullmatch(pattern, name)), value)
         return min(value, limit)
 
-    def _small_list(self, name: str, values: list[Any]) -> list[Any]:
+    def _small_list(self, name: str, values: list[Any]) -> list[object]:
         if _are_block_indices(name, values, self.depth):
             return [new for new, old in enumerate(self.kept_blocks) if old in values]
         if len(values) == self.depth:
@@ -279,7 +279,7 @@ class _Rules:
         part = (self.fields.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
         return int(pairs * min(HEAD_SIZE, size) / size * self.small("partial_rotary_factor", part) / part)
 
-    def _small_overrides(self, overrides: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    def _small_overrides(self, overrides: dict[int, dict[str, object]]) -> dict[int, dict[str, object]]:
         """The overrides of single blocks, in the same proportion to the values of the other blocks."""
 
         def small(name: str, value: object) -> Any:

@@ -47,7 +47,7 @@ class PackedLinear(nn.Module):
     def __init__(self, layer: nn.Linear, quantization: Quantization) -> None:
         super().__init__()
         # Optional, and slow to import. It says nothing of its types.
-        library: Any = importlib.import_module("bitsandbytes")
+        library = importlib.import_module("bitsandbytes")
         self._multiply = library.matmul_4bit
         # The scales of blocks are quantized, too, as in the paper.
         packed, self.quant_state = library.functional.quantize_4bit(
@@ -151,7 +151,7 @@ def packed_shapes(model: nn.Module) -> dict[torch.Tensor, tuple[int, ...]]:
     return {packed: tuple(state.shape) for _, packed, state in _packed_layers(model)}
 
 
-def _packed_layers(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor, Any]]:
+def _packed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor, Any]]:
     """List layers of bitsandbytes with their weights and what these mean. It is kept with either of the two."""
     for layer in model.modules():
         weight = layer._parameters.get("weight")

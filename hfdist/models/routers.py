@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ COUNTED = "hfdist_counted"
 
 _FLAG, _KEPT = "output_router_logits", "hfdist_output"
 _TOLERANCE = 1e-5
+
+T = TypeVar("T")
 
 
 class Routing(NamedTuple):
@@ -172,13 +174,12 @@ def _is_meant(recorder: object, name: str, module: nn.Module) -> bool:
 
 def base_of(model: nn.Module) -> nn.Module:
     """Give the model without the wrapper of adapters."""
-    own: Any = model
-    return own.get_base_model() if hasattr(own, "get_base_model") else model
+    unwrap = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
 
 
 def _loss_of(model: nn.Module) -> BalancingLoss:
-    config: Any = getattr(model, "config", None)
-    owners = (config.get_text_config(), model) if isinstance(model, PreTrainedModel) else ()
+    owners = (model.config.get_text_config(), model) if isinstance(model, PreTrainedModel) else ()
 
     def read(*names: str) -> Any:
         given = (getattr(owner, name, None) for name in names for owner in owners)
@@ -190,8 +191,8 @@ def _loss_of(model: nn.Module) -> BalancingLoss:
 
 def adds_router_loss(model: nn.Module) -> bool:
     """Whether the model's config asks for the loss over routers."""
-    config: Any = getattr(model, "config", None)
-    return hasattr(config, "get_text_config") and bool(getattr(config.get_text_config(), _FLAG, False))
+    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    return text_config is not None and bool(getattr(text_config(), _FLAG, False))
 
 
 def leave_out_router_loss(model: nn.Module) -> None:
@@ -204,7 +205,7 @@ def leave_out_router_loss(model: nn.Module) -> None:
         base.register_forward_pre_hook(_without_router_loss, with_kwargs=True)
 
 
-def _without_router_loss(module: nn.Module, args: object, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_router_loss(module: nn.Module, args: T, kwargs: dict[str, object]) -> tuple[T, dict[str, object]]:
     return args, kwargs | {_FLAG: False} if adds_router_loss(module) else kwargs
 
 

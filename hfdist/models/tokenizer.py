@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -44,7 +43,7 @@ def load_tokenizer(
 
     def load() -> PreTrainedTokenizerBase:
         with reading_from_hub("model.tokenizer.name", str(config.tokenizer.name)):
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
             # Its class may be another one, where its files do not say which.
             return _checked(tokenizer)
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+Group = dict[str, Any]
+"""A group of parameters, as torch's optimizers have them: `params`, and settings."""
+
 _PART = "part"
 """Key in a group of parameters: which of the optimizers steps it."""
 
@@ -29,7 +32,7 @@ class Joined(torch.optim.Optimizer):
             self.state.update(part.state)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Step each of them once."""
         loss = None
         if closure is not None:
@@ -45,9 +48,7 @@ class Joined(torch.optim.Optimizer):
         return " and ".join(type(part).__name__ for part in self.parts)
 
 
-def of_parts(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-) -> list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]]:
+def of_parts(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tuple[torch.optim.Optimizer, list[Group]]]:
     """Give the optimizers that step these groups, each with its own; of one alone, all."""
     if not isinstance(optimizer, Joined):
         return [(optimizer, groups)]
@@ -92,7 +93,7 @@ class MuonWithAdamW:
         num_dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trained}
         matrices = [p for p in trained if num_dimensions[id(p)] == 2 and id(p) not in looked_up]
         others = [p for p in trained if num_dimensions[id(p)] != 2 or id(p) in looked_up]
-        adamw: list[dict[str, Any]] = [
+        adamw: list[Group] = [
             {"params": [p for p in others if num_dimensions[id(p)] >= 2], "weight_decay": weight_decay},
             {"params": [p for p in others if num_dimensions[id(p)] < 2], "weight_decay": 0.0},
         ]
@@ -106,7 +107,7 @@ class MuonWithAdamW:
 
 def embeddings_and_head(model: nn.Module) -> set[int]:
     """Give the ids of the parameters of all embeddings, and of the head that gives logits, where there is one."""
-    modules: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    modules: list[nn.Module | None] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if hasattr(model, "get_output_embeddings"):
         head: Any = model.get_output_embeddings
         modules.append(head())

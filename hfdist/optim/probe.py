@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hfdist.errors import ConfigError, first_line
-from hfdist.optim.muon import Joined, of_parts
+from hfdist.optim.muon import Group, Joined, of_parts
 
 _SHAPE = (96, 64)
 """The tensor that is stepped: large enough for optimizers that quantize large tensors alone, in blocks."""
@@ -108,7 +108,7 @@ def describe(optimizer: object) -> str:
     return repr(optimizer) if isinstance(optimizer, Joined) else type(optimizer).__name__
 
 
-def over(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+def over(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> torch.optim.Optimizer:
     """Give an optimizer of the same class and settings over other groups of tensors, without any state."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     settings = {
@@ -124,9 +124,11 @@ def over(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> 
     return other
 
 
-def _state_of_construction(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[Any, Any]:
+def _state_of_construction(
+    optimizer: torch.optim.Optimizer, groups: list[Group]
+) -> dict[torch.Tensor, dict[str, object]]:
     """The state that its constructor makes, as Adagrad's does; most make none before their first step."""
-    state: dict[Any, Any] = {}
+    state: dict[torch.Tensor, dict[str, object]] = {}
     for part, own in of_parts(optimizer, groups):
         # A constructor with other arguments than the settings of a group cannot be asked.
         with contextlib.suppress(Exception):
@@ -142,14 +144,14 @@ def ask(optimizer: torch.optim.Optimizer) -> Answer:
     return Answer(reach=widest.reach, why=widest.why, not_saved=not_saved)
 
 
-def needs_whole_parameters(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def needs_whole_parameters(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     """Whether an update of this group depends on all of its parameter."""
     return _ask_group(optimizer, group).reach is Reach.parameter
 
 
-def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[Group]:
     """One of each kind: rates and decays alone do not make another."""
-    kinds: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, Group] = {}
     for group in optimizer.param_groups:
         named = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "weight_decay")}
         kinds.setdefault(repr(sorted(named.items(), key=lambda item: item[0])), group)
@@ -157,7 +159,7 @@ def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]
 
 
 @unset_fake_temporarily()
-def _ask_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Answer:
+def _ask_group(optimizer: torch.optim.Optimizer, group: Group) -> Answer:
     device, dtype = _place(group)
     generator = torch.Generator().manual_seed(0)
 
@@ -207,7 +209,7 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Answe
     return Answer(reach=Reach.element, not_saved=not_saved)
 
 
-def state_after_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor) -> dict[str, Any]:
+def state_after_step(optimizer: torch.optim.Optimizer, group: Group, like: torch.Tensor) -> dict[str, Any]:
     """Give what it keeps for a parameter of this shape, type and device after one step with a gradient of zeros."""
     parameter = nn.Parameter(torch.zeros_like(like))
     stepped = over(optimizer, [_active(group, [parameter])])
@@ -216,14 +218,12 @@ def state_after_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], li
     return dict(stepped.state[parameter])
 
 
-def state_before_step(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> dict[str, Any]:
+def state_before_step(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, Any]:
     """Give what it keeps for this very parameter before its first step; of most optimizers nothing."""
     return dict(over(optimizer, [group | {"params": [parameter]}]).state.get(parameter, {}))
 
 
-def starts_from_zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def starts_from_zeros(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     """Whether it takes a state of zeros for none: what never had a gradient may then be given one."""
     device, dtype = _place(group)
     generator = torch.Generator().manual_seed(0)
@@ -285,19 +285,19 @@ def is_plain_number(value: object) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def _zero(value: Any) -> object:
+def _zero(value: object) -> object:
     if torch.is_tensor(value):
         return torch.zeros_like(value)
-    return type(value)(0) if is_plain_number(value) else value
+    return type(value)(0) if isinstance(value, bool | int | float) else value
 
 
-def _place(group: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
+def _place(group: Group) -> tuple[torch.device, torch.dtype]:
     # A stage may hold none of a group, and ZeRO-3 takes its tensors out of the groups between steps.
     first = group["params"][0] if group["params"] else torch.empty(0)
     return first.device, first.dtype
 
 
-def _active(group: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+def _active(group: Group, parameters: list[nn.Parameter]) -> Group:
     """The group's settings over other parameters, with a rate that is not zero, as it is while warming up."""
     rate = group.get("lr")
     changed = {"lr": torch.full_like(rate, _RATE) if torch.is_tensor(rate) else _RATE} if rate is not None else {}
@@ -307,7 +307,7 @@ def _active(group: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, 
 @torch.no_grad()
 def _updates(
     optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
+    group: Group,
     starts: list[torch.Tensor],
     gradients: list[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
@@ -325,7 +325,7 @@ def _updates(
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    begin: Any = getattr(optimizer, "train", None)
+    begin = getattr(optimizer, "train", None)
     if callable(begin):
         begin()
     # Not of the instance, where others put theirs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from hfdist.optim.probe import Reach, check, state_after_step
 from hfdist.optim.width import check_optimizer_of_width
 from hfdist.plugins import load_plugin
 
-ClassAndSettings = tuple[Any, dict[str, Any]]
+ClassAndSettings = tuple[Callable[..., Any], dict[str, Any]]
 """The value of `optimizer_cls_and_kwargs` of `transformers.Trainer`."""
 
 GROUP = "hfdist.optimizers"
@@ -44,11 +45,11 @@ def find_optimizer(config: OptimizerConfig, *, warmup_steps: int) -> ClassAndSet
         ConfigError: its package is not installed, or `optimizer.arguments` has what the class does not take.
     """
     own_keys = _OWN_KEYS | _OWN_KEYS_OF_ADAM
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "lr": config.lr, "weight_decay": config.weight_decay, "betas": (config.beta1, config.beta2), "eps": config.eps
     }  # fmt: skip
     if config.plugin is not None:
-        kind = _load(config)
+        kind: Callable[..., Any] = _load(config)
         # A constructor of any arguments is given what every optimizer takes.
         taken = inspect.signature(kind).parameters
         own_keys = {name: key for name, key in own_keys.items() if name in taken} if "lr" in taken else _OWN_KEYS
@@ -63,7 +64,7 @@ def find_optimizer(config: OptimizerConfig, *, warmup_steps: int) -> ClassAndSet
     return kind, settings | config.arguments
 
 
-def _load(config: OptimizerConfig) -> Any:
+def _load(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     if config.name is not OptimizerName.adamw:
         raise ConfigError(
             "the optimizer is given by two keys",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import get_scheduler
@@ -11,7 +10,7 @@ from transformers import get_scheduler
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 
 
-def scheduler_of(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str, Any]]:
+def scheduler_of(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str, object]]:
     """Give `lr_scheduler_type` and `lr_scheduler_kwargs`."""
     min_lr_ratio = 0.1 if optimizer.min_lr_ratio is None else optimizer.min_lr_ratio
     match optimizer.schedule:
@@ -34,6 +33,6 @@ def rate_at(optimizer: OptimizerConfig, max_steps: int) -> Callable[[int], float
     assert peak is not None, "of a complete config"
     made = torch.optim.SGD([torch.zeros(1)], lr=peak)
     warmup, steps = optimizer.warmup_steps, max_steps
-    scheduler: Any = get_scheduler(kind, made, warmup, steps, scheduler_specific_kwargs=settings)
+    scheduler = get_scheduler(kind, made, warmup, steps, scheduler_specific_kwargs=settings)
     of_step = scheduler.lr_lambdas[0]
     return lambda step: peak * float(of_step(step))

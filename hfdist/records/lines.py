@@ -14,13 +14,16 @@ from typing import Any, TextIO
 from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.errors import ResourceError
 
+Line = dict[str, Any]
+"""What such a line holds; nobody has checked it."""
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+
+def read_lines(path: Path) -> list[Line]:
     """Read such a file; none: an empty list. A line cut off by a kill is left out."""
     return [content for _, content in read_numbered(path)]
 
 
-def read_numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_numbered(path: Path) -> Iterator[tuple[int, Line]]:
     """Read such a file with the numbers of its lines, from 1."""
     for number, line in enumerate(_lines_of(path), 1):
         content = parse_line(line)
@@ -78,7 +81,7 @@ def _lines_of(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
 
 
-def parse_line(line: str | bytes) -> dict[str, Any] | None:
+def parse_line(line: str | bytes) -> Line | None:
     """Give the object of a line; None: it is none."""
     try:
         content = json.loads(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hfdist.config.composition.diff import find_changes
 from hfdist.report.drawing.chart import colour
@@ -23,7 +22,7 @@ def differences(runs: Sequence[RunFiles]) -> str:
     note = f"<p>No config can be read of: {escaped(', '.join(missing))}.</p>" if missing else ""
     if len(known) < 2:
         return f"<h2>Config</h2>{note}" if note else ""
-    table: dict[str, list[Any]] = {}
+    table: dict[str, list[object]] = {}
     base = known[0][2]
     for place, (_, _, values) in enumerate(known[1:], 1):
         for change in find_changes(base, values):
@@ -44,7 +43,7 @@ def differences(runs: Sequence[RunFiles]) -> str:
     )
 
 
-def _read(run: RunFiles) -> dict[str, Any] | None:
+def _read(run: RunFiles) -> dict[str, object] | None:
     return None if run.config is None else {key: value for key, value in run.config.items() if key != "defaults"}
 
 

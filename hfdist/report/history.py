@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hfdist.records import Event, State
 from hfdist.report.drawing.chart import TOP, frame
@@ -22,6 +22,9 @@ _MOST_STARTS = 40
 _LONGEST_PAUSE = 0.03
 """Share of the time line that stands for the time between two starts, however long that was."""
 
+_Timed = Sequence[tuple[Mapping[str, object], datetime]]
+"""Events with their times."""
+
 
 class EventStyle(NamedTuple):
     """How a kind of event is shown.
@@ -36,7 +39,7 @@ class EventStyle(NamedTuple):
     letter: str | None
     name: str
     is_bad: bool
-    words: Callable[[dict[str, Any]], str]
+    words: Callable[[Mapping[str, object]], str]
 
 
 def _step(event: Mapping[str, object], key: str = "step") -> str:
@@ -122,7 +125,7 @@ def is_bad(event: Mapping[str, object]) -> bool:
     return style_of(event).is_bad or (_is(event, Event.end) and ended_badly)
 
 
-def events_of(run: RunFiles, kind: Event) -> list[dict[str, object]]:
+def events_of(run: RunFiles, kind: Event) -> list[Mapping[str, object]]:
     """Give the events of a kind."""
     return [event for event in run.events if _is(event, kind)]
 
@@ -167,7 +170,7 @@ def _join(marks: list[Marked]) -> Marked:
     return Marked(marks[0].step, letters, text, any(mark.is_bad for mark in marks))
 
 
-def _with_steps(run: RunFiles) -> Iterator[tuple[dict[str, Any], float]]:
+def _with_steps(run: RunFiles) -> Iterator[tuple[Mapping[str, object], float]]:
     """Events with their steps; of one that does not know it, that at which its start ended."""
     ends = {repr(e.get("start")): number(e.get("step")) for e in events_of(run, Event.end)}
     last = 0.0
@@ -202,7 +205,7 @@ def time_line(run: RunFiles) -> str:
 _TIME_HEAD = "<h3>Events by time <small>pauses between starts are shortened</small></h3>"
 
 
-def _spans(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles) -> list[tuple[datetime, datetime]]:
+def _spans(timed: _Timed, run: RunFiles) -> list[tuple[datetime, datetime]]:
     """When each start began and ended, the newest of them."""
     spans: dict[str, tuple[datetime, datetime]] = {}
     for event, when in timed:
@@ -215,7 +218,7 @@ def _spans(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles) -> list[
     return found[-_MOST_STARTS:]
 
 
-def _placing(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles) -> Callable[[datetime], float]:
+def _placing(timed: _Timed, run: RunFiles) -> Callable[[datetime], float]:
     """Give a function from a time to its share of the time line, from 0 to 1."""
     spans = _spans(timed, run)
     pause = min(_LONGEST_PAUSE, 0.3 / len(spans))
@@ -233,7 +236,7 @@ def _placing(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles) -> Cal
     return place
 
 
-def _bars(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles, place: Callable[[datetime], float]) -> str:
+def _bars(timed: _Timed, run: RunFiles, place: Callable[[datetime], float]) -> str:
     drawn = []
     ends = {instant(event.get("time")): event for event, _ in timed if _is(event, Event.end)}
     for number_of, (first, last) in enumerate(_spans(timed, run), 1):
@@ -250,8 +253,8 @@ def _bars(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles, place: Ca
     return "".join(drawn)
 
 
-def _row(timed: list[tuple[dict[str, Any], datetime]], name: str, row: int, place: Callable[[datetime], float]) -> str:
-    groups: dict[int, list[tuple[dict[str, Any], datetime]]] = {}
+def _row(timed: _Timed, name: str, row: int, place: Callable[[datetime], float]) -> str:
+    groups: dict[int, list[tuple[Mapping[str, object], datetime]]] = {}
     for event, when in timed:
         if style_of(event).name == name:
             groups.setdefault(int(_MOST_TICKS * place(when)), []).append((event, when))
@@ -275,7 +278,7 @@ def table(run: RunFiles) -> str:
     return _rows(events[:_MOST_OPEN]) + folded
 
 
-def _rows(events: list[dict[str, Any]]) -> str:
+def _rows(events: Sequence[Mapping[str, object]]) -> str:
     lines = []
     for event in events:
         when = instant(event.get("time"))

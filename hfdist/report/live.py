@@ -124,14 +124,14 @@ class Server(ThreadingHTTPServer):
         """The page's address."""
         return f"http://{_HOST}:{self.server_address[1]}/{self.secret}/"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         """Give each browser a thread, as long as there are not too many."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: object) -> None:
         """Answer one browser."""
         try:
             super().process_request_thread(request, client_address)

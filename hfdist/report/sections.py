@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from hfdist.records import Event, RunFolder, State
 from hfdist.report import history, rank_words
@@ -256,7 +255,7 @@ def data(run: RunFiles) -> str:
 
 def samples(run: RunFiles) -> str:
     """Give the newest text of each prompt, and after them some earlier ones."""
-    newest: dict[str, dict[str, Any]] = {}
+    newest: dict[str, Mapping[str, object]] = {}
     for line in run.samples:
         newest[repr(line.get("prompt"))] = line
     last = list(newest.values())[-_MOST_SAMPLES:]

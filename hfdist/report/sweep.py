@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hfdist.records.trials import SETTINGS, Trial, TrialLog, rank_trials
 from hfdist.report.drawing.axis import Axis, logarithmic
@@ -134,7 +133,7 @@ class _Axis:
         self._low, self._high = min(numbers), max(numbers)
         self._is_log = _is_logarithmic(name, self._low, self._high)
 
-    def place(self, value: Any) -> float:
+    def place(self, value: float) -> float:
         """From 0 at the bottom to 1 at the top."""
         if self._texts is not None:
             return self._texts.index(str(value)) / max(len(self._texts) - 1, 1)

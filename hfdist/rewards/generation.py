@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +15,7 @@ class Generation:
     """What the model wrote, without special tokens."""
     reference: str
     """What stands there in the data. In an evaluation it is, like `text`, at most `evaluate.max_new_tokens` long."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
     """The other columns of its row, as JSON has them (`data.keep_columns`)."""
     token_ids: tuple[int, ...] = ()
     """Token ids of the prompt and of what the model wrote, with special tokens; empty for metrics."""

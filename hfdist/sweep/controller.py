@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from hfdist.atomic_write import write_atomically
 from hfdist.config.optimizer import Schedule
@@ -325,6 +324,6 @@ def _was_killed(record: RunRecord) -> bool:
 
 def last_value(folder: Path, metric: str) -> float | None:
     """Give the last value of a metric of a run; None: there is none, or it is not finite."""
-    found: list[Any] = [line[metric] for line in read_lines(RunFolder(folder).metrics) if metric in line]
+    found: list[float | None] = [line[metric] for line in read_lines(RunFolder(folder).metrics) if metric in line]
     value = found[-1] if found else None
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

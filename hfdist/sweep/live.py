@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -54,7 +53,7 @@ class LiveTable:
             self._drawn_at = time.monotonic()
             self._live.update(self.render(controller), refresh=True)
 
-    def render(self, controller: Controller) -> Any:
+    def render(self, controller: Controller) -> RenderableType:
         """Give the table of the trials that run, and a line about all."""
         table = Table(box=None, pad_edge=False)
         for name in ("trial", "rung", "step", self._metric, "left", "values"):

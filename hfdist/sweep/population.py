@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from hfdist.config.sweep import SweepConfig
 from hfdist.records.trials import Trial
@@ -28,7 +27,9 @@ def generation_of(config: SweepConfig, number: int) -> int:
     return number // config.trials
 
 
-def next_member(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> tuple[dict[str, Any], int | None] | None:
+def next_member(
+    config: SweepConfig, space: Space, trials: Sequence[Trial]
+) -> tuple[dict[str, object], int | None] | None:
     """Give the values and the parent of the trial after these; None: the generation before has not ended.
 
     The parent is None in the first generation, and where all members have failed.
@@ -50,7 +51,7 @@ def next_member(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> t
         return own.values, own.number
     good = [trial for trial in ranked[:number] if trial.value is not None]
     parent = choose.choice(good or [own])
-    changed = {one.key: _explore(one, parent.values[one.key], choose) for one in space.dimensions}
+    changed: dict[str, object] = {one.key: _explore(one, parent.values[one.key], choose) for one in space.dimensions}
     return changed, parent.number if good else None
 
 

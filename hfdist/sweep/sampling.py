@@ -6,12 +6,18 @@ import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.records.trials import Trial
 from hfdist.sweep.halving import rungs_of
 from hfdist.sweep.space import Dimension, Space, as_text
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
+    from optuna.trial import Trial as OptunaTrial
 
 _MOST_STARTS = 10
 """Trials at random before TPE chooses."""
@@ -19,7 +25,7 @@ _LEAST_FOR_IMPORTANCE = 8
 """Trials that have come to their end."""
 
 
-def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, Any]:
+def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, object]:
     """Give the values of the trial after these: a function of them, of the seed and of the number alone.
 
     Trials without a result count as bad ones, so that those that run side by side differ.
@@ -33,7 +39,7 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
     # A sampler with one seed would begin anew after each restart, and draw what it has drawn.
     digest = hashlib.blake2b(f"{config.seed} {number}".encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
-    sampler: Any = optuna.samplers.RandomSampler(seed=seed)
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
     if config.sampler is Sampler.tpe:
         starts = min(_MOST_STARTS, max(config.trials // 4, 1))
         # Each key by itself: with tens of trials that was better than all together (`multivariate`).
@@ -43,7 +49,7 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
             )
     study = make_study(config, space, trials, sampler=sampler)
     asked = study.ask()
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for one in space.dimensions:
         if one.holds(values):
             values[one.key] = _suggest(asked, one)
@@ -78,7 +84,7 @@ def importances(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> d
     return {key: float(share) for key, share in shares.items()}
 
 
-def make_study(config: SweepConfig, space: Space, trials: Sequence[Trial], **options: Any) -> Any:
+def make_study(config: SweepConfig, space: Space, trials: Sequence[Trial], **options: Any) -> Study:
     """Give an Optuna study of the trials."""
     import optuna
 
@@ -89,7 +95,7 @@ def make_study(config: SweepConfig, space: Space, trials: Sequence[Trial], **opt
     return study
 
 
-def _as_optuna(config: SweepConfig, space: Space, trial: Trial) -> Any:
+def _as_optuna(config: SweepConfig, space: Space, trial: Trial) -> FrozenTrial:
     import optuna
 
     dimensions = {one.key: one for one in space.dimensions if one.key in trial.values}
@@ -111,7 +117,7 @@ def _as_optuna(config: SweepConfig, space: Space, trial: Trial) -> Any:
     )
 
 
-def _distribution(one: Dimension) -> Any:
+def _distribution(one: Dimension) -> BaseDistribution:
     from optuna import distributions
 
     if one.choices:
@@ -122,7 +128,7 @@ def _distribution(one: Dimension) -> Any:
     return distributions.FloatDistribution(one.low, one.high, log=one.is_log)
 
 
-def _suggest(asked: Any, one: Dimension) -> object:
+def _suggest(asked: OptunaTrial, one: Dimension) -> object:
     if one.choices:
         texts = [as_text(choice) for choice in one.choices]
         return one.choices[texts.index(asked.suggest_categorical(one.key, texts))]

@@ -32,7 +32,7 @@ class Dimension:
     """A key that varies: one of `choices`, or a number between `low` and `high`."""
 
     key: str
-    choices: tuple[Any, ...] = ()
+    choices: tuple[object, ...] = ()
     low: float = 0.0
     high: float = 0.0
     is_log: bool = False
@@ -147,7 +147,7 @@ class Space:
             if not one.choices:
                 what, hint = "a grid takes choices", f"'{one.key}=choice({one.low:g}, {one.high:g})', or sweep=random"
                 raise ConfigError(what, where=one.key, found="an interval", hint=hint)
-        combinations: list[dict[str, Any]] = [{}]
+        combinations: list[dict[str, object]] = [{}]
         for one in self.dimensions:
             combinations = [
                 grown
@@ -156,9 +156,9 @@ class Space:
             ]
         return combinations
 
-    def examples(self) -> Iterator[dict[str, Any]]:
+    def examples(self) -> Iterator[dict[str, object]]:
         """Give trials that have each extreme and each choice once, to be checked before anything starts."""
-        first: dict[str, Any] = {}
+        first: dict[str, object] = {}
         for one in self.dimensions:
             if one.holds(first):
                 first[one.key] = one.examples()[0]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
@@ -33,7 +34,13 @@ from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.row_check import check_rows
 from hfdist.trainer.step.lean_step import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
-from hfdist.trainer.trl_trainers import check_trl_arguments, sums_over_targets, trains_causal_lm, with_adapter
+from hfdist.trainer.trl_trainers import (
+    Arguments,
+    check_trl_arguments,
+    sums_over_targets,
+    trains_causal_lm,
+    with_adapter,
+)
 
 _READERS = ("__init__", "get_train_dataloader", "training_step", "compute_loss")
 """Methods of a Trainer's class that may read other rows than the original would."""
@@ -50,7 +57,7 @@ _REFUSED = {
 """Arguments that a strategy refuses: why, and what to do instead."""
 
 
-def find_strategy(strategy: object, arguments: dict[str, Any]) -> tuple[Strategy, dict[str, Any]]:
+def find_strategy(strategy: object, arguments: Arguments) -> tuple[Strategy, Arguments]:
     """Give the strategy, or make it by its name, with the arguments that fit it; ConfigError: there is none."""
     where = "Trainer(strategy)"
     if not isinstance(strategy, Strategy | str):
@@ -79,7 +86,7 @@ def _check_is_arguments(args: object) -> None:
         raise ConfigError(what, where="args", found=type(args).__name__, allowed="TrainingArguments", hint=hint)
 
 
-def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
+def build_engine(kind: type, strategy: Strategy, arguments: Arguments) -> tuple[Engine, Arguments]:
     """Check what a Trainer is made with, and build the engine of its model. A collective.
 
     `kind` is the class of the trainer. `arguments` are all those of the class after the mixin, by name; they come back
@@ -193,7 +200,7 @@ def _check_half_weights(model: nn.Module, args: Any) -> None:
         raise ConfigError(what, where="model", found="weights of float16", allowed="float32", hint=hint)
 
 
-def _check_loss_of_parts(kind: type, arguments: dict[str, Any]) -> None:
+def _check_loss_of_parts(kind: type, arguments: Arguments) -> None:
     """Refuse what must see whole sequences beside the model: each rank of a context group has a part."""
     args = arguments.get("args")
     if owner_of(kind, "compute_loss") is not transformers.Trainer:
@@ -255,7 +262,7 @@ def arguments_by_name(kind: type, args: tuple[object, ...], kwargs: Mapping[str,
     raise ConfigError(what, where=f"{kind.__name__}(...)", found=found, hint="model=..., args=..., and so on")
 
 
-def _whole_model(kind: type, arguments: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
+def _whole_model(kind: type, arguments: Arguments, strategy: Strategy) -> dict[str, object]:
     """The model itself, that of `model_init`, or the one of this name where a name can only mean a causal model."""
     model, model_init = arguments.get("model"), arguments.get("model_init")
     if model is None and model_init is not None:
@@ -286,7 +293,7 @@ def _whole_model(kind: type, arguments: dict[str, Any], strategy: Strategy) -> d
     return {"model": model}
 
 
-def adapt_accelerator(accelerator: Any, topology: Topology, uses_all_parameters: Callable[[], bool]) -> None:
+def adapt_accelerator(accelerator: Accelerator, topology: Topology, uses_all_parameters: Callable[[], bool]) -> None:
     """Change what a new accelerator does otherwise than a strategy wants.
 
     `uses_all_parameters` says whether each step's loss is known to need all parameters, where the user leaves it open.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
@@ -93,13 +94,13 @@ class EngineTrainer(transformers.Trainer):
             return super().get_decay_parameter_names(model)
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Give the sequences of a step over all data ranks; the ranks of a model replica read the same sequences."""
         if self.strategy is None:
             return super().get_total_train_batch_size(args)
         return self.strategy.batch.global_batch_size
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[Any] | None:
         sampler = super()._get_train_sampler(train_dataset)
         if self.strategy is not None and isinstance(sampler, LengthGroupedSampler):
             # The rows of a step, over all ranks: else each layout would have groups of its own.
@@ -146,7 +147,7 @@ class EngineTrainer(transformers.Trainer):
         """Give the number of ranks that compute the same loss together: a loss is counted once for each such group."""
         return super().get_tp_size() if self.strategy is None else self.strategy.topology.tensor
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor | int | None:
         """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
         num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
         if self.engine is None or not self._sums_targets or not batch_samples:
@@ -210,7 +211,7 @@ class EngineTrainer(transformers.Trainer):
         is_known = trl_trainers.is_plain_prediction(type(self))
         return self.compute_metrics is not None or not self._sums_targets or self._predicts or not is_known
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Give the mean loss of all held-out tokens; it does not depend on the batch size or the number of ranks."""
         if self.engine is None or self._evaluates_as_original:
             return super().evaluation_loop(dataloader, *args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -68,7 +68,7 @@ class Island(TrainerCallback):
         """Make the pieces ready for a checkpoint."""
         return
 
-    def _go_on_from(self, found: dict[str, Any], state: TrainerState, control: TrainerControl) -> None:
+    def _go_on_from(self, found: Mapping[str, object], state: TrainerState, control: TrainerControl) -> None:
         """Go on where another island is; PeerError: what it says of that cannot be."""
         given = Message(found)
         try:
@@ -87,7 +87,7 @@ class Island(TrainerCallback):
         number = self._training.num_targets
         return 1.0 if number is None else float(number)
 
-    def _job(self, layout: str, *keys: str) -> dict[str, Any]:
+    def _job(self, layout: str, *keys: str) -> dict[str, object]:
         """What all islands must have alike, by key; `keys` are those of `islands`."""
         training, values = self._training, plain(self._config)
         stream, strategy = training.stream, training.strategy

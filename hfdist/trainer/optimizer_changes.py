@@ -8,6 +8,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.config.optimizer import CHANGEABLE, OptimizerConfig
 from hfdist.errors import ConfigError
+from hfdist.optim.muon import Group
 
 # A scheduler is Any here: DeepSpeed's is of another class than torch's.
 
@@ -23,16 +24,16 @@ class OptimizerChanges(TrainerCallback):
         self._config = config
         self._keys = [key for key in CHANGEABLE if any(getattr(one, key) is not None for one in config.changes)]
         self._scheduler: Any = None
-        self._begun: list[dict[str, Any]] = []
+        self._begun: list[Group] = []
         """Each group of parameters as it was made, with `base_lr`."""
 
     def on_train_begin(
         self,
-        args: Any,
+        args: object,
         state: TrainerState,
         control: TrainerControl,
         lr_scheduler: Any = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Called by the Trainer, after a resume."""
         self._scheduler = lr_scheduler

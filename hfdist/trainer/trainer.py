@@ -18,8 +18,9 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
-from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStrategy, TrainOutput
 
 from hfdist.collectives import gather_json
 from hfdist.config.composition.python_words import speaking_python
@@ -129,7 +130,7 @@ class DistributedTrainerMixin(_Trainer):
         self._steps_run, self._trained = set(), []
         self._num_read = 0
         """Batches of this pass over the data."""
-        self._evaluated: Any = None
+        self._evaluated: object = None
         """The data of the last evaluation."""
         model_init: Any = None
         has_new_adapter = False
@@ -223,7 +224,7 @@ class DistributedTrainerMixin(_Trainer):
             return False
         return isinstance(self.model, PreTrainedModel) and uses_all_parameters(self.model)
 
-    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+    def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
         """As the original; each model gets its own engine."""
         model = super().call_model_init(*args, **kwargs)
         if self.strategy is None:
@@ -238,7 +239,7 @@ class DistributedTrainerMixin(_Trainer):
         with self.engine.showing_whole_shapes():
             return super().get_decay_parameter_names(model)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """As the original; ConfigError: no rank has whole logits."""
         if self.engine is not None:
             with self.options.telling():
@@ -275,7 +276,7 @@ class DistributedTrainerMixin(_Trainer):
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: object
-    ) -> Any:
+    ) -> tuple[int, int]:
         args = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
         if self.engine is None or resume_from_checkpoint is None:
             return super()._init_training_state(*args)
@@ -288,7 +289,7 @@ class DistributedTrainerMixin(_Trainer):
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
-    ) -> Any:
+    ) -> object:
         if self.engine is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # The checkpoint is ours, so the original must not look for its own files.
@@ -339,7 +340,7 @@ class DistributedTrainerMixin(_Trainer):
             state.global_step, state.num_input_tokens_seen, self._flops_per_token, num_devices=num_devices
         )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As the original; after an error, it lets a running save end first."""
         with self.options.telling(), self.checkpointer.waiting_at_errors():
             if resume_from_checkpoint and self.engine is not None:
@@ -405,7 +406,7 @@ class DistributedTrainerMixin(_Trainer):
         return (propagate_nan(loss), *outputs) if return_outputs else propagate_nan(loss)
 
     def _objective_loss(
-        self, objective: Objective, model: nn.Module, inputs: Batch, *, num_items_in_batch: Any
+        self, objective: Objective, model: nn.Module, inputs: Batch, *, num_items_in_batch: torch.Tensor | int
     ) -> torch.Tensor:
         """Give the share of a micro batch in the mean over the items of the global batch."""
         # Gradients are averaged over the processes, and items are counted over all of them.
@@ -427,7 +428,9 @@ class DistributedTrainerMixin(_Trainer):
             hint = "data whose __iter__ begins anew at each call; or max_steps that one pass has rows for"
             raise DataError(what, where="train_dataset", found=found, hint=hint)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | int | None]:
         """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
         for watch in watches_among(self.callback_handler.callbacks):
             epoch_iterator = watch.progress.marking(epoch_iterator)
@@ -533,7 +536,7 @@ class DistributedTrainerMixin(_Trainer):
 
     # ---- evaluation ----
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> Any:
         """As the class's own; rows are dealt to the data ranks, with equally many batches on each."""
         if self.strategy is None or self._evaluates_as_original:
             return super().get_eval_dataloader(eval_dataset)
@@ -556,7 +559,7 @@ class DistributedTrainerMixin(_Trainer):
                 return {name: self._get_dataloader(part, "Evaluation", size) for name, part in own.parts.items()}
             return super().get_eval_dataloader(eval_dataset)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: object, **kwargs: object) -> EvalLoopOutput:
         """As the class's own, on the weights that are to be used."""
         if self.engine is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
@@ -47,6 +48,9 @@ _ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, COUNTED: False}
 SFT_CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
 """What the loss of SFTTrainer counts, whatever the model's forward takes."""
 
+Arguments = dict[str, Any]
+"""Arguments of a trainer's constructor, by name."""
+
 
 def is_sft(kind: type) -> bool:
     """Whether the loss is that of TRL's SFTTrainer."""
@@ -69,7 +73,7 @@ def trains_causal_lm(kind: type) -> bool:
     return any(is_of_trl(owner) and owner.__name__ in _OF_CAUSAL_LMS for owner in kind.__mro__)
 
 
-def check_trl_arguments(kind: type, arguments: dict[str, Any], strategy: Strategy) -> None:
+def check_trl_arguments(kind: type, arguments: Arguments, strategy: Strategy) -> None:
     """Check the arguments of a constructor of TRL's, by name, before anything is built. Other trainers pass."""
     if arguments.get("peft_config") is not None:
         _check_takes_adapter(kind, arguments, strategy)
@@ -90,7 +94,7 @@ def check_trl_arguments(kind: type, arguments: dict[str, Any], strategy: Strateg
         logger.warning("%s: %s, so its numbers depend on the layout", name, _DEPENDENT[name])
 
 
-def with_adapter(arguments: dict[str, Any], kind: type, strategy: Strategy) -> dict[str, Any]:
+def with_adapter(arguments: Arguments, kind: type, strategy: Strategy) -> Arguments:
     """Put the adapter of `peft_config` into the model, which is still whole, and take `peft_config` away.
 
     The adapter's weights are those that the class itself would draw. A class whose reference is the model with its
@@ -151,7 +155,7 @@ def _check_reference(name: str, peft_config: object, strategy: Strategy) -> None
             raise ConfigError(what, where=where, found=value, allowed=", ".join(map(str, allowed)), hint=hint)
 
 
-def _check_head(model: Any) -> None:
+def _check_head(model: PreTrainedModel) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
@@ -178,7 +182,7 @@ def _check_is_on_disk(arguments: Mapping[str, object]) -> None:
                 )
 
 
-def _check_sft_in_pipeline(arguments: dict[str, Any], strategy: Strategy) -> None:
+def _check_sft_in_pipeline(arguments: Arguments, strategy: Strategy) -> None:
     args = arguments.get("args")
     for name, value in (
         ("compute_loss_func", arguments.get("compute_loss_func")),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -95,7 +94,7 @@ class Watch(TrainerCallback):
         self._leave(exit_code)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
     ) -> None:
         """Begin to watch, unless it has begun. A collective."""
         self._start()

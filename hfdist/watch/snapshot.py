@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -59,7 +59,7 @@ class Snapshot:
 
     rank: int
     beat: Heartbeat
-    frames: list[list[Any]] = field(default_factory=list)
+    frames: list[list[object]] = field(default_factory=list)
     """File, line and function of its main thread, the innermost first, without those of torch and of Python itself."""
     collectives: list[Collective] = field(default_factory=list)
     """The newest of each group, the oldest first, as torch's flight recorder has them."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.checks.urls import check_address, scheme_of
 from hfdist.config.data import (
@@ -106,7 +106,7 @@ def _check_mappings(data: DataConfig) -> None:
     _check_columns("data.columns", data.columns, others or {data.format})
 
 
-def _check_columns(key: str, columns: dict[str, Any], formats: set[RowFormat]) -> None:
+def _check_columns(key: str, columns: Mapping[str, object], formats: set[RowFormat]) -> None:
     """ConfigError: one is of none of the formats, or is no column."""
     names = [name for one in sorted(formats, key=lambda one: one.value) for name in COLUMNS[one]]
     for name, paths in columns.items():

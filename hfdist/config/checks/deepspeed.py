@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.optimizer import OptimizerName, Schedule
 from hfdist.config.run import RunConfig
@@ -50,7 +49,7 @@ OPTIMIZER_SECTIONS = ("optimizer", "scheduler")
 _SCHEDULERS = {Schedule.constant: "WarmupLR", Schedule.linear: "WarmupDecayLR", Schedule.cosine: "WarmupCosineLR"}
 
 
-def read_deepspeed_file(given: str, where: str) -> dict[str, Any]:
+def read_deepspeed_file(given: str, where: str) -> dict[str, object]:
     """Read such a file; ConfigError: there is none, or it is no JSON object of a usual size.
 
     Args:
@@ -78,7 +77,7 @@ def read_deepspeed_file(given: str, where: str) -> dict[str, Any]:
     return values
 
 
-def own_keys(values: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
+def own_keys(values: Mapping[str, object], derived: Mapping[str, object]) -> dict[str, object]:
     """Give the keys that hfdist does not derive; `auto` is left to hfdist.
 
     Raises:
@@ -88,7 +87,7 @@ def own_keys(values: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str,
     return _without_owned(values, derived, "")
 
 
-def check_optimizer_sections(values: Mapping[str, Any], config: RunConfig | None) -> None:
+def check_optimizer_sections(values: Mapping[str, object], config: RunConfig | None) -> None:
     """Compare DeepSpeed's optimizer and scheduler with those of a run; None: their values are not known here.
 
     Raises:
@@ -98,7 +97,7 @@ def check_optimizer_sections(values: Mapping[str, Any], config: RunConfig | None
     _without_owned(sections, {} if config is None else _of_optimizer(config), "")
 
 
-def _of_optimizer(config: RunConfig) -> dict[str, Any]:
+def _of_optimizer(config: RunConfig) -> dict[str, object]:
     optimizer = config.optimizer
     follows = optimizer.warmup_fraction is not None or optimizer.warmup_tokens is not None
     is_adamw = optimizer.name is OptimizerName.adamw and optimizer.plugin is None
@@ -128,8 +127,8 @@ def _of_optimizer(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _without_owned(values: Mapping[str, Any], derived: Any, prefix: str) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
+def _without_owned(values: Mapping[str, object], derived: object, prefix: str) -> dict[str, object]:
+    kept: dict[str, object] = {}
     for key, value in values.items():
         path = f"{prefix}{key}"
         ours = derived.get(key) if isinstance(derived, Mapping) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
 
 from hfdist.errors import ConfigError
 from hfdist.secrets import MASK, kind_of_secret, mask_secrets, names_secret
@@ -47,7 +46,7 @@ def check_address(address: str, *, key: str) -> None:
     refuse_secrets(address, key)
 
 
-def refuse_secrets(value: Any, key: str, *, place: str | None = None) -> None:
+def refuse_secrets(value: object, key: str, *, place: str | None = None) -> None:
     """Refuse a value that a key's name or the value's own shape tells to be a secret, at any depth.
 
     `place` is the file or the command line, where it is known. The ConfigError names the key, never the value.

@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.cli.recipe_names import NAMES, RECIPES
 from hfdist.config.composition.defaults_list import refuse_config_of_others
@@ -77,7 +76,7 @@ def _find_recipe(path: Path, seen: set[Path]) -> str | None:
     return NAMES[task][0] if task in _tasks() else None
 
 
-def _member(values: Mapping[str, Any], section: str, name: str) -> Any:
+def _member(values: Mapping[str, object], section: str, name: str) -> object:
     own = values.get(section)
     return own.get(name) if isinstance(own, Mapping) else None
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hfdist.errors import (
     INTERRUPTED,
@@ -135,7 +135,7 @@ def ending() -> Iterator[None]:
 
 def group_size() -> int:
     """Processes of the group that is up; 0 without one. Never imports torch: without it there is no group."""
-    distributed: Any = sys.modules.get("torch.distributed")
+    distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0
     return int(distributed.get_world_size())

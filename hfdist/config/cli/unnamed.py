@@ -6,7 +6,6 @@ import fnmatch
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.composition.compose import COMMAND_LINE_KEYS, compose_config, to_values
 from hfdist.config.composition.diff import Change, find_changes
@@ -66,7 +65,7 @@ def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
     return free.name
 
 
-def _changes(folder: RunFolder, values: Mapping[str, Any]) -> list[Change] | None:
+def _changes(folder: RunFolder, values: Mapping[str, object]) -> list[Change] | None:
     """Give what makes the run of a folder another one, [] if its config cannot be read; None: it is this one."""
     try:
         refuse_references(folder.config)

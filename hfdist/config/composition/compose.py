@@ -203,7 +203,7 @@ def to_yaml(config: RunConfig) -> str:
     return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | to_values(config)))
 
 
-def to_values(config: RunConfig) -> dict[str, Any]:
+def to_values(config: RunConfig) -> dict[str, object]:
     """The resolved config as plain values, without what only the command line can set; ConfigError: it has a secret."""
     values: dict[str, Any] = plain(config)
     refuse_secrets(values, "")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from hfdist.config.composition.aliases import override_for, override_for_option
 from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
@@ -44,7 +43,7 @@ def check_defaults_list(request: Request) -> None:
             _check_option(keyword, group, option, recipe, groups, request, where)
 
 
-def _chosen(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
+def _chosen(listed: Sequence[object]) -> Iterator[tuple[str, str, str]]:
     """Give what stands before a group, its name, and the option, of each item that chooses one."""
     for item in listed:
         for key, option in item.items() if isinstance(item, Mapping) else ():
@@ -53,7 +52,7 @@ def _chosen(listed: list[Any]) -> Iterator[tuple[str, str, str]]:
                 yield keyword, group.lstrip("/").partition("@")[0], option.removesuffix(".yaml")
 
 
-def refuse_config_of_others(values: Mapping[str, Any], place: str) -> None:
+def refuse_config_of_others(values: Mapping[str, object], place: str) -> None:
     """Raise a ConfigError on the config of accelerate or of another trainer, with the command that does the same."""
     if {"compute_environment", "distributed_type"} & values.keys():
         what, hint = (
@@ -85,7 +84,7 @@ def refuse_config_of_others(values: Mapping[str, Any], place: str) -> None:
         raise ConfigError(what, where=place, found=", ".join(map(str, others)), allowed=_PAGE, hint=hint)
 
 
-def _override(key: str, value: Any) -> str | None:
+def _override(key: str, value: object) -> str | None:
     """Write a value for the command line; None: it is no plain one."""
     if isinstance(value, dict | list):
         return None

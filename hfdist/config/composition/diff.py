@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hfdist.config.composition.compose import to_values
 from hfdist.config.data import SourceConfig
@@ -32,8 +32,8 @@ class Change(NamedTuple):
     """One key, as it was and as it is."""
 
     key: str
-    before: Any
-    after: Any
+    before: object
+    after: object
     is_safe: bool
     """Whether the training goes on as it would have."""
 
@@ -41,7 +41,7 @@ class Change(NamedTuple):
         return f"{self.key}: {_show(self.before)} -> {_show(self.after)}"
 
 
-def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[Change]:
     """Compare two configs, each as `compose.to_values` gives them; a key that one does not have counts as null.
 
     A key that `before` lacks, because the key is newer than that config, counts as its default.
@@ -70,7 +70,7 @@ def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
         )
 
 
-def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, Any]:
+def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, object]:
     """The defaults of the keys that have one, also of keys of sources, whose names are the user's."""
     sources = {".".join(key.split(".")[:3]) for key in old}
     known = dict(_leaves(to_values(RunConfig()), ""))
@@ -82,7 +82,7 @@ def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, Any]:
     return {key: known[key] for key in keys if key in known}
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _leaves(item, f"{key}.{name}".lstrip("."))
@@ -90,5 +90,5 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)

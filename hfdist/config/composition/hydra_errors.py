@@ -121,7 +121,7 @@ def _hint_for_section(key: str, request: Request) -> str | None:
     return f"`{_choice(section, option)}` in the defaults list" if option in groups[section] else None
 
 
-def _value_in_file(key: str, request: Request) -> Any:
+def _value_in_file(key: str, request: Request) -> object:
     """Give what the primary config has for a key; None: nothing, or it is hfdist's own."""
     path = request.file(request.config_name)
     return None if path is None else dict(flatten(read_config(path), "")).get(key)

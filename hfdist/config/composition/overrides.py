@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -35,7 +35,7 @@ class GivenOverride:
 
     text: str
     key: str
-    value: Any
+    value: object
     for_hydra: str
 
     @property
@@ -161,7 +161,7 @@ def _is_there(group: str, name: str, folders: Sequence[Path]) -> bool:
     return is_one and not any(name in list_options(folder, group) for folder in folders)
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     """Write JSON as the grammar of overrides has it."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{_in_words(one)}" for name, one in value.items()) + "}"

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
@@ -21,8 +21,10 @@ from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
 from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
+T = TypeVar("T")
 
-class Section:
+
+class Section(Generic[T]):
     """Reads values of a dataclass.
 
     Args:
@@ -30,12 +32,12 @@ class Section:
         group: the folder in `conf/`, and the first part of each key.
     """
 
-    def __init__(self, kind: Any, group: str) -> None:
+    def __init__(self, kind: type[T], group: str) -> None:
         self._kind, self._group, self._prefix = kind, group, f"{group}."
         self.keys: Mapping[str, Key] = {key.name: key for key in keys_of(kind, self._prefix)}
         """By the full name."""
 
-    def compose(self, path: Path, overrides: Sequence[str] = ()) -> Any:
+    def compose(self, path: Path, overrides: Sequence[str] = ()) -> T:
         """Merge a file and overrides over the defaults, and check them; ConfigError: the first mistake."""
         config = OmegaConf.structured(self._kind)
         given = [(f"{self._prefix}{key}", value, display(path)) for key, value in read_config(path).items()]
@@ -43,7 +45,7 @@ class Section:
         for key, value, place in given:
             config = self._merge(config, key, value, place)
         try:
-            values = OmegaConf.to_object(config)
+            values = cast(T, OmegaConf.to_object(config))
         except OmegaConfBaseException as error:
             raise ConfigError(f"a reference leads nowhere: {first_line(error)}", where=self._group) from error
         self._check(values)
@@ -87,7 +89,7 @@ class Section:
         hint = nearest(name, known, f"{key.partition(' ')[0]}={{}}") or hint
         raise ConfigError(f"there is no such {self._group}", where=key, found=name, allowed=allowed, hint=hint)
 
-    def _merge(self, config: Any, key: str, value: Any, place: str) -> Any:
+    def _merge(self, config: DictConfig, key: str, value: object, place: str) -> DictConfig:
         for name, _ in self._members(key, value):
             if name not in self.keys:
                 called = override_for(name, value) or ""
@@ -105,18 +107,18 @@ class Section:
                 what, names = f"there is no key `{name}`", ", ".join(known)
                 raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
         refuse_number(self.keys.get(key), value, f"{key} ({place})")
-        nested = value
+        nested: object = value
         for part in reversed(key.removeprefix(self._prefix).split(".")):
             nested = {part: nested}
         try:
-            return OmegaConf.merge(config, nested)
+            return cast(DictConfig, OmegaConf.merge(config, nested))
         except OmegaConfBaseException as error:
             what = f"this value does not fit: {first_line(error)}"
             # A member of a free mapping is no key itself.
             allowed = (self.keys.get(key) or self.keys[key.rpartition(".")[0]]).allowed
             raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
 
-    def _of_a_run(self, name: str, value: Any) -> str | None:
+    def _of_a_run(self, name: str, value: object) -> str | None:
         """Give the override of a run whose key was put into this section; None: it is no key of a run."""
         leaf = name.removeprefix(self._prefix)
         values = ",".join(map(str, value)) if isinstance(value, list) else value
@@ -124,7 +126,7 @@ class Section:
         named = own or [key for key in all_keys() if leaf in (key, key.rpartition(".")[2]) and ANY_NAME not in key]
         return shlex.quote(f"{named[0]}={values}") if named else override_for(leaf, values)
 
-    def _parse(self, override: str) -> tuple[str, Any]:
+    def _parse(self, override: str) -> tuple[str, object]:
         key, _, value = override.partition("=")
         try:
             parsed = OverridesParser.create().parse_override(override)
@@ -141,7 +143,7 @@ class Section:
             what = "this is not an override"
             raise ConfigError(what, where=COMMAND_LINE, found=override, allowed="key=value", hint=hint) from error
 
-    def _members(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    def _members(self, key: str, value: object) -> Iterator[tuple[str, object]]:
         """Give the keys that a value sets, each with its full name."""
         known = self.keys.get(key)
         if isinstance(value, dict) and (known is None or known.type != dict[str, str]):
@@ -152,7 +154,7 @@ class Section:
             section = self.keys.get(key.rpartition(".")[0])
             yield (section.name if section is not None and section.type == dict[str, str] else key), value
 
-    def _check(self, values: Any) -> None:
+    def _check(self, values: object) -> None:
         for key, value in values_by_key(values, self._prefix):
             if value is not None and key.limit is not None and not key.limit.accepts(value):
                 raise ConfigError("this value is not possible", where=key.name, found=value, allowed=key.allowed)
@@ -167,6 +169,6 @@ class Section:
                     raise ConfigError(what, where=name, found=text, allowed="text without control characters")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     value = plain(value)
     return value if isinstance(value, str) else json.dumps(value)

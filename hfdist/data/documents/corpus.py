@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -98,12 +98,12 @@ class Corpus:
             raise text.error
         return split_columns(text)[0] if shard.gives_examples else text
 
-    def columns(self, documents: Iterable[int]) -> dict[int, Mapping[str, Any]]:
+    def columns(self, documents: Iterable[int]) -> dict[int, Mapping[str, object]]:
         """Give the columns of rows that their examples do not show (`data.keep_columns`), by document.
 
         Plain texts and token files have none. DataError: see `text`.
         """
-        found: dict[int, Mapping[str, Any]] = {}
+        found: dict[int, Mapping[str, object]] = {}
         for (number, _), places in groupby(map(self._locate, sorted(set(documents))), key=self._run):
             (_, shard), first, rows = self.shards[number], self._first_of(number), [row for _, row in places]
             if not shard.gives_examples or hasattr(shard, "token_columns"):

@@ -71,10 +71,10 @@ def _turns(example: Mapping[str, object]) -> list[dict[str, object]]:
     return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
 
 
-def _first_examples(corpus: Corpus, most: int) -> Iterator[dict[str, Any]]:
+def _first_examples(corpus: Corpus, most: int) -> Iterator[dict[str, object]]:
     """Read the first examples, one when it is asked for; {}: it cannot be read, or a text that is no example."""
     for number in range(min(corpus.num_documents, most) if corpus.has_examples else 0):
-        example: Any = None
+        example: object = None
         # A text may be any JSON, or none.
         with suppress(DataError, ValueError, RecursionError):
             example = json.loads(corpus.text(number))

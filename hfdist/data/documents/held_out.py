@@ -48,7 +48,7 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
         rows = torch.from_numpy(self._sequences[index][: len(NAMES)].astype(np.int64))
         return dict(zip(NAMES, rows, strict=True))
 
-    def columns(self, index: int) -> Iterator[Mapping[str, Any]]:
+    def columns(self, index: int) -> Iterator[Mapping[str, object]]:
         """Give the other columns of the row of each document of an item; nothing at all without them."""
         for numbers in self._sequences[index][len(NAMES) :]:
             documents = numbers[numbers >= 0].tolist()
@@ -204,7 +204,7 @@ class Example:
 
     prompt: list[int]
     reference: list[int]
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
     """The other columns of its row, where they are kept."""
 
 

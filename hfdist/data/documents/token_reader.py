@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ _NOTHING = np.empty(0, dtype=np.int32)
 class _Columns(NamedTuple):
     """Documents of one shard or of several, before it is decided what happens to them; see `DocumentBatch`."""
 
-    tokens: Sequence[NDArray[Any]]
+    tokens: Sequence[NDArray[np.integer]]
     arrays: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,7 @@ class PackingBuffer:
         self._columns = {lane: np.empty((len(_Items._fields), 0), dtype=np.int64) for lane in lanes}
         """Columns of `_Items`."""
         self._num_tokens = dict.fromkeys(self._columns, 0)
-        self._arrays: dict[int, NDArray[Any]] = {}
+        self._arrays: dict[int, NDArray[np.integer]] = {}
         """Arrays of tokens, by number."""
         self._num_arrays = 0
         self._errors: dict[tuple[int, int], DataError] = {}
@@ -143,7 +143,7 @@ class PackingBuffer:
             )
         )
 
-    def _keep(self, arrays: Sequences[NDArray[Any]]) -> Integers:
+    def _keep(self, arrays: Sequences[NDArray[np.integer]]) -> Integers:
         """Keep arrays, and drop those that hold no document any more; returns their numbers."""
         known = {id(tokens): number for number, tokens in self._arrays.items()}
         if not all(id(tokens) in known for tokens in arrays):
@@ -216,7 +216,7 @@ class CutSequences:
         items: _Items,
         num_sequences: int,
         shape: Shape,
-        arrays: Mapping[int, NDArray[Any]],
+        arrays: Mapping[int, NDArray[np.integer]],
         errors: dict[tuple[int, int], DataError],
     ) -> None:
         self._length, self._errors = shape.length, errors

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ NAMES = ("input_ids", "position_ids", "labels")
 class Sequence(NamedTuple):
     """A packed sequence. Its tokens are copied when it becomes part of a batch."""
 
-    parts: Sequences[NDArray[Any]]
+    parts: Sequences[NDArray[np.integer]]
     """Tokens end to end; uint16, or int32 with complements. Pieces need not be parts."""
     lengths: Sequences[int]
     """Tokens of each of its pieces, and of what fills it up: positions restart at each."""
@@ -90,7 +90,9 @@ def filling(num_tokens: int, shape: Shape) -> NDArray[np.int32]:
     return np.full(num_tokens, shape.fill_id, dtype=np.int32)
 
 
-def make_rows(sequences: Sequences[Sequence], dtype: DTypeLike) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def make_rows(
+    sequences: Sequences[Sequence], dtype: DTypeLike
+) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
     """Copy the tokens of sequences, one or more, and make their positions and labels, int32 or int64.
 
     Returns:
@@ -116,7 +118,7 @@ def make_rows(sequences: Sequences[Sequence], dtype: DTypeLike) -> tuple[NDArray
     return ids, positions, labels
 
 
-def _tokens(sequences: Sequences[Sequence]) -> NDArray[Any]:
+def _tokens(sequences: Sequences[Sequence]) -> NDArray[np.integer]:
     """Tokens of all sequences, end to end: a copy."""
     parts = list(chain.from_iterable([one.parts for one in sequences]))
     if len({part.dtype for part in parts}) > 1:
@@ -145,11 +147,11 @@ def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[s
 class Bundle(NamedTuple):
     """Sequences on their way to another process, in few arrays: each costs time there and here."""
 
-    tokens: NDArray[Any]
+    tokens: NDArray[np.integer]
     """Tokens of all sequences, end to end; the records are end to end, too."""
     records: Records
     num_records: list[int]
-    others: list[tuple[Any, ...]]
+    others: list[tuple[Sequences[int], Sequences[tuple[int, int]], tuple[int, ...], int, tuple[str, ...]]]
     """The other fields of each sequence."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 GUESSES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input"),
@@ -26,7 +25,7 @@ class Column:
     paths: tuple[str, ...]
 
     @classmethod
-    def of(cls, value: Any) -> Column:
+    def of(cls, value: str | Iterable[str]) -> Column:
         """Take a path, or a list of them, as a config has them."""
         return cls((value,) if isinstance(value, str) else tuple(value))
 
@@ -40,10 +39,10 @@ class Column:
         found = [(path,) if path in names else tuple(path.split(".")) for path in self.paths]
         return [place for place in found if place[0] in names]
 
-    def value(self, row: Mapping[str, Any]) -> Any:
+    def value(self, row: Mapping[str, object]) -> object:
         """Give the value; None: the row has none."""
         for path in self.paths:
-            found: Any = row.get(path)
+            found = row.get(path)
             if found is None:
                 found = row
                 for name in path.split("."):

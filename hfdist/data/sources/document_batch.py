@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from hfdist.errors import DataError
 class TokenColumns(NamedTuple):
     """Rows of a shard as tokens."""
 
-    tokens: NDArray[Any]
+    tokens: NDArray[np.integer]
     """Tokens of these rows and perhaps of others; uint16, or int32 with complements. Shape [tokens]."""
     starts: NDArray[np.int64]
     """Where each row begins; shape [rows], as all below."""
@@ -31,7 +31,7 @@ class DocumentBatch:
 
     numbers: NDArray[np.int64]
     """Canonical numbers of the documents; shape [documents], as all but `tokens`."""
-    tokens: Sequence[NDArray[Any]]
+    tokens: Sequence[NDArray[np.integer]]
     """Arrays of these documents and perhaps of others; uint16, or int32 with complements, which are no targets."""
     arrays: NDArray[np.int64]
     """Number of the array in `tokens` that holds each document."""
@@ -49,7 +49,7 @@ class DocumentBatch:
     def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
         """Join one or more, one after the other."""
         columns = {name: np.concatenate([getattr(batch, name) for batch in batches]) for name in _COLUMNS}
-        tokens: list[NDArray[Any]] = []
+        tokens: list[NDArray[np.integer]] = []
         errors: dict[int, DataError] = {}
         first = 0
         for batch in batches:
@@ -66,7 +66,7 @@ class DocumentBatch:
         errors = {place - start: error for place, error in self.errors.items() if start <= place < stop}
         return replace(self, errors=errors, **columns)
 
-    def views(self) -> list[NDArray[Any]]:
+    def views(self) -> list[NDArray[np.integer]]:
         """Give the tokens of each document, without a copy; complements (negative) are no targets."""
         return slices(self.tokens, self.arrays, self.starts, self.lengths)
 
@@ -75,11 +75,11 @@ _COLUMNS = ("numbers", "arrays", "starts", "lengths", "cut_tokens", "fates")
 
 
 def slices(
-    tokens: Sequence[NDArray[Any]] | Mapping[int, NDArray[Any]],
+    tokens: Sequence[NDArray[np.integer]] | Mapping[int, NDArray[np.integer]],
     arrays: NDArray[np.int64],
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
-) -> list[NDArray[Any]]:
+) -> list[NDArray[np.integer]]:
     """Views of tokens: of the array by each number, so many from each start; the columns are of one length."""
     spans = zip(arrays.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
     return [tokens[array][start:stop] for array, start, stop in spans]

@@ -70,7 +70,7 @@ def _from_sharegpt(row: Mapping[str, object]) -> dict[str, object]:
     return _conversation(_with_system(messages, row), row)
 
 
-def _from_alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
+def _from_alpaca(row: Mapping[str, object]) -> dict[str, Any]:
     """Alpaca's `instruction`, `input` and `output`, earlier turns in `history`; only the last answer is learned."""
     messages = []
     for n, turn in enumerate(_list(row.get("history") or [], "history")):
@@ -187,7 +187,7 @@ def _conversation(messages: Sequence[Mapping[str, object]], row: Mapping[str, ob
     return {"messages": messages, "tools": wrapped}
 
 
-def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _with_system(messages: list[dict[str, Any]], row: Mapping[str, object]) -> list[dict[str, Any]]:
     system = row.get("system")
     if not system or (messages and messages[0]["role"] == "system"):
         return messages
@@ -385,7 +385,7 @@ class RowReader:
         wanted = {one for form in fitting for name in (*form.needed, *form.optional) for one in held.get(name, ())}
         return [name for name in present if name in wanted]
 
-    def read(self, row: Mapping[str, Any], *, where: str) -> str | BadRow:
+    def read(self, row: Mapping[str, object], *, where: str) -> str | BadRow:
         """Give a row, with its columns as JSON has them, as text; `where` names the file and the row."""
         if not self.gives_examples:
             text = self.text.value(row)

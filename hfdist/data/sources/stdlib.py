@@ -11,7 +11,6 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.data import RowFormat
 from hfdist.data.cache import write_once
@@ -66,7 +65,7 @@ def _source_files(skipped_folders: set[str]) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
-def _conversations() -> Iterator[list[dict[str, Any]]]:
+def _conversations() -> Iterator[list[dict[str, object]]]:
     """The question gives name and signature, the answer is the docstring."""
     for path in sorted(_source_files(_SKIPPED_FOLDERS | _TESTS)):
         module = ".".join(path.relative_to(_root()).with_suffix("").parts).removesuffix(".__init__")

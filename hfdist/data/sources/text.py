@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -160,7 +160,7 @@ class JsonLinesShard(_IndexedShard):
             return value
         return self._rows.read(value, where=f"{self._file.url}, row {row}")
 
-    def _object(self, file: BinaryIO, row: int) -> dict[str, Any] | BadRow:
+    def _object(self, file: BinaryIO, row: int) -> dict[str, object] | BadRow:
         start, stop = int(self._starts[row]), int(self._starts[row + 1])
         where = f"{self._file.url}, row {row}"
         too_large = check_size(stop - start, where=where)

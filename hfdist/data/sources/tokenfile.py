@@ -156,7 +156,7 @@ class TokenFileShard:
         )
 
     @cached_property
-    def _tokens(self) -> NDArray[Any]:
+    def _tokens(self) -> NDArray[np.integer]:
         if self._record.tokens == 0:
             return np.empty(0, dtype=self._dtype)
         # Complements of context tokens are negative in four signed bytes.

@@ -345,7 +345,7 @@ def thread_map(function: Callable[..., T], *columns: Sequence[object]) -> Iterat
     """Give what `function` gives for each item, in order, as `map` does; what it raises is raised."""
     is_over = threading.Event()
 
-    def run(chunk: Sequence[tuple[Any, ...]]) -> list[T]:
+    def run(chunk: Sequence[tuple[object, ...]]) -> list[T]:
         # Else an error would wait for whole chunks, which may be files to fetch.
         return [function(*item) for item in chunk if not is_over.is_set()]
 

@@ -140,7 +140,7 @@ def details_in(info: dict[str, Any], address: str) -> Details:
 
 
 def _open(scheme: str) -> AbstractFileSystem:
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     if scheme == "s3":
         waits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENCE_SECONDS}
         settings = {"config_kwargs": {"retries": {"total_max_attempts": 1}, **waits}}

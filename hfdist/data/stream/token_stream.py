@@ -13,7 +13,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,7 +174,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._turn = _place(cursor, self.lanes_of_run) // self._data_size
         """Which of this rank's lanes gives the next sequence: its place among them."""
 
-    def load_state_dict(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
+    def load_state_dict(self, state: Mapping[str, object], *, ledger: Path | None = None) -> None:
         """Resume after `state`: of this rank, or merged from any number of ranks.
 
         Args:
@@ -229,7 +229,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         assert self.shares is not None
         return self.shares.end_of(lane, self._run)
 
-    def check_identity(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
+    def check_identity(self, state: Mapping[str, object], *, ledger: Path | None = None) -> None:
         """Refuse the cursor of other data, unless these may be read from their beginning. Changes nothing.
 
         Arguments and errors are those of `load_state_dict`.
@@ -440,7 +440,7 @@ class StreamLoader:
             del items
 
 
-class _Worker(IterableDataset[Any]):
+class _Worker(IterableDataset[object]):
     """The dataset in a loader process. Errors for the reader travel as values, since torch would wrap them."""
 
     def __init__(self, stream: TokenStream) -> None:

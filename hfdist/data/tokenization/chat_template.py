@@ -33,7 +33,7 @@ from hfdist.errors import ConfigError, first_line
 Message = dict[str, Any]
 _NO_CONTENTS: tuple[Message, ...] = ({"content": None}, {}, {"content": ""})
 """What a message may have that is a tool call alone, in the order in which they are tried: the first is OpenAI's."""
-Tools = list[dict[str, Any]] | None
+Tools = list[dict[str, object]] | None
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A template that writes today's date would give other tokens tomorrow, after a resume or out of the cache.
@@ -240,8 +240,8 @@ class _Conversation:
         self._template, self._tokens = template, tokens
         self._text, self._messages, self._tools = text, messages, tools
         # Of this conversation alone: what a template writes may depend on the system message.
-        self._prompts: dict[tuple[Any, ...], _Prompt] = {}
-        self._known_closings: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        self._prompts: dict[tuple[object, ...], _Prompt] = {}
+        self._known_closings: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._marked = self._locate(lambda role: True) or self._locate(lambda role: role != "assistant")
 
     def by_marks(self, k: int) -> Span | None:

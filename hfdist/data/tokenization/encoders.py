@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.apart import do_apart
@@ -31,6 +32,7 @@ from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_template import (
     MARKS,
     ChatTemplate,
+    Message,
     RefusedError,
     Span,
     Tools,
@@ -57,7 +59,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._end = tokenizer.eos_token_id
-        self._backend = plain_backend(tokenizer)
+        self._backend: Tokenizer | None = plain_backend(tokenizer)
         if self._backend is not None:
             # A text that is a special token must not forge the end of a document.
             self._backend.encode_special_tokens = True
@@ -81,6 +83,7 @@ class Encoder:
         return ids[len(before) :] if ids[: len(before)] == before else list(self._tokenizer(text, **_BARE)["input_ids"])
 
     def _fast(self, texts: Sequence[str]) -> list[list[int]]:
+        assert self._backend is not None
         # transformers' wrapper takes as long for masks and offsets as the tokenizer for tokens.
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
 
@@ -107,7 +110,7 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> str:
     # A copy takes four times as long as its text. It is made where that could differ: most classes switch truncation
     # and padding off in a call, and scores of other kinds of models lose their last digits when they are read.
     if backend.truncation or backend.padding or type(backend.model).__name__ not in _WITHOUT_SCORES:
-        backend = plain_backend(tokenizer)
+        backend = plain_backend(tokenizer) or backend
     rules: str = backend.to_str()
     return rules
 
@@ -128,7 +131,7 @@ def text_digest(text: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Give a copy of the fast tokenizer inside, if any, without truncation and padding, which documents never use."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -248,7 +251,7 @@ class Encoders:
             for one, other in zip(begun, rejected, strict=True)
         ]
 
-    def _begin(self, example: dict[str, Any]) -> Tokens | _Chat:
+    def _begin(self, example: Mapping[str, Any]) -> Tokens | _Chat:
         if "text" in example:
             return self._text.encode([example["text"]])[0]
         if "messages" not in example:
@@ -274,7 +277,7 @@ class Encoders:
         return ids[:-1] if ids and ids[-1] == self._end else ids
 
 
-def _answers(example: dict[str, Any], rejected: object) -> list[dict[str, Any]]:
+def _answers(example: Message, rejected: object) -> list[Message]:
     """Give the forms of both answers of a preference; the only one of another example."""
     if isinstance(rejected, str):
         return [example, example | {"completion": rejected}]
@@ -346,7 +349,7 @@ class _ChatEncoder:
         encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         return [self._mask(chat, encoding) for chat, encoding in zip(chats, encodings, strict=True)]
 
-    def _mask(self, chat: _Chat, encoding: Any) -> Tokens:
+    def _mask(self, chat: _Chat, encoding: Encoding) -> Tokens:
         tokens = np.array(encoding.ids, dtype=np.int32)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         is_target = _overlaps(offsets, chat.targets)
@@ -356,7 +359,7 @@ class _ChatEncoder:
             tokens, is_target = np.append(tokens, np.int32(self._end)), np.append(is_target, True)
         return np.where(is_target, tokens, ~tokens)
 
-    def render(self, messages: list[dict[str, Any]], tools: Tools, learned_from: int) -> _Chat:
+    def render(self, messages: list[Message], tools: Tools, learned_from: int) -> _Chat:
         """Render a conversation, and find its targets; RefusedError where the template does not take it."""
         if self._config.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._config.system}, *messages]
@@ -390,7 +393,7 @@ class _ChatEncoder:
         return _Chat(text, targets, quoted, is_answered=ends_learned)
 
     def _find(
-        self, messages: list[dict[str, Any]], tools: Tools, said: list[int], learned: list[int]
+        self, messages: list[Message], tools: Tools, said: list[int], learned: list[int]
     ) -> tuple[str, list[Span]]:
         if self._config.train_on is TrainOn.all:
             return self._template.render(messages, tools), []

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -92,7 +92,14 @@ def _measure_group(
         return measure(group, sizes_up_to(request.largest_bytes), device)
 
 
-def _agree(rendezvous: Rendezvous, facts: dict[str, Any]) -> dict[str, Any]:
+class _Plan(TypedDict):
+    groups: list[tuple[str, list[int]]]
+    backend: str
+    hosts: list[str]
+    missing: list[int]
+
+
+def _agree(rendezvous: Rendezvous, facts: Mapping[str, object]) -> _Plan:
     """Give the groups to measure, and with which backend: rank 0 decides, once all have come."""
     rendezvous.tell("facts", facts)
     if rendezvous.rank == 0:
@@ -100,9 +107,9 @@ def _agree(rendezvous: Rendezvous, facts: dict[str, Any]) -> dict[str, Any]:
         missing = [rank for rank in range(rendezvous.world_size) if rank not in heard]
         hosts = {rank: str(one["host"]) for rank, one in heard.items()}
         backend = "nccl" if all(one["has_gpu"] for one in heard.values()) else "gloo"
-        plan = {"groups": groups_of(hosts), "backend": backend, "hosts": [*hosts.values()], "missing": missing}
+        plan: _Plan = {"groups": groups_of(hosts), "backend": backend, "hosts": [*hosts.values()], "missing": missing}
         rendezvous.tell("plan", plan)
-    heard_plan = rendezvous.hear("plan", 0, 2 * JOIN_SECONDS)
+    heard_plan: _Plan | None = rendezvous.hear("plan", 0, 2 * JOIN_SECONDS)
     if heard_plan is None:
         raise ResourceError("rank 0 is silent", where=f"rank {rendezvous.rank}", hint="its own output says why")
     if heard_plan["missing"]:
@@ -113,7 +120,7 @@ def _agree(rendezvous: Rendezvous, facts: dict[str, Any]) -> dict[str, Any]:
             found=f"{len(heard_plan['missing'])} never came: {named}",
             hint="their output says why; MASTER_ADDR and MASTER_PORT must be reached from their machines",
         )
-    return dict(heard_plan)
+    return heard_plan
 
 
 def groups_of(hosts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
@@ -129,7 +136,7 @@ def groups_of(hosts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     return [(ALL, sorted(hosts)), *inside, *between] if inside else between
 
 
-def _lead(request: Request, rendezvous: Rendezvous, plan: dict[str, Any], place: LauncherPlace) -> None:
+def _lead(request: Request, rendezvous: Rendezvous, plan: _Plan, place: LauncherPlace) -> None:
     ranks = range(place.world_size)
     # Machines are not equally quick.
     patience = JOIN_SECONDS + request.call_seconds
@@ -150,7 +157,7 @@ def _lead(request: Request, rendezvous: Rendezvous, plan: dict[str, Any], place:
     _report(request, plan, figures)
 
 
-def _report(request: Request, plan: dict[str, Any], figures: list[Figure]) -> None:
+def _report(request: Request, plan: _Plan, figures: list[Figure]) -> None:
     links = {group: link for group in (IN_MACHINE, BETWEEN) if (link := fit_link(figures, group)) is not None}
     if request.as_json:
         content = {
@@ -171,7 +178,7 @@ def _report(request: Request, plan: dict[str, Any], figures: list[Figure]) -> No
     sys.stdout.flush()
 
 
-def _head(plan: dict[str, Any]) -> str:
+def _head(plan: _Plan) -> str:
     hosts = plan["hosts"]
     machines = ", ".join(f"{host} ({hosts.count(host)})" for host in dict.fromkeys(hosts))
     return f"{_version(plan['backend'])}, {len(hosts)} ranks: {machines}"

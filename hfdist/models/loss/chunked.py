@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from typing import cast as cast_type
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class ChunkedLoss:
         module = rows.head.module
         targets = rows.targets.to(rows.hidden.device)
         hidden = rows.hidden
-        kept: Any = slice(None)
+        kept: slice | torch.Tensor = slice(None)
         if hidden.device.type == "cpu":
             # Nothing to wait for here, and a fine-tuning batch may be prompts for the most part.
             kept = targets != rows.ignore_index
@@ -111,7 +112,7 @@ class ChunkedLoss:
         wants_rows: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
         """A weight and perhaps a bias: their gradients are summed in place, in float32."""
-        module: Any = rows.head.module
+        module = cast_type(nn.Linear, rows.head.module)
         dtype = compute_dtype(rows.hidden)
         with torch.autocast(rows.hidden.device.type, enabled=False):
             weight = module.weight.to(dtype)
@@ -313,7 +314,7 @@ class _RowsPart(torch.autograd.Function):
         return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, *of_total: torch.Tensor) -> Any:
+    def backward(ctx: Any, *of_total: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         of_hidden = torch.empty_like(gradient, dtype=ctx.dtype)
         return torch.mul(gradient, of_total[0], out=of_hidden), None, None
@@ -328,5 +329,5 @@ class _HeadPart(torch.autograd.Function):
         return parameters[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *of_total: torch.Tensor) -> Any:
+    def backward(ctx: Any, *of_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *ctx.kept.take(of_total[0])

@@ -8,7 +8,7 @@ none can come out differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class LogitsOperation:
     """One operation of a model on its logits: a function of each row, and of values that all rows share."""
 
     function: Callable[..., torch.Tensor]
-    others: tuple[Any, ...] = ()
+    others: tuple[object, ...] = ()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Apply it to logits [rows, vocabulary]."""
@@ -99,7 +99,7 @@ def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses, *, evaluate
     """
     head = Head(module, module.forward, vocabulary, loss)
 
-    def forward(hidden: Any, *args: object, **kwargs: object) -> Any:
+    def forward(hidden: torch.Tensor, *args: object, **kwargs: object) -> Logits:
         if len(args) == 1 and isinstance(args[0], _Demand):
             return args[0].compute(hidden)
         wants_logits = not (torch.is_grad_enabled() or evaluates)
@@ -184,7 +184,7 @@ class _DeferredLogits:
             value = step(value.new_empty((0, self._head.vocabulary)))
         return value.dtype
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
@@ -192,14 +192,14 @@ class _DeferredLogits:
 
     # ---- what is noted ----
 
-    def float(self) -> Any:
+    def float(self) -> Logits:
         return self.to(torch.float32)
 
-    def contiguous(self) -> Any:
+    def contiguous(self) -> Logits:
         # Logits are made so.
         return self if self._is_deferred else self.whole("contiguous").contiguous()
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def to(self, *args: Any, **kwargs: Any) -> Logits:
         if self._is_deferred and not kwargs and len(args) == 1:
             if isinstance(args[0], torch.dtype):
                 return self._then(cast(args[0]))
@@ -207,7 +207,7 @@ class _DeferredLogits:
                 return self
         return self.whole("to").to(*args, **kwargs)
 
-    def view(self, *shape: Any) -> Any:
+    def view(self, *shape: Any) -> Logits:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
         is_by_row = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
         if self._is_deferred and is_by_row and sizes[-1] == self._head.vocabulary:
@@ -216,28 +216,28 @@ class _DeferredLogits:
 
     reshape = view
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Logits:
         if self._is_deferred and end_dim % self.ndim < self.ndim - 1:
             return self._with_rows(self._hidden.flatten(start_dim, end_dim))
         return self.whole("flatten").flatten(start_dim, end_dim)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Logits:
         if self._is_deferred and _leaves_rows_whole(index, self.ndim):
             return self._with_rows(self._hidden[index])
         return self.whole("indexing")[index]
 
-    def __truediv__(self, other: object) -> Any:
+    def __truediv__(self, other: object) -> Logits:
         return _by_row(torch.div, self, other)
 
-    def __mul__(self, other: object) -> Any:
+    def __mul__(self, other: object) -> Logits:
         return _by_row(torch.mul, self, other)
 
-    def __add__(self, other: object) -> Any:
+    def __add__(self, other: object) -> Logits:
         return _by_row(torch.add, self, other)
 
     __rmul__, __radd__ = __mul__, __add__
 
-    def tanh(self) -> Any:
+    def tanh(self) -> Logits:
         return self._then(LogitsOperation(torch.tanh)) if self._is_deferred else self.whole("tanh").tanh()
 
     # ---- all else ----
@@ -252,8 +252,12 @@ class _DeferredLogits:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: tuple[type, ...], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        function: Callable[..., torch.Tensor],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Logits:
         """Called by torch's functions for an argument that is no tensor, but has this method."""
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
@@ -270,6 +274,8 @@ class _DeferredLogits:
         return function(*(_made(arg, why) for arg in args), **{name: _made(arg, why) for name, arg in kwargs.items()})
 
 
+Logits = torch.Tensor | _DeferredLogits
+
 _BY_WHOLE = (
     *("neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index", "iter", "reversed", "contains"),
     *("eq", "ne", "lt", "le", "gt", "ge", "sub", "pow", "floordiv", "mod", "matmul", "and", "or", "xor", "array"),
@@ -278,7 +284,7 @@ _BY_WHOLE = (
 """Operators, which Python looks up in a class and not in `__getattr__`."""
 
 
-def _by_whole(name: str) -> Callable[..., Any]:
+def _by_whole(name: str) -> Callable[..., object]:
     return lambda logits, *others: getattr(logits.whole(name), name)(*_made(others, name))
 
 
@@ -292,7 +298,7 @@ def _made(value: object, why: str) -> Any:
     return value.whole(why) if isinstance(value, _DeferredLogits) else value
 
 
-def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, other: object) -> Any:
+def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, other: object) -> Logits:
     """Apply a function of logits and something that is the same for all rows."""
     is_constant = isinstance(other, (int, float))
     # What is trained must get its gradient, which a loss of rows would not give it.
@@ -339,7 +345,7 @@ def _compute(rows: Rows, autocast: _Autocast) -> torch.Tensor:
     return total
 
 
-def reduce_token_losses(logits: Any, targets: torch.Tensor, reduce: Reduce, *, ignore_index: int) -> torch.Tensor:
+def reduce_token_losses(logits: Logits, targets: torch.Tensor, reduce: Reduce, *, ignore_index: int) -> torch.Tensor:
     """Give the loss that `reduce` makes of the cross entropy of each row, without whole logits if they are deferred.
 
     Args:

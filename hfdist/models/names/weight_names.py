@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hfdist.config.task import SCORE
@@ -29,7 +30,7 @@ class NameDifferences:
     """Weights of other shapes, each with that in the file and the model's."""
 
     @classmethod
-    def of(cls, about: Mapping[str, Any], model: Any, *, scores: bool = False) -> NameDifferences:
+    def of(cls, about: Mapping[str, Any], model: PreTrainedModel, *, scores: bool = False) -> NameDifferences:
         """Take them from what `from_pretrained` says with `output_loading_info`.
 
         Args:

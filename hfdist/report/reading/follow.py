@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
 
 from hfdist.records.lines import parse_line
 
@@ -26,7 +25,7 @@ class Follower:
         take: called with each line.
     """
 
-    def __init__(self, path: Path, begin: Callable[[], None], take: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, path: Path, begin: Callable[[], None], take: Callable[[Mapping[str, object]], None]) -> None:
         self._path, self._begin, self._take = path, begin, take
         self._stamp: tuple[int, ...] = ()
         self._offset = 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -66,10 +66,10 @@ class RunFiles:
         self.name = folder.name or folder.resolve().name
         self.record: RunRecord | None = None
         self.spans: list[Span] = []
-        self.plan: dict[str, Any] = {}
+        self.plan: Mapping[str, object] = {}
         """What plan.json holds; so does `grade`."""
-        self.grade: dict[str, Any] = {}
-        self.config: dict[str, Any] | None = None
+        self.grade: Mapping[str, object] = {}
+        self.config: dict[str, object] | None = None
         """None: it cannot be read."""
         self.read_at = datetime.now(UTC)
         self._stamps: dict[Path, tuple[int, int]] = {}
@@ -149,16 +149,16 @@ class RunFiles:
         """What was read of each pool of documents, at the last save."""
 
     def _begin_events(self) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Mapping[str, object]] = []
 
     def _begin_ranks(self) -> None:
         self.ranks = RankSteps()
 
     def _begin_samples(self) -> None:
-        self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+        self.samples: deque[Mapping[str, object]] = deque(maxlen=_MOST_SAMPLES)
 
     def _begin_rollouts(self) -> None:
-        self.rollouts: deque[dict[str, Any]] = deque(maxlen=_MOST_ROLLOUTS)
+        self.rollouts: deque[Mapping[str, object]] = deque(maxlen=_MOST_ROLLOUTS)
 
     def _take_metrics(self, line: Mapping[str, object]) -> None:
         step = number(line.get("step"))
@@ -209,7 +209,7 @@ def _add(curves: dict[str, list[Point]], key: str, step: float, value: object) -
         points.append((step, number(value)))
 
 
-def _read_config(path: Path) -> dict[str, Any] | None:
+def _read_config(path: Path) -> dict[str, object] | None:
     try:
         values = yaml.safe_load(read_config_text(path))
     except (HfdistError, OSError, ValueError, yaml.YAMLError, RecursionError):

@@ -20,7 +20,7 @@ import symtable
 import sys
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Python runs this folder by its path, as one that has no package around it.
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def be_tests(read: int, write: int, verdicts: int) -> None:
     reference: str = task["reference"]
     tree = ast.parse(reference)
     own = {name: partial(program.call, name) for name in names_of_the_program(tree, reference)}
-    namespace: dict[str, Any] = {"__name__": "tests", **own}
+    namespace: dict[str, object] = {"__name__": "tests", **own}
     for statement in tree.body:
         verdict = b"+"
         try:

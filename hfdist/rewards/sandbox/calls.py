@@ -42,7 +42,7 @@ class Program:
         self._read, self._write = read, write
         self._is_lost = False
 
-    def call(self, function: str, /, *arguments: Any, **named: Any) -> Any:
+    def call(self, function: str, /, *arguments: object, **named: object) -> Any:
         """Give what a function of the program gives; raises what it raises, as the nearest builtin exception."""
         line = _line({"call": function, "arguments": _encode(arguments), "named": _encode(named)})
         if self._is_lost:
@@ -65,7 +65,7 @@ class Program:
         return value
 
 
-def serve(read: BinaryIO, write: BinaryIO, functions: Mapping[str, Callable[..., Any]]) -> None:
+def serve(read: BinaryIO, write: BinaryIO, functions: Mapping[str, Callable[..., object]]) -> None:
     """Be the process of the program: call the functions that the tests name, until they end."""
     while line := read.readline():
         message = json.loads(line)
@@ -80,7 +80,7 @@ def serve(read: BinaryIO, write: BinaryIO, functions: Mapping[str, Callable[...,
         write.flush()
 
 
-def _line(message: Mapping[str, Any]) -> bytes:
+def _line(message: Mapping[str, object]) -> bytes:
     line = json.dumps(message).encode() + b"\n"
     if len(line) > _LONGEST:
         raise LostError("the message is too long")
@@ -125,7 +125,7 @@ def _decode(value: Any) -> Any:
     raise ValueError(kind)
 
 
-def _nearest(names: Any, text: str) -> Exception:
+def _nearest(names: object, text: str) -> Exception:
     kinds = [getattr(builtins, str(name), None) for name in names] if type(names) is list else []
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Exception):

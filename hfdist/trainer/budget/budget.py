@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -195,9 +194,16 @@ class Budget(TrainerCallback):
             self._begin_seconds += seconds
         return seconds
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Note how long a save took, on rank 0."""
-        seconds = (kwargs.get("logs") or {}).get("checkpoint/seconds")
+        seconds = (logs or {}).get("checkpoint/seconds")
         if seconds is not None:
             self._pace.saved(seconds)
             self._pace.is_saving = False

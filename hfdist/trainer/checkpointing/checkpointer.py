@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -252,7 +252,7 @@ class Checkpointer:
 
     def _states_of_callbacks(self) -> dict[str, object]:
         """States of the callbacks by class, as the original Trainer has them; several of one class are a list."""
-        states: dict[str, list[Any]] = {}
+        states: dict[str, list[object]] = {}
         for callback in [*self._training.callbacks, self._training.control]:
             if isinstance(callback, ExportableState):
                 states.setdefault(type(callback).__name__, []).append(copy.deepcopy(callback.state()))
@@ -286,7 +286,7 @@ class Checkpointer:
             "loss_scaler": None if scaler is None else scaler.state_dict(),
         }
 
-    def load_progress(self, state: dict[str, Any]) -> None:
+    def load_progress(self, state: Mapping[str, Any]) -> None:
         """Take back what `progress_state` gave."""
         scaler = self._training.accelerator.scaler
         self._training.engine.load_extra_state(state["engine"])
@@ -572,7 +572,7 @@ def schedule_state(scheduler: Any) -> dict[str, object]:
     return {"schedule_steps": getattr(scheduler, "last_epoch", None), "schedule": own}
 
 
-def restore_schedule(scheduler: Any, state: dict[str, Any]) -> None:
+def restore_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
     """Put schedule and rates back to where `schedule_state` found them; CheckpointError: it was of another kind."""
     steps, own = state["schedule_steps"], state.get("schedule")
     if (own is None) != isinstance(scheduler, LambdaLR):

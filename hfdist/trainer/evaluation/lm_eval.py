@@ -49,7 +49,7 @@ def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
             raise ConfigError(what, where="evaluate.lm_eval", found=name, allowed=allowed, hint=hint)
 
 
-def measure(folder: Path, config: RunConfig, *, device: object) -> dict[str, Any]:
+def measure(folder: Path, config: RunConfig, *, device: object) -> dict[str, object]:
     """Run the tasks on a Hub model folder, on one process; give the harness's `results`, `versions` and `n-samples`."""
     request = {
         "what": "results",
@@ -61,8 +61,7 @@ def measure(folder: Path, config: RunConfig, *, device: object) -> dict[str, Any
         "device": str(device),
     }
     logger.info("lm_eval measures %s", ", ".join(config.evaluate.lm_eval))
-    results: dict[str, Any] = _ask(request)
-    return results
+    return _ask(request)
 
 
 def _ask(request: Mapping[str, object]) -> Any:

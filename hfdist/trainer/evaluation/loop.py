@@ -69,7 +69,7 @@ class Evaluator:
         self._num_rows = 0
         """Number of rows that the data ranks have evaluated."""
 
-    def __call__(self, batches: Any, prefix: str) -> EvalLoopOutput:
+    def __call__(self, batches: Iterable[Batch] | Mapping[str, Iterable[Batch]], prefix: str) -> EvalLoopOutput:
         """Measure the held-out loss, and whatever else is to be measured. All ranks call it.
 
         Args:
@@ -88,7 +88,7 @@ class Evaluator:
         return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=self._num_rows)
 
     def _loss_figures(
-        self, loaders: Mapping[str, Iterable[Any]], forward: Forward, prefix: str
+        self, loaders: Mapping[str, Iterable[Batch]], forward: Forward, prefix: str
     ) -> dict[str, float | int]:
         """Sum losses and targets over all batches of all ranks, each source by itself; no labels: no loss."""
         training, trainer, objective = self._training, self._training.trainer, self._objective

@@ -45,7 +45,7 @@ def describe_task(task: TaskConfig) -> str:
     return " ".join(words)
 
 
-def describe_progress(lines: Sequence[Mapping[str, Any]], task: TaskName) -> str:
+def describe_progress(lines: Sequence[Mapping[str, object]], task: TaskName) -> str:
     """Give a table of the first and the last lines of metrics.jsonl, training and held out."""
     found = [
         (f"{kind}, step {line['step']:,}", _without(prefix, line))
@@ -68,7 +68,7 @@ def describe_progress(lines: Sequence[Mapping[str, Any]], task: TaskName) -> str
     return "\n".join([f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|", *rows])
 
 
-def _ends(lines: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _ends(lines: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
     return lines[:1] + lines[1:][-1:]
 
 

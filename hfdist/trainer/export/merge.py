@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hfdist.checkpoint.write import replace_model
 from hfdist.config.model import ModelConfig
@@ -19,7 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def write_merged(
-    adapter: Path, folder: Path, *, base: ModelConfig, config: PreTrainedConfig, generation: object, tokenizer: object
+    adapter: Path,
+    folder: Path,
+    *,
+    base: ModelConfig,
+    config: PreTrainedConfig,
+    generation: GenerationConfig,
+    tokenizer: object,
 ) -> bool:
     """Open the base as it is in its files, merge a PEFT folder, and write a Hub model of the base's type.
 
@@ -43,7 +48,7 @@ def write_merged(
     return True
 
 
-def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> Any:
+def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> PreTrainedModel:
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -75,7 +75,7 @@ def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCa
     )
 
 
-def _emissions(config: RunConfig, record: RunRecord) -> dict[str, Any] | None:
+def _emissions(config: RunConfig, record: RunRecord) -> dict[str, object] | None:
     """As the Hub reads them, in grams; None: not known, also of the last start alone, whose figures these are."""
     grams = record.total("gco2e")
     if grams is None or record.gco2e is None:

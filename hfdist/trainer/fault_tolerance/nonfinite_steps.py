@@ -143,7 +143,7 @@ class NonfiniteGuard:
         self._is_finite: bool | None = None
         """Whether the step's gradients are; None: no step since the last look."""
         self._loss_before: torch.Tensor | None = None
-        self._schedule_before: tuple[dict[str, Any], list[float]] = {}, []
+        self._schedule_before: tuple[dict[str, object], list[float]] = {}, []
         self._deferred = (False, False)
         """An evaluation and a save that fell on skipped steps."""
 

@@ -6,12 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from hfdist.errors import PeerError, printable
 from hfdist.messages.message import Message, NotAMessageError
 from hfdist.trainer.generators.dispatcher import Dispatcher
-from hfdist.trainer.generators.messages import RANK, pack, unpack
+from hfdist.trainer.generators.messages import RANK, Socket, pack, unpack
 from hfdist.trainer.generators.policy_files import PolicyFiles
 from hfdist.trainer.generators.processes import Processes
 
@@ -36,7 +35,7 @@ class Broker:
 
     def __init__(
         self,
-        socket: Any,
+        socket: Socket,
         processes: Processes,
         files: PolicyFiles,
         *,

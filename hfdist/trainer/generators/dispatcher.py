@@ -15,7 +15,7 @@ class Answers(NamedTuple):
 
     version: int
     """Version of the policy that gave the answers."""
-    content: Any
+    content: dict[str, Any]
     """The completions, as the generator sent them."""
 
 
@@ -30,7 +30,7 @@ class HandedOut(NamedTuple):
 class _Prompt:
     step: int
     """The number of steps before the one that it is for."""
-    content: Any
+    content: object
     at: dict[str, HandedOut] = field(default_factory=dict)
     """Generators that have the prompt, by name."""
     answers: Answers | None = None
@@ -65,9 +65,9 @@ class Dispatcher:
         """Take a prompt; one that is known stays as it is."""
         self._prompts.setdefault(number, _Prompt(step, content))
 
-    def hand_out(self, generator: str, most: int, now_seconds: float) -> list[tuple[int, Any]]:
+    def hand_out(self, generator: str, most: int, now_seconds: float) -> list[tuple[int, object]]:
         """Give a generator up to `most` prompts for the newest policy: number and content, the lowest numbers first."""
-        given: list[tuple[int, Any]] = []
+        given: list[tuple[int, object]] = []
         for number in sorted(self._prompts):
             prompt = self._prompts[number]
             if len(given) == most or self.version is None or self._staleness(prompt, self.version) > 0:
@@ -78,7 +78,7 @@ class Dispatcher:
                 given.append((number, prompt.content))
         return given
 
-    def answer(self, generator: str, number: int, version: int, content: object) -> None:
+    def answer(self, generator: str, number: int, version: int, content: dict[str, Any]) -> None:
         """Take the answers of a generator. The first ones count, if they are not too old for the step."""
         prompt = self._prompts.get(number)
         if prompt is not None:

@@ -89,7 +89,7 @@ class Generator:
         task = self._config.task
         self._sampling = Sampling(temperature=task.temperature, top_k=task.top_k, top_p=task.top_p)
 
-    def answer(self, rollback: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def answer(self, rollback: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
         """Answer prompts by a version of the policy.
 
         Args:

@@ -187,7 +187,7 @@ class Generators(TrainerCallback):
                 answers[message["number"]] = message
         used = [[number, one["version"]] for number, one in answers.items()]
         # Of a lane that has ended.
-        nothing: list[Any] = [[] for _ in range(self._task.num_generations)]
+        nothing: list[list[object]] = [[] for _ in range(self._task.num_generations)]
         answers |= {n: {"completions": nothing, "log_probabilities": nothing} for n in numbers if not own[n]}
         return used
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import zmq
 
 from hfdist.messages.message import Message, read_message
 
+Socket = zmq.Socket[bytes]
 _NAME = "broker"
 RANK = "rank-"
 """Begins the names of ranks."""
@@ -18,25 +18,25 @@ _MOST_BYTES = 2**28
 """The most bytes of one message: of the prompts of a step, or of their answers."""
 
 
-def open_broker(folder: Path) -> Any:
+def open_broker(folder: Path) -> Socket:
     """Open the socket that all others connect to, in a folder that only this user can enter."""
-    made: Any = zmq.Context.instance().socket(zmq.ROUTER)
+    made: Socket = zmq.Context.instance().socket(zmq.ROUTER)
     made.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
     _keep_all(made)
     made.bind(f"ipc://{folder / _NAME}")
     return made
 
 
-def connect(folder: Path, name: str) -> Any:
+def connect(folder: Path, name: str) -> Socket:
     """Connect to the broker, which need not be there yet, under a name that nobody else has."""
-    made: Any = zmq.Context.instance().socket(zmq.DEALER)
+    made: Socket = zmq.Context.instance().socket(zmq.DEALER)
     made.setsockopt(zmq.IDENTITY, name.encode())
     _keep_all(made)
     made.connect(f"ipc://{folder / _NAME}")
     return made
 
 
-def _keep_all(made: Any) -> None:
+def _keep_all(made: Socket) -> None:
     # None is dropped while a peer is slow; and nobody waits for one that is gone.
     made.setsockopt(zmq.SNDHWM, 0)
     made.setsockopt(zmq.RCVHWM, 0)

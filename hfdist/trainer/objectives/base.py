@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +72,7 @@ class ItemConvention(Convention):
 
     count: Callable[[Batch], torch.Tensor]
 
-    def weight(self, batch: Any) -> torch.Tensor:
+    def weight(self, batch: Batch) -> torch.Tensor:
         """Count the items."""
         return self.count(batch)
 
@@ -179,7 +178,7 @@ def reduce_tokens(
     No whole logits are made where `head` defers them (models/loss), in evaluations neither, but of FSDP2.
     """
     with nullcontext() if head is None else head.deferring(model, evaluates=True):
-        outputs: Any = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        outputs = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
         logits = outputs.logits[:, :-1]
         logits = logits if temperature == 1.0 else logits / temperature
         return reduce_token_losses(logits, batch["labels"][:, 1:], reduce, ignore_index=IGNORED)

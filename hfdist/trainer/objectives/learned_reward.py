@@ -28,7 +28,7 @@ from hfdist.trainer.objectives.reward import token_scores
 
 _KEY = "task.reward_model"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SAFELY: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
+_SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
 _ALLOWED = "the folder of a model for sequence classification with one label, in safetensors"
 _HINT = f"{_KEY}=RUN/model, of a run with task=reward and without an adapter"
 

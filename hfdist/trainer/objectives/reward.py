@@ -61,5 +61,4 @@ def token_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
     if not found:
         what, hint = "the model has no layer `score`, as sequence classification has in transformers", "another model.*"
         raise ConfigError(what, where="model.name", found=type(base).__name__, hint=hint)
-    scores: Any = found[0]
-    return scores.squeeze(-1)
+    return found[0].squeeze(-1)

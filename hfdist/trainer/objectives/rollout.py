@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
@@ -173,7 +173,7 @@ class Rollouts:
 
     @property
     def _fill_id(self) -> int:
-        tokenizer: Any = self._tokenizer
+        tokenizer = self._tokenizer
         return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
     def _numbers(self, num_prompts: int) -> list[int]:
@@ -193,7 +193,7 @@ class Rollouts:
         if not documents:
             return examples
         numbers = list(chain.from_iterable(documents))
-        columns: dict[int, Mapping[str, Any]] = {-1: {}}
+        columns: dict[int, Mapping[str, object]] = {-1: {}}
         known = [number for number in numbers if number >= 0]
         # A file that one rank cannot read ends all of them.
         stream = self._training.stream

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -16,6 +15,7 @@ from hfdist.alerts.command import AlertCommand
 from hfdist.config.run import CheckpointConfig
 from hfdist.errors import HfdistError
 from hfdist.records import Event, RunRecorder
+from hfdist.records.lines import Line
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,16 @@ class Alerts(TrainerCallback):
             hosts=record.hosts,
         )
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Judge a line of training or of a save."""
-        logs = kwargs.get("logs") or {}
+        logs = logs or {}
         is_save = "checkpoint/step" in logs
         if not is_save and "step_seconds" not in logs:
             return
@@ -66,7 +73,7 @@ class Alerts(TrainerCallback):
         line = {"step": logs.get("checkpoint/step", state.global_step)} | logs
         self._tell(self._monitor.see_metrics(line, free_bytes))
 
-    def see_ranks(self, line: Mapping[str, object]) -> None:
+    def see_ranks(self, line: Line) -> None:
         """Judge a line of ranks.jsonl."""
         self._tell(self._monitor.see_ranks(line))
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Protocol, TextIO, runtime_checkable
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -86,13 +86,20 @@ class StepLines(TrainerCallback):
 class MetricsWriter(StepLines):
     """Writes training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Write a line.
 
         The line of a save is of the step that was saved, also where it has ended some steps later: a run that goes on
         from this step keeps it.
         """
-        logs = kwargs.get("logs") or {}
+        logs = logs or {}
         if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs):
             self.write({"step": logs.get("checkpoint/step", state.global_step)} | logs)
 
@@ -139,7 +146,7 @@ class ProgressBar(TrainerCallback):
     """A bar with loss, held-out loss, its perplexity and tokens/s; of preferences accuracy and margin, or rewards."""
 
     def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
+        self._bar: tqdm[object] | None = None
         self._shown: dict[str, str] = {}
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -157,9 +164,15 @@ class ProgressBar(TrainerCallback):
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Show the newest figures."""
-        logs = kwargs.get("logs")
         if self._bar is None or logs is None:
             return
         for key, label, form in _SHOWN:

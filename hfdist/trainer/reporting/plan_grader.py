@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -23,6 +22,7 @@ from hfdist.planning.grade import Held, Measured, grade_to_json
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.calibration import TimedStep, write_step
 from hfdist.records import RankColumn, RunFolder, RunRecorder, read_lines
+from hfdist.records.lines import Line
 from hfdist.strategies.base import Engine
 
 logger = logging.getLogger(__name__)
@@ -130,12 +130,12 @@ class PlanGrader(TrainerCallback):
         )
 
 
-def _most_by_rank(lines: Sequence[Mapping[str, object]], column: RankColumn) -> list[float]:
+def _most_by_rank(lines: Sequence[Line], column: RankColumn) -> list[float]:
     columns = [numbers for line in lines if (numbers := _numbers(line, column))]
     return [max(of_rank) for of_rank in zip(*columns, strict=False)]
 
 
-def _numbers(line: Mapping[str, Any], column: RankColumn) -> list[float]:
+def _numbers(line: Line, column: RankColumn) -> list[float]:
     return [value for value in line.get(column.value) or [] if isinstance(value, (int, float))]
 
 

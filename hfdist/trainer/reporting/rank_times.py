@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.collectives import control_group, rank, world_size
 from hfdist.records import RankColumn
+from hfdist.records.lines import Line
 from hfdist.trainer.reporting.callbacks import StepLines
 from hfdist.trainer.reporting.peak_memory import PeakMemory
 from hfdist.trainer.reporting.throughput import Throughput
@@ -44,9 +45,7 @@ class RankTimes(StepLines):
         use: gets each line that was written, on rank 0.
     """
 
-    def __init__(
-        self, path: Path, throughput: Throughput, use: Callable[[dict[str, Any]], None] = lambda line: None
-    ) -> None:
+    def __init__(self, path: Path, throughput: Throughput, use: Callable[[Line], None] = lambda line: None) -> None:
         super().__init__(path)
         self._throughput, self._use = throughput, use
         self._steps: list[int] = []
@@ -63,9 +62,16 @@ class RankTimes(StepLines):
         self._last_step, self._lines_together = state.global_step, 1
         self._group, self._memory = control_group(), PeakMemory(args.device)
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Note the figures of this rank after a training line of the Trainer, which all ranks have alike."""
-        if "step_seconds" in (kwargs.get("logs") or {}):
+        if "step_seconds" in (logs or {}):
             self._steps.append(state.global_step)
             figures = [*self._throughput.of_rank, self._memory.read()]
             self._figures.append([math.nan if value is None else value for value in figures])
@@ -123,5 +129,7 @@ class RankTimes(StepLines):
 def _to_line(step: int, columns: list[list[float]]) -> dict[str, object]:
     *seconds, peaks = columns
     # More digits are noise, and a line has a number for each rank.
-    values: list[list[Any]] = [[None if math.isnan(value) else round(value, 6) for value in of] for of in seconds]
+    values: list[Sequence[float | None]] = [
+        [None if math.isnan(value) else round(value, 6) for value in of] for of in seconds
+    ]
     return {"step": step} | dict(zip(_COLUMNS, [*values, [int(value) for value in peaks]], strict=True))

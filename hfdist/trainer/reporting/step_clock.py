@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import torch
 
+T = TypeVar("T")
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
@@ -61,7 +62,7 @@ class StepClock:
             self._begin_seconds += time.monotonic() - begin
             self._begin_busy_seconds += self._busy_seconds() - busy_begin
 
-    def loading(self, batches: Iterable[object]) -> Iterator[Any]:
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
         """Give the batches, and count the time that each takes to come."""
         source = iter(batches)
         while True:

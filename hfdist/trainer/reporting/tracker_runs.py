@@ -46,7 +46,7 @@ class TensorBoardRun(TensorBoardCallback):
         self._config = config
         self.logging_dir = self.logging_dir or str(config.run.folder.tensorboard.absolute())
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
         """Open the writer, and write the config."""
         self.on_rollback(state)
         super().on_train_begin(args, state, control, **kwargs)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
@@ -44,7 +43,7 @@ class Trackers(TrainerCallback):
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._callbacks: dict[str, Any] = {}
+        self._callbacks: dict[str, TrainerCallback] = {}
         self._end: Callable[[], None] | None = None
         for name in config.report.to:
             with self._giving_up(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import fmean
-from typing import Any
+from typing import TypedDict
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -77,9 +77,20 @@ class Traffic(TrainerCallback):
         return counted
 
 
-def by_axis(counted: SentBytes, topology: Topology) -> dict[str, dict[str, Any]]:
+class _Sent(TypedDict):
+    calls: int
+    kinds: dict[str, int]
+    """Bytes by kind of collective."""
+
+
+class _SentOfAll(_Sent):
+    sent_bytes: int
+    mean_bytes: int
+
+
+def by_axis(counted: SentBytes, topology: Topology) -> dict[str, _Sent]:
     """Give what this rank has sent along each axis: bytes by kind of collective, and the calls."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, _Sent] = {}
     for channel, num_bytes in counted.num_bytes.items():
         of_axis = found.setdefault(axis_of(channel, topology), {"calls": 0, "kinds": {}})
         of_axis["calls"] += counted.calls[channel]
@@ -87,11 +98,11 @@ def by_axis(counted: SentBytes, topology: Topology) -> dict[str, dict[str, Any]]
     return found
 
 
-def summarize(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def summarize(ranks: list[dict[str, _Sent]]) -> dict[str, _SentOfAll]:
     """Give for each axis what the rank that sends most along it sends, and the mean of all ranks."""
-    found = {}
+    found: dict[str, _SentOfAll] = {}
     for axis in sorted({axis for rank in ranks for axis in rank}):
         sent = [sum(rank[axis]["kinds"].values()) if axis in rank else 0 for rank in ranks]
         most = ranks[sent.index(max(sent))][axis]
-        found[axis] = {"sent_bytes": max(sent), "mean_bytes": round(fmean(sent))} | most
+        found[axis] = {"sent_bytes": max(sent), "mean_bytes": round(fmean(sent)), **most}
     return dict(sorted(found.items(), key=lambda item: -item[1]["sent_bytes"]))

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hfdist.errors import ConfigError
 from hfdist.records import RunFolder
@@ -85,7 +84,7 @@ class RunLock:
         found, hint = f"{self._path}, held by {held_by}", "another run.name, or wait until that run has ended"
         return ConfigError("another run is using the folder", where="run.dir", found=found, hint=hint)
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, object]:
         try:
             content = json.loads(os.pread(self._descriptor, 4096, 0))
         except ValueError:

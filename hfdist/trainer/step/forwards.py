@@ -38,7 +38,7 @@ def evaluating(training: Training, *, are_training: bool = False) -> Iterator[Fo
         model = trainer.model_wrapped if trainer.is_deepspeed_enabled else training.model
 
     def forward(batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
-        def call(module: nn.Module, part: Batch) -> Any:
+        def call(module: nn.Module, part: Batch) -> object:
             # What training computes in; before DeepSpeed rounds the weights, the same as in layouts without it.
             dtype = torch.float16 if args.fp16 else torch.bfloat16
             early = torch.autocast(args.device.type, dtype, enabled=args.fp16 or args.bf16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from hfdist.collectives import gather_json
 from hfdist.errors import DataError
 from hfdist.trainer.step.same_draws import SameRows
+
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of rows, whatever these are."""
+T = TypeVar("T")
 
 
 class Share:
@@ -33,8 +37,8 @@ class Share:
 
     def __init__(
         self,
-        collate: Callable[[list[Any]], Any] | None,
-        collate_rows: Callable[[list[Any]], Any],
+        collate: Callable[[list[tuple[object, bool]]], object] | None,
+        collate_rows: Collate,
         *,
         micro_batch_size: int,
         num_microbatches: int,
@@ -52,7 +56,7 @@ class Share:
         """Rows of a global batch."""
         return self._micro_batch_size * self.num_microbatches * self._num_ranks
 
-    def __call__(self, rows: list[Any]) -> tuple[str | None, list[Any]]:
+    def __call__(self, rows: list[object]) -> tuple[str | None, list[object]]:
         """Give a fingerprint of the first rows of a pass, and the micro batches."""
         mark = fingerprint(rows) if self.is_first else None
         self.is_first = False
@@ -62,14 +66,14 @@ class Share:
         begins = range(self._rank * size, self.num_rows, size * self._num_ranks)
         return mark, [self._collated(rows[begin : begin + size], rows[0]) for begin in begins]
 
-    def _collated(self, rows: list[Any], like: object) -> Any:
+    def _collated(self, rows: list[object], like: object) -> object:
         if self._collate is None:
             return self._collate_rows(rows)
         # As with map-style data, a rank that has no row left reads one without its targets.
         return self._collate([(row, True) for row in rows] or [(like, False)])
 
 
-class GlobalBatches(IterableDataset[Any]):
+class GlobalBatches(IterableDataset[object]):
     """The micro batches of one data rank, one after the other.
 
     Args:
@@ -81,16 +85,16 @@ class GlobalBatches(IterableDataset[Any]):
     """
 
     def __init__(
-        self, loader: DataLoader[Any], share: Share, *, seed: int, is_training: bool, kept: dict[str, Any]
+        self, loader: DataLoader[Any], share: Share, *, seed: int, is_training: bool, kept: Mapping[str, Any]
     ) -> None:
         self._rows, self._share, self._is_training = SameRows(loader.dataset, seed), share, is_training
         self.source: Any = loader.dataset
         # Whole global batches, so that it does not depend on the layout which worker's rows are in a step.
-        self._loader: DataLoader[Any] = DataLoader(
-            self._rows, batch_size=share.num_rows, collate_fn=share, **(kept | {"generator": torch.Generator()})
+        self._loader: DataLoader[object] = DataLoader(
+            self._rows, batch_size=share.num_rows, collate_fn=share, **{**kept, "generator": torch.Generator()}
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         """Raises DataError: the ranks read different rows."""
         self._share.is_first = True
         for mark, micro_batches in self._loader:
@@ -109,7 +113,7 @@ class GlobalBatches(IterableDataset[Any]):
         self._rows.set_epoch(epoch if self._is_training else 0)
 
 
-def as_it_is(batch: object) -> Any:
+def as_it_is(batch: T) -> T:
     """Collate what is a batch already."""
     return batch
 

@@ -170,7 +170,7 @@ class LeanStep:
 def _no_sync(model: nn.Module) -> AbstractContextManager[object]:
     """`Accelerator.no_sync`, which reads environment variables at each micro batch."""
     # A DDP model that is compiled as a whole hands it on.
-    return cast(AbstractContextManager[Any], getattr(model, "no_sync", nullcontext)())
+    return cast(AbstractContextManager[object], getattr(model, "no_sync", nullcontext)())
 
 
 class Gradients:
@@ -197,7 +197,7 @@ def _is_untouched(method: Callable[..., object], home: ModuleType) -> bool:
 class LeanOptimizer(AcceleratedOptimizer):
     """Steps without looking, twice a step, for an optimizer's package on the disk."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """Step at the end of a global batch."""
         if self.gradient_state.sync_gradients:
             self.optimizer.step(closure)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator
 from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -61,7 +62,7 @@ class Convention:
         found = (batch[name] for name in self.label_names if name in batch)
         return next((labels for labels in found if isinstance(labels, torch.Tensor)), None)
 
-    def weight(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def weight(self, batch: Batch) -> torch.Tensor:
         """Count the targets; without labels, the rows."""
         labels = batch.get("shift_labels")
         if labels is None:
@@ -72,7 +73,7 @@ class Convention:
                 labels = labels[:, 1:]
         return is_target(labels).sum()
 
-    def prepared(self, batch: Mapping[str, object], weight: torch.Tensor) -> dict[str, Any]:
+    def prepared(self, batch: Mapping[str, object], weight: torch.Tensor) -> dict[str, object]:
         """Give a batch whose loss, a mean over targets, can be computed.
 
         A batch without targets gets arbitrary ones: their mean is finite, and is multiplied by 0.
@@ -208,7 +209,7 @@ def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
 
 
 @contextmanager
-def gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
+def gathering(accelerator: Accelerator, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Gather only among the group's ranks, which compute a loss at the same time: other ranks would never answer."""
     if group is None:
         yield
@@ -220,7 +221,7 @@ def gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[Non
         del accelerator.gather, accelerator.gather_for_metrics
 
 
-def _gather(group: dist.ProcessGroup, values: Any) -> object:
+def _gather(group: dist.ProcessGroup, values: object) -> object:
     def gather(value: torch.Tensor) -> torch.Tensor:
         own = value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
         if group.size() == 1:

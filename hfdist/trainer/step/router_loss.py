@@ -37,7 +37,7 @@ class RouterLoss:
     def __init__(self, training: Training, weighted_loss: WeightedLoss, *, sums_targets: bool) -> None:
         self._training, self._weighted_loss, self._sums_targets = training, weighted_loss, sums_targets
         self._routers: Routers | None = None
-        self.options: dict[str, Any] = {}
+        self.options: dict[str, object] = {}
         """Options with which the class calls the model; empty: none, and the model needs no labels."""
 
     def begin(self, model: nn.Module) -> None:

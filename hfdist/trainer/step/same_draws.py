@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 T = TypeVar("T")
+_States = tuple[tuple[object, ...], Any, torch.Tensor]
+"""Of `random`, numpy and torch."""
 
 
 def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
@@ -18,7 +20,7 @@ def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
 
     Outside of it these generators go on as if nothing had been drawn.
     """
-    own: tuple[Any, ...] | None = None
+    own: _States | None = None
     items: Iterator[T] | None = None
     while True:
         outer = _states()
@@ -39,24 +41,24 @@ def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         yield item
 
 
-def _states() -> tuple[object, ...]:
+def _states() -> _States:
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
 
 
-def _restore(states: tuple[Any, ...]) -> None:
+def _restore(states: _States) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.default_generator.set_state(states[2])
 
 
-class SameOrder(Sampler[Any]):
+class SameOrder(Sampler[T]):
     """A sampler whose order depends on the data's seed and the epoch alone: on all ranks the same."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self._sampler, self._seed = sampler, seed
         self._epoch = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return drawing_from(self._seed + self._epoch, lambda: iter(self._sampler))
 
     def __len__(self) -> int:
@@ -69,7 +71,7 @@ class SameOrder(Sampler[Any]):
             self._sampler.set_epoch(epoch)
 
 
-def same_on_all_ranks(sampler: object, seed: int, *, is_seeded: bool) -> object:
+def same_on_all_ranks(sampler: Sampler[T], seed: int, *, is_seeded: bool) -> Sampler[T]:
     """Give a sampler that draws the same on all ranks; `is_seeded`: accelerate seeds those of its own kind."""
     draws_nothing = type(sampler) is SequentialSampler or getattr(sampler, "generator", None) is not None
     if draws_nothing or (is_seeded and isinstance(sampler, RandomSampler)):
@@ -77,14 +79,14 @@ def same_on_all_ranks(sampler: object, seed: int, *, is_seeded: bool) -> object:
     return SameOrder(sampler, seed)
 
 
-class SameRows(IterableDataset[Any]):
+class SameRows(IterableDataset[object]):
     """Rows of an IterableDataset; what it draws depends on the data's seed, the epoch and the worker alone."""
 
     def __init__(self, rows: Any, seed: int) -> None:
         self._rows, self._seed = rows, seed
         self._epoch = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         worker = get_worker_info()
         seed = self._seed + self._epoch + (0 if worker is None else 1_000_003 * (worker.id + 1))
         return drawing_from(seed, lambda: iter(self._rows))

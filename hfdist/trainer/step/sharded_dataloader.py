@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -20,12 +20,17 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.routers import COUNTED
 from hfdist.topology import Topology
-from hfdist.trainer.step.global_batches import GlobalBatches, Share, as_it_is
+from hfdist.trainer.step.global_batches import Collate, GlobalBatches, Share, as_it_is
 from hfdist.trainer.step.loss import NUM_ROWS, ignored_like
 from hfdist.trainer.step.same_draws import same_on_all_ranks
 
 _KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
          "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
+
+
+class _Rows(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> object: ...
 
 
 class Blank(int):
@@ -45,8 +50,8 @@ class ShardedBatches(BatchSampler):
     def __len__(self) -> int:
         return -(-len(self.batch_sampler) // self._size)
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        group: list[list[Any]] = []
+    def __iter__(self) -> Iterator[list[int]]:
+        group: list[list[int]] = []
         for batch in self.batch_sampler:
             group.append(batch)
             if len(group) == self._size:
@@ -56,22 +61,22 @@ class ShardedBatches(BatchSampler):
             yield group[self._rank] if self._rank < len(group) else [Blank(group[0][0])]
 
 
-class CountedRows(Dataset[tuple[Any, bool]]):
+class CountedRows(Dataset[tuple[object, bool]]):
     """Rows together with whether they count."""
 
     total_dataset_length = 0
     """Rows that accelerate would have to drop from gathered metrics: none is read twice."""
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, rows: _Rows) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[Any, bool]:
+    def __getitem__(self, index: int) -> tuple[object, bool]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[Any, bool]]:
+    def __getitems__(self, indices: list[int]) -> list[tuple[object, bool]]:
         """Read several rows at once, where the dataset can."""
         numbers = [int(index) for index in indices]
         read = getattr(self._rows, "__getitems__", lambda numbers: [self._rows[number] for number in numbers])
@@ -81,10 +86,10 @@ class CountedRows(Dataset[tuple[Any, bool]]):
 class CountingCollator:
     """Collates rows with the user's collator; those that do not count get no targets."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], label_names: Collection[str]) -> None:
+    def __init__(self, collate: Collate, label_names: Collection[str]) -> None:
         self._collate, self._label_names = collate, label_names
 
-    def __call__(self, rows: list[tuple[Any, bool]]) -> Any:
+    def __call__(self, rows: list[tuple[object, bool]]) -> object:
         """Give the batch, with as many rows."""
         blank = [not counts for _, counts in rows]
         batch = self._collate([row if counts else self._without_targets(row) for row, counts in rows])
@@ -107,7 +112,7 @@ def without_targets(batch: object, label_names: Collection[str]) -> object:
     """Give a batch of the same shape that a loss summed over targets does not see."""
     if not isinstance(batch, Mapping):
         return batch
-    changed: dict[str, Any] = {}
+    changed: dict[str, torch.Tensor] = {}
     if isinstance(batch.get("input_ids"), torch.Tensor):
         changed[COUNTED] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     if not any(name in batch for name in label_names):
@@ -139,7 +144,7 @@ class Dealing:
     """Seed of the data."""
     is_training: bool
 
-    def prepare(self, accelerator: Accelerator, loader: Any, before: Callable[[Any], Any]) -> Any:
+    def prepare(self, accelerator: Accelerator, loader: Any, before: Callable[[object], object]) -> object:
         """Give the loader of this rank; `before` is accelerate's own way, where this one does not apply."""
         if not self.is_training and loader.generator is None:
             # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
@@ -159,7 +164,7 @@ class Dealing:
                 num_ranks=self.topology.data_size,
             )
             batches = GlobalBatches(loader, share, seed=self.seed, is_training=self.is_training, kept=kept)
-            whole: DataLoader[Any] = DataLoader(batches, batch_size=None, collate_fn=as_it_is)
+            whole: DataLoader[object] = DataLoader(batches, batch_size=None, collate_fn=as_it_is)
             return prepare_for_data_ranks(accelerator, whole, num_ranks=1, rank=0)
         is_plain = isinstance(loader.batch_sampler, BatchSampler)
         if is_plain:
@@ -168,7 +173,7 @@ class Dealing:
             loader.batch_sampler.sampler = sampler
         if self.topology.data_size == 1 or self.label_names is None or not is_plain:
             return before(loader)
-        sharded: DataLoader[Any] = DataLoader(
+        sharded: DataLoader[tuple[object, bool]] = DataLoader(
             CountedRows(loader.dataset),
             batch_sampler=ShardedBatches(loader.batch_sampler, self.topology),
             collate_fn=CountingCollator(loader.collate_fn, self.label_names),
@@ -182,7 +187,9 @@ def dealing(accelerator: Accelerator, how: Dealing) -> Iterator[None]:
     """Meanwhile, loaders that are prepared deal each row once, in an order that is the same on all ranks."""
     before = accelerator.prepare_data_loader
 
-    def prepare(data_loader: object, device_placement: object = None, slice_fn_for_dispatch: object = None) -> Any:
+    def prepare(
+        data_loader: DataLoader[Any], device_placement: object = None, slice_fn_for_dispatch: object = None
+    ) -> object:
         return how.prepare(accelerator, data_loader, lambda own: before(own, device_placement, slice_fn_for_dispatch))
 
     accelerator.prepare_data_loader = prepare

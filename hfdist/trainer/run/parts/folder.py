@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import shutil
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -58,7 +57,7 @@ class Beginning(TrainerCallback):
     def __init__(self, config: RunConfig, *, goes_on: bool) -> None:
         self._config, self._goes_on = config, goes_on
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Call on all ranks."""
         on_rank_zero(self._begin)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from threading import Event
-from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -79,6 +78,6 @@ class FirstStep(TrainerCallback):
     def __init__(self, ended: Event) -> None:
         self._ended = ended
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Set it; later steps move the bar."""
         self._ended.set()
