@@ -1,6 +1,6 @@
 """What a Ray job does: a script on each machine, started again on machines that are there when it says so.
 
-The script is that of hfdist/jobs/ray.py. A machine's share is an actor with all of its GPUs, in a bundle of its own.
+The script is that of ray.py beside it. A machine has a share: an actor with all of its GPUs, in a bundle of its own.
 """
 
 from __future__ import annotations
