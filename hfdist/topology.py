@@ -13,10 +13,11 @@ then the shard axis is `expert_shard` groups of them.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from hfdist.errors import ConfigError
 
@@ -26,31 +27,18 @@ _OF_A_LAUNCHER = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """How many ways each axis is split. `data=None`: whatever is left of the processes, `min_data` at least."""
-
-    data: int | None = None
-    min_data: int = 1
-    replicate: int = 1
-    pipeline: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
-
-    @property
-    def model(self) -> int:
-        """Processes that hold one replica of the model between them."""
-        return self.pipeline * self.context * self.tensor
+OWN_AXES = ("pipeline", "context", "tensor")
+"""Axes whose ranks hold one replica of the model between them."""
+MODEL_AXES = (*OWN_AXES, "expert")
+"""Axes whose ranks exchange something to run the model. Each is a degree of `Mesh`, and the key `strategy.NAME`."""
+PARTS = {"tensor": "parameters", "expert": "experts"}
+"""Axes whose ranks have parts of each block, and of what."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
-    """The place of one process in the layout. Build it with `Topology.of` or `Topology.from_environment`."""
+class Mesh:
+    """How many ways each axis is split."""
 
-    world_size: int = 1
-    rank: int = 0
-    local_rank: int = 0
     data: int = 1
     replicate: int = 1
     pipeline: int = 1
@@ -60,42 +48,30 @@ class Topology:
 
     AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
-    @classmethod
-    def of(cls, degrees: Degrees, *, world_size: int, rank: int = 0, local_rank: int | None = None) -> Topology:
-        """Give the place of `rank` among `world_size` processes.
+    @property
+    def model(self) -> int:
+        """Processes that hold one replica of the model between them."""
+        return math.prod(getattr(self, axis) for axis in OWN_AXES)
 
-        Raises:
-            ConfigError: the degrees do not multiply to the number of processes.
-        """
-        data = degrees.data if degrees.data is not None else max(1, world_size // degrees.model)
-        if data * degrees.model != world_size or data < degrees.min_data:
-            raise _wrong_world_size(degrees, world_size)
-        replicas = "the data ranks are divided into replicas, so their number must divide the data degree"
-        _check_divides("replicate", degrees.replicate, data, "data ranks", replicas)
-        experts = "experts are spread over the data ranks of one replica, so the expert degree must divide their number"
-        _check_divides("expert", degrees.expert, data // degrees.replicate, "data ranks in a replica", experts)
-        return cls(
-            world_size=world_size,
-            rank=rank,
-            local_rank=rank if local_rank is None else local_rank,
-            data=data,
-            replicate=degrees.replicate,
-            pipeline=degrees.pipeline,
-            context=degrees.context,
-            tensor=degrees.tensor,
-            expert=degrees.expert,
-        )
-
-    @classmethod
-    def from_environment(cls, degrees: Degrees) -> Topology:
-        """Read the place that the launcher gave this process. No launcher: one process."""
-        place = read_launcher()
-        return cls.of(degrees, world_size=place.world_size, rank=place.rank, local_rank=place.local_rank)
+    @property
+    def world_size(self) -> int:
+        """Number of all processes."""
+        return self.data * self.model
 
     @property
     def shard(self) -> int:
-        """Number of ranks over which state is sharded."""
+        """Number of ranks over which state is sharded, without those of a context group."""
         return self.data // self.replicate
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether several ranks compute one loss together, so that none may do a part of a step alone."""
+        return any(getattr(self, axis) > 1 for axis in MODEL_AXES)
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether ranks have parts of the parameters before these are sharded."""
+        return any(getattr(self, axis) > 1 for axis in ("pipeline", *PARTS))
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -118,6 +94,37 @@ class Topology:
         return places
 
     @property
+    def pipelines(self) -> list[range]:
+        """Ranks of each pipeline, in the order of stages: they have one place on all other axes."""
+        num_pipelines = self.world_size // self.pipeline
+        return [range(place, self.world_size, num_pipelines) for place in range(num_pipelines)]
+
+    def describe(self) -> str:
+        """One line for people, for example `8 processes: pipeline 2 x data 4`."""
+        shape = {axis: getattr(self, axis) for axis in self.AXES}
+        if self.replicate == 1:
+            shape = {"data" if axis == "shard" else axis: size for axis, size in shape.items()}
+        axes = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
+        if self.expert > 1:
+            axes.append(f"expert {self.expert} (within data)")
+        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        return f"{processes}: {' x '.join(axes)}" if axes else processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology(Mesh):
+    """The place of one process in the mesh. `StrategyConfig.topology` finds it."""
+
+    rank: int = 0
+    local_rank: int = 0
+
+    @classmethod
+    def of(cls, mesh: Mesh, *, rank: int = 0, local_rank: int = 0) -> Topology:
+        """Give the place of a rank in a mesh, or in what has one."""
+        degrees = {one.name: getattr(mesh, one.name) for one in fields(Mesh)}
+        return cls(**degrees, rank=rank, local_rank=local_rank)
+
+    @property
     def data_size(self) -> int:
         """Number of shares into which each global batch is divided."""
         return self.data
@@ -133,12 +140,6 @@ class Topology:
         return self.rank // (self.data * self.context * self.tensor)
 
     @property
-    def pipelines(self) -> list[range]:
-        """Ranks of each pipeline, in the order of stages: they have one place on all other axes."""
-        num_pipelines = self.world_size // self.pipeline
-        return [range(place, self.world_size, num_pipelines) for place in range(num_pipelines)]
-
-    @property
     def is_first_of_replica(self) -> bool:
         """Whether this process is the first of those that hold one copy of the model between them."""
         return self.rank == self.data_rank * self.context * self.tensor
@@ -147,17 +148,6 @@ class Topology:
     def is_main(self) -> bool:
         """Whether this process writes the reports."""
         return self.rank == 0
-
-    def describe(self) -> str:
-        """One line for people, for example `8 processes: pipeline 2 x data 4`."""
-        shape = {axis: getattr(self, axis) for axis in self.AXES}
-        if self.replicate == 1:
-            shape = {"data" if axis == "shard" else axis: size for axis, size in shape.items()}
-        axes = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
-        if self.expert > 1:
-            axes.append(f"expert {self.expert} (within data)")
-        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
-        return f"{processes}: {' x '.join(axes)}" if axes else processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,48 +201,6 @@ def _number(values: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError("not a whole number in the environment", where=name, found=text) from error
-
-
-def _check_divides(axis: str, degree: int, number: int, of: str, what: str) -> None:
-    if number % degree != 0:
-        fitting = [d for d in range(1, number + 1) if number % d == 0]
-        allowed, hint = ", ".join(map(str, fitting)), f"strategy.{axis}={max(d for d in fitting if d <= degree)}"
-        found = f"{degree} with {number} {of}"
-        raise ConfigError(what, where=f"strategy.{axis}", found=found, allowed=allowed, hint=hint)
-
-
-def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
-    asked = {axis: getattr(degrees, axis) for axis in ("data", "pipeline", "context", "tensor")}
-    product = " x ".join(f"{axis} {size}" for axis, size in asked.items() if size not in (None, 1)) or "one process"
-    example = (degrees.data or degrees.min_data) * degrees.model
-    if degrees.data is not None:
-        needed = f"exactly {example} ({product})"
-    else:
-        needed = f"{example} or more" + (f", a multiple of {degrees.model} ({product})" if degrees.model > 1 else "")
-    if example == 1:
-        start = "launch.processes=1, and no launcher"
-    elif world_size == 1:
-        start = (
-            f"launch.processes={example} (or accelerate launch --multi_gpu --num_processes {example} ...: without "
-            "--multi_gpu, or with --cpu, it starts one process, whatever the number)"
-        )
-    else:
-        start = f"launch.processes={example}, or that number for the launcher"
-    where = "strategy.data" if degrees.data is not None or degrees.min_data > 1 else "strategy"
-    found = f"{world_size} process{'es' if world_size > 1 else ''}"
-    hint = f"{start}; or another layout, such as {simple_layout(degrees, world_size)}"
-    what = "the layout does not fit the number of processes"
-    return ConfigError(what, where=where, found=found, allowed=needed, hint=hint)
-
-
-def simple_layout(degrees: Degrees, world_size: int) -> str:
-    """Give the overrides of a layout for any model on so many processes, whatever else sets these degrees."""
-    keys = [f"strategy.{axis}=1" for axis in ("pipeline", "context", "tensor") if getattr(degrees, axis) > 1]
-    if world_size == 1:
-        data = [] if degrees.data in (None, 1) else ["strategy.data=1"]
-        return " ".join(["strategy=single", *data, *keys])
-    data = [] if degrees.data is None else ["strategy.data=null"]
-    return " ".join(["strategy=ddp", *data, *keys])
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -38,7 +38,6 @@ from hfdist.planning.timing.traffic import step_sizes, traffic
 from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import run_ranks
-from hfdist.topology import Topology
 from hfdist.trainer.trainer import RunOptions
 
 BEGIN, END = "<!-- errors of time: begin -->", "<!-- errors of time: end -->"
@@ -156,7 +155,7 @@ def predict(case: Case, hardware: Hardware) -> StepParts:
     """Plan a step, as `hfdist plan` does, from traces of its ranks on fake tensors."""
     config = compose(case)
     architecture = LlamaConfig(**_SIZES, use_cache=False)
-    topology = Topology.of(config.strategy.degrees, world_size=case.num_ranks)
+    topology = config.strategy.topology(case.num_ranks)
     batch = plan_batch(
         global_batch_size=_GLOBAL_BATCH,
         micro_batch_size=case.micro_batch_size,

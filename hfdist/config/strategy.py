@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from hfdist.config.ranges import limited
-from hfdist.topology import Degrees
+from hfdist.errors import ConfigError
+from hfdist.topology import MODEL_AXES, OWN_AXES, LauncherPlace, Mesh, Topology, read_launcher
 
 Schedule = Enum(
     "Schedule",
@@ -157,14 +158,65 @@ class StrategyConfig:
         return self.pipeline == 1 if self.reshard is None else self.reshard
 
     @property
-    def degrees(self) -> Degrees:
-        """How many ways each axis is split."""
-        return Degrees(
-            data=self.data,
-            min_data=self.min_data,
-            replicate=self.replicate,
-            pipeline=self.pipeline,
-            context=self.context,
-            tensor=self.tensor,
-            expert=self.expert,
+    def mesh(self) -> Mesh:
+        """The mesh on the fewest processes that will do."""
+        degrees = {axis: getattr(self, axis) for axis in ("replicate", *MODEL_AXES)}
+        return Mesh(data=self.data or self.min_data, **degrees)
+
+    def topology(self, world_size: int | None = None, *, rank: int = 0) -> Topology:
+        """Give the place of `rank` among so many processes; None: the place that the launcher gave this process.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the number of processes.
+        """
+        place = LauncherPlace(world_size=world_size, rank=rank, local_rank=rank) if world_size else read_launcher()
+        data = self.data or max(1, place.world_size // self.mesh.model)
+        if data * self.mesh.model != place.world_size or data < self.min_data:
+            raise _wrong_world_size(self, place.world_size)
+        replicas = "the data ranks are divided into replicas, so their number must divide the data degree"
+        _check_divides("replicate", self.replicate, data, "data ranks", replicas)
+        experts = "experts are spread over the data ranks of one replica, so the expert degree must divide their number"
+        _check_divides("expert", self.expert, data // self.replicate, "data ranks in a replica", experts)
+        return Topology.of(replace(self.mesh, data=data), rank=place.rank, local_rank=place.local_rank)
+
+
+def _check_divides(axis: str, degree: int, number: int, of: str, what: str) -> None:
+    if number % degree != 0:
+        fitting = [d for d in range(1, number + 1) if number % d == 0]
+        allowed, hint = ", ".join(map(str, fitting)), f"strategy.{axis}={max(d for d in fitting if d <= degree)}"
+        found = f"{degree} with {number} {of}"
+        raise ConfigError(what, where=f"strategy.{axis}", found=found, allowed=allowed, hint=hint)
+
+
+def _wrong_world_size(strategy: StrategyConfig, world_size: int) -> ConfigError:
+    asked = {axis: getattr(strategy, axis) for axis in ("data", *OWN_AXES)}
+    product = " x ".join(f"{axis} {size}" for axis, size in asked.items() if size not in (None, 1)) or "one process"
+    example, model = strategy.mesh.world_size, strategy.mesh.model
+    if strategy.data is not None:
+        needed = f"exactly {example} ({product})"
+    else:
+        needed = f"{example} or more" + (f", a multiple of {model} ({product})" if model > 1 else "")
+    if example == 1:
+        start = "launch.processes=1, and no launcher"
+    elif world_size == 1:
+        start = (
+            f"launch.processes={example} (or accelerate launch --multi_gpu --num_processes {example} ...: without "
+            "--multi_gpu, or with --cpu, it starts one process, whatever the number)"
         )
+    else:
+        start = f"launch.processes={example}, or that number for the launcher"
+    where = "strategy.data" if strategy.data is not None or strategy.min_data > 1 else "strategy"
+    found = f"{world_size} process{'es' if world_size > 1 else ''}"
+    hint = f"{start}; or another layout, such as {simple_layout(strategy, world_size)}"
+    what = "the layout does not fit the number of processes"
+    return ConfigError(what, where=where, found=found, allowed=needed, hint=hint)
+
+
+def simple_layout(strategy: StrategyConfig, world_size: int) -> str:
+    """Give the overrides of a layout for any model on so many processes, whatever else sets these degrees."""
+    keys = [f"strategy.{axis}=1" for axis in OWN_AXES if getattr(strategy, axis) > 1]
+    if world_size == 1:
+        data = [] if strategy.data in (None, 1) else ["strategy.data=1"]
+        return " ".join(["strategy=single", *data, *keys])
+    data = [] if strategy.data is None else ["strategy.data=null"]
+    return " ".join(["strategy=ddp", *data, *keys])

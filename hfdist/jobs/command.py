@@ -14,6 +14,7 @@ from hfdist.config.cli.arguments import as_command
 from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO, RunConfig
+from hfdist.config.strategy import simple_layout
 from hfdist.errors import ConfigError
 from hfdist.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster, describe_keys
 from hfdist.jobs.job import MARK, STANDARD_OUTPUT, Job, JobFiles
@@ -23,7 +24,6 @@ from hfdist.jobs.ray import write_ray
 from hfdist.jobs.skypilot import write_skypilot
 from hfdist.jobs.slurm import write_slurm
 from hfdist.records import RunFolder, read_lines
-from hfdist.topology import simple_layout
 
 TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
     "slurm": ("sbatch", write_slurm),
@@ -121,9 +121,8 @@ def check_job(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) ->
     except ConfigError as error:
         if error.where in ("strategy", "strategy.data"):
             # Its own hint says how processes are started by hand.
-            degrees = config.strategy.degrees
-            fewest = (degrees.data or degrees.min_data) * degrees.model
-            layout = simple_layout(degrees, cluster.world_size)
+            fewest = config.strategy.mesh.world_size
+            layout = simple_layout(config.strategy, cluster.world_size)
             error.hint = f"cluster.nodes=1 cluster.processes={fewest}, or another layout, such as {layout}"
         raise
     _check_grace(config.run.folder, cluster)

@@ -130,7 +130,7 @@ def check_optimizer(config: RunConfig) -> None:
         return
     # What the layout gives the optimizer whole; the engine says it again, once there is one.
     strategy = config.strategy
-    has_parts = max(strategy.pipeline, strategy.tensor, strategy.expert) > 1 or strategy.shards_state
+    has_parts = strategy.mesh.divides_parameters or strategy.shards_state
     sees = Reach.parameter if has_parts else Reach.model
     if strategy.sharding.is_deepspeed:
         sees = Reach.element

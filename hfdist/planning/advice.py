@@ -16,11 +16,11 @@ from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.layout_space import passes_checks
 from hfdist.planning.searching.layouts import Layout
 from hfdist.planning.searching.search import measure
+from hfdist.topology import OWN_AXES
 from hfdist.units import duration, size
 
 _WORTH = 0.95
 """A step of a neighbour must be shorter than this share of the asked layout's."""
-_DEGREES = ("tensor", "context", "pipeline")
 
 
 def advise(plan: Plan, config: RunConfig, architecture: PreTrainedConfig, machines: Machines) -> str | None:
@@ -70,7 +70,7 @@ def _neighbours(layout: Layout) -> Iterator[Layout]:
     for micro in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
         if micro and sequences % micro == 0:
             yield replace(layout, micro_batch_size=micro, num_microbatches=sequences // micro)
-    for axis in _DEGREES:
+    for axis in OWN_AXES:
         degree = getattr(layout, axis)
         # Each of twice as many data ranks has half of the sequences, and the other way round.
         if layout.data % 2 == 0:

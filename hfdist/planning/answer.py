@@ -60,7 +60,7 @@ def _describe(request: PlanRequest, machines: Machines, found: Sequence[Candidat
     usable, hardware = size(machines.usable_bytes), machines.hardware.name
     if not found:
         return f"no layout fits: {request.processes} x {hardware}, {usable} each"
-    processes = found[0].layout.processes
+    processes = found[0].layout.world_size
     num_traced = sum(one.is_traced for one in found)
     head = f"the best layouts on {processes} x {hardware}, {usable} each; memory and time by formulas"
     head += f", of {num_traced} by traces" if num_traced else ""
@@ -87,7 +87,7 @@ def _row(one: Candidate, request: PlanRequest) -> tuple[str, ...]:
     recompute = "" if layout.recompute is None else f", recompute {layout.recompute.value}"
     schedule = f", {layout.schedule.value} of {layout.stages_per_rank} stages a rank" if layout.pipeline > 1 else ""
     offload = ", offload" if layout.offload.value != "none" else ""
-    words = f"{layout.topology.describe().partition(': ')[2] or 'one process'}; {layout.sharding.value}"
+    words = f"{layout.describe().partition(': ')[2] or 'one process'}; {layout.sharding.value}"
     micro = f", micro batch {layout.micro_batch_size}"
     return (
         duration(seconds),
@@ -104,8 +104,8 @@ def _tokens(request: PlanRequest) -> int:
 
 def _to_json(one: Candidate, request: PlanRequest) -> dict[str, object]:
     return {
-        "processes": one.layout.processes,
-        "layout": one.layout.topology.degrees | {"sharding": one.layout.sharding.value},
+        "processes": one.layout.world_size,
+        "layout": one.layout.degrees | {"sharding": one.layout.sharding.value},
         "overrides": list(one.overrides),
         "step_seconds": one.time.seconds,
         "tokens_per_second": _tokens(request) / one.time.seconds,

@@ -81,8 +81,7 @@ def _check_layout(config: RunConfig, processes: int) -> None:
     except ConfigError as error:
         if error.where in ("strategy", "strategy.data"):
             # Its own hint says how processes are started.
-            degrees = config.strategy.degrees
-            fewest = (degrees.data or degrees.min_data) * degrees.model
+            fewest = config.strategy.mesh.world_size
             error.hint = f"plan.processes={fewest}, or plan.search=true for other layouts"
         raise
 

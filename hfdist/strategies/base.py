@@ -452,9 +452,8 @@ class Strategy(Partitioning):
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         """Weights and gradients."""
-        # DDP reduces beside the last backward; where ranks share parameters, gradients wait for its end.
-        shares = self.topology.tensor * self.topology.expert > 1
-        return axes.average_gradients(hidden_by=None if shares else BACKWARD)
+        # DDP reduces beside the last backward; where ranks have parts of parameters, gradients wait for the end.
+        return axes.average_gradients(hidden_by=None if self.topology.divides_parameters else BACKWARD)
 
     def start(self) -> None:
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""

@@ -29,7 +29,7 @@ def check_model_fits(config: RunConfig, processes: int) -> None:
     """
     model, degrees = config.model, config.strategy
     is_here = model.name is None or (Path(model.name).expanduser() / "config.json").is_file()
-    if degrees.degrees.model * degrees.expert == 1 or not is_here or model.trust_remote_code:
+    if not degrees.mesh.splits_model or not is_here or model.trust_remote_code:
         return
     topology, batch = plan_run(config, world_size=processes)
     strategy = select_strategy(degrees, config.train, topology=topology, batch=batch, device_type=device_type_here())

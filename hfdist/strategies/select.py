@@ -138,7 +138,7 @@ def strategy_by_name(name: str, args: TrainingArguments) -> Strategy:
         "max_grad_norm": args.max_grad_norm,
     }
     strategy, train = _typed(name, layout, sizes, where="Trainer(strategy)")
-    train.global_batch_size *= Topology.from_environment(strategy.degrees).data_size
+    train.global_batch_size *= strategy.topology().data_size
     return _make(strategy, train)
 
 
@@ -148,7 +148,7 @@ def _make(strategy: StrategyConfig, train: TrainConfig, *, sequence_length: int 
         raise ConfigError(what, where=_named("precision"), found="fp8", allowed=allowed, hint='precision="bf16"')
     check_layout(strategy, train)
     check_optimizer_sections(strategy.deepspeed, None)
-    topology = Topology.from_environment(strategy.degrees)
+    topology = strategy.topology()
     batch = plan_batch(
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,

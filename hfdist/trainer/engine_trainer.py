@@ -28,7 +28,7 @@ from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.evaluation.loop import Evaluator
-from hfdist.trainer.hooks import owner_of, splits_model
+from hfdist.trainer.hooks import owner_of
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens
 from hfdist.trainer.step.router_loss import RouterLoss
@@ -194,7 +194,7 @@ class EngineTrainer(transformers.Trainer):
         """
         assert self.strategy is not None
         done, self._steps_run = self._steps_run, set()
-        if not splits_model(self.strategy.topology):
+        if not self.strategy.topology.splits_model:
             return
         for name in ("training_step", *(("_clip_grad_norm",) if self.args.max_grad_norm > 0 else ())):
             if name not in done:

@@ -40,11 +40,6 @@ def is_of_trl(owner: type) -> bool:
     return owner.__module__.partition(".")[0] == "trl"
 
 
-def splits_model(topology: Topology) -> bool:
-    """Whether several ranks compute one loss together, so that none may do a part of a step alone."""
-    return topology.pipeline * topology.context * topology.tensor * topology.expert > 1
-
-
 def check_hooks(kind: type, topology: Topology) -> None:
     """Check what a class overrides.
 
@@ -55,7 +50,7 @@ def check_hooks(kind: type, topology: Topology) -> None:
     for hook, (reason, hint) in NEVER_CALLED.items():
         if overrides(kind, hook):
             _refuse(kind, hook, reason, hint)
-    if overrides(kind, "prediction_step") and topology.pipeline * topology.context * topology.tensor > 1:
+    if overrides(kind, "prediction_step") and topology.model > 1:
         reason = "it is called with whole outputs of the model, and no rank has them, or several have the same"
         _refuse(kind, "prediction_step", reason, "without it, or a strategy such as zero3 or fsdp2 alone")
 

@@ -18,7 +18,6 @@ from hfdist.planning.timing.traffic import step_sizes
 from hfdist.records import RunRecorder, read_run
 from hfdist.strategies.gradients.compression import GradientCompressor
 from hfdist.testing import forget_parent, run_ranks
-from hfdist.topology import Topology
 from hfdist.trainer.reporting.traffic import Traffic
 from tests.distributed.runs import losses, pretrain, weights
 from tests.distributed.test_resume import SAVING, stopped
@@ -130,7 +129,7 @@ def exchange(kind, is_bad_at):
     """Each rank's gradients, and what it got for them, by step."""
     model = DistributedDataParallel(Given())
     config = StrategyConfig(compression=Compression[kind], compression_warmup_steps=2, compression_share=0.1)
-    topology = Topology.of(config.degrees, world_size=2, rank=dist.get_rank())
+    topology = config.topology(2, rank=dist.get_rank())
     GradientCompressor(model.module, topology, config).register(model)
     random = torch.Generator().manual_seed(dist.get_rank())
     given, got = [], []

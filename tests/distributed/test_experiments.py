@@ -103,8 +103,8 @@ def test_two_steps(experiment, tmp_path, cache_dir, monkeypatch):
         whole.train.compile,
         whole.adapter,
     )
-    degrees = config.strategy.degrees
-    num_processes = max(2, degrees.model * degrees.min_data) if degrees.data is None else degrees.data
+    mesh = config.strategy.mesh
+    num_processes = max(2, mesh.world_size) if config.strategy.data is None else mesh.data
     main = (finetune if tunes else pretrain).main
     run_ranks(main.__wrapped__, num_processes, config, group=num_processes > 1)
     assert len(losses(tmp_path)) == 2

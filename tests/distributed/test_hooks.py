@@ -7,10 +7,9 @@ import torch
 from transformers import Trainer
 
 import hfdist
-from hfdist.config.strategy import Sharding
+from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.testing import run_ranks
-from hfdist.topology import Degrees, Topology
 from hfdist.trainer.hooks import NEVER_CALLED, check_hooks
 from tests.distributed.trainers import make_arguments, make_model, make_strategy, make_trainer, on_ranks, uneven_items
 
@@ -93,9 +92,9 @@ def test_each_hook_is_called_or_refused(tmp_path):
 
 @pytest.mark.parametrize("name", [*NEVER_CALLED, "prediction_step"])
 def test_what_is_not_called_is_refused_by_its_name(name):
-    degrees = Degrees(pipeline=2) if name in OF_WHOLE_OUTPUTS else Degrees()
+    degrees = StrategyConfig(pipeline=2) if name in OF_WHOLE_OUTPUTS else StrategyConfig()
     with pytest.raises(ConfigError) as refused:
-        check_hooks(mixed(noting([name], set())), Topology.of(degrees, world_size=2))
+        check_hooks(mixed(noting([name], set())), degrees.topology(2))
     assert refused.value.where == f"Mixed.{name}"
     assert refused.value.found == "that of User"
 
@@ -103,7 +102,7 @@ def test_what_is_not_called_is_refused_by_its_name(name):
 def test_a_class_whose_methods_are_hidden_is_refused():
     kind = type("Mine", (hfdist.Trainer, noting(["log"], set())), {})
     with pytest.raises(ConfigError, match="hides its methods") as refused:
-        check_hooks(kind, Topology.of(Degrees(), world_size=1))
+        check_hooks(kind, StrategyConfig().topology(1))
     assert refused.value.hint == "class Mine(hfdist.DistributedTrainerMixin, User)"
 
 

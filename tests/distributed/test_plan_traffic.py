@@ -18,7 +18,6 @@ from hfdist.models.loss import LossHead
 from hfdist.planning.timing.traffic import step_sizes, traffic
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import run_ranks
-from hfdist.topology import Topology
 from tests.marks import many
 
 pytestmark = pytest.mark.distributed
@@ -66,7 +65,7 @@ CASES = {
 
 
 def work(case: Case) -> training.Work:
-    topology = Topology.of(strategy_config(case).degrees, world_size=case.num_ranks)
+    topology = strategy_config(case).topology(case.num_ranks)
     return training.Work(
         layout=case.keys,
         sizes=case.sizes,
@@ -87,7 +86,7 @@ def strategy_config(case: Case) -> StrategyConfig:
 
 def predict(case: Case) -> Counter[str]:
     config, train = strategy_config(case), TrainConfig()
-    topology = Topology.of(config.degrees, world_size=case.num_ranks)
+    topology = config.topology(case.num_ranks)
     batch = plan_batch(
         global_batch_size=case.microbatches * SEQUENCES * topology.data,
         micro_batch_size=SEQUENCES,

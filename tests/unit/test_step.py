@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from transformers import default_data_collator
 
-from hfdist.topology import Degrees, Topology
+from hfdist.config.strategy import StrategyConfig
 from hfdist.trainer.step.global_batches import GlobalBatches, Share, fingerprint
 from hfdist.trainer.step.loss import Convention
 from hfdist.trainer.step.same_draws import SameOrder
@@ -49,7 +49,7 @@ def test_without_targets_there_is_a_mean_all_the_same():
 
 def dealt(num_rows, micro_batch_size, data_size):
     batches = BatchSampler(SequentialSampler(range(num_rows)), micro_batch_size, drop_last=False)
-    topologies = [Topology.of(Degrees(), rank=rank, world_size=data_size) for rank in range(data_size)]
+    topologies = [StrategyConfig().topology(data_size, rank=rank) for rank in range(data_size)]
     return [list(ShardedBatches(batches, topology)) for topology in topologies]
 
 

@@ -5,12 +5,13 @@ import itertools
 import pytest
 
 from hfdist.config.batch import plan_batch
+from hfdist.config.strategy import StrategyConfig
 from hfdist.errors import ConfigError
-from hfdist.topology import Degrees, Topology, read_launcher
+from hfdist.topology import read_launcher
 
 
 def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest():
-    places = [Topology.of(Degrees(pipeline=2, tensor=2), world_size=8, rank=rank) for rank in range(8)]
+    places = [StrategyConfig(pipeline=2, tensor=2).topology(8, rank=rank) for rank in range(8)]
     assert [place.pipeline_rank for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [place.data_rank for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert places[0].mesh_shape == {"pipeline": 2, "replicate": 1, "shard": 2, "context": 1, "tensor": 2}
@@ -18,32 +19,32 @@ def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest():
 
 @pytest.mark.parametrize(("pipeline", "context", "tensor", "data"), itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))
 def test_each_replica_reads_one_share_and_all_shares_are_read(pipeline, context, tensor, data):
-    degrees = Degrees(pipeline=pipeline, context=context, tensor=tensor)
-    world_size = data * degrees.model
-    places = [Topology.of(degrees, world_size=world_size, rank=rank) for rank in range(world_size)]
+    degrees = StrategyConfig(pipeline=pipeline, context=context, tensor=tensor)
+    world_size = data * degrees.mesh.model
+    places = [degrees.topology(world_size, rank=rank) for rank in range(world_size)]
     assert all(place.data_size == data for place in places)
     shares = [sum(place.data_rank == share for place in places) for share in range(data)]
-    assert shares == [degrees.model] * data
+    assert shares == [degrees.mesh.model] * data
 
 
 def test_a_degree_that_is_not_given_is_one_and_data_is_what_is_left():
-    assert Topology.of(Degrees(), world_size=6).data == 6
-    assert Topology.of(Degrees(pipeline=3), world_size=6).data == 2
+    assert StrategyConfig().topology(6).data == 6
+    assert StrategyConfig(pipeline=3).topology(6).data == 2
 
 
 @pytest.mark.parametrize(
     ("degrees", "world_size", "needed"),
     [
-        (Degrees(data=2), 1, "exactly 2"),
-        (Degrees(data=1), 2, "exactly 1"),
-        (Degrees(min_data=2), 1, "2 or more"),
-        (Degrees(pipeline=2), 3, "multiple of 2"),
-        (Degrees(data=2, pipeline=2), 2, "exactly 4"),
+        (StrategyConfig(data=2), 1, "exactly 2"),
+        (StrategyConfig(data=1), 2, "exactly 1"),
+        (StrategyConfig(min_data=2), 1, "2 or more"),
+        (StrategyConfig(pipeline=2), 3, "multiple of 2"),
+        (StrategyConfig(data=2, pipeline=2), 2, "exactly 4"),
     ],
 )
 def test_processes_that_do_not_fit_are_an_error_that_tells_how_to_launch(degrees, world_size, needed):
     with pytest.raises(ConfigError) as caught:
-        Topology.of(degrees, world_size=world_size)
+        degrees.topology(world_size)
     message = str(caught.value)
     assert needed in message
     assert f"found:   {world_size} process" in message
@@ -51,12 +52,12 @@ def test_processes_that_do_not_fit_are_an_error_that_tells_how_to_launch(degrees
 
 
 def test_experts_spread_over_data_ranks_of_one_replica():
-    degrees = Degrees(expert=2, replicate=2, tensor=2)
+    degrees = StrategyConfig(expert=2, replicate=2, tensor=2)
     shape = {"pipeline": 1, "replicate": 2, "expert_shard": 1, "expert": 2, "context": 1, "tensor": 2}
-    assert Topology.of(degrees, world_size=8).mesh_shape == shape
-    for degrees, allowed in ((Degrees(expert=3), "1, 2, 4"), (Degrees(expert=4, replicate=2), "1, 2")):
+    assert degrees.topology(8).mesh_shape == shape
+    for degrees, allowed in ((StrategyConfig(expert=3), "1, 2, 4"), (StrategyConfig(expert=4, replicate=2), "1, 2")):
         with pytest.raises(ConfigError, match="expert degree must divide") as caught:
-            Topology.of(degrees, world_size=4)
+            degrees.topology(4)
         assert caught.value.allowed == allowed
 
 
@@ -71,8 +72,8 @@ def test_the_launchers_environment():
 
 
 def test_description():
-    assert Topology.of(Degrees(), world_size=1).describe() == "1 process"
-    assert Topology.of(Degrees(pipeline=2), world_size=8).describe() == "8 processes: pipeline 2 x data 4"
+    assert StrategyConfig().topology(1).describe() == "1 process"
+    assert StrategyConfig(pipeline=2).topology(8).describe() == "8 processes: pipeline 2 x data 4"
 
 
 def plan(global_batch_size=32, micro_batch_size=4, data_size=2, sequence_length=128, lanes=48):

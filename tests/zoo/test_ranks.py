@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
-from hfdist.config.strategy import ONE_F_ONE_B
+from hfdist.config.strategy import ONE_F_ONE_B, StrategyConfig
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.infer_stage_io import infer_stage_io
 from hfdist.pipeline.split import split_at_blocks
 from hfdist.strategies.base import build_mesh
 from hfdist.strategies.gradients.reduction import sum_gradients
 from hfdist.testing import run_ranks
-from hfdist.topology import Degrees, Topology
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import (
     TOLERANCE,
@@ -58,7 +57,7 @@ def make(kind):
 def train_one_stage(kind: str, expected: Run) -> Share:
     """What each rank does."""
     num_ranks = dist.get_world_size()
-    topology = Topology.of(Degrees(pipeline=num_ranks), world_size=num_ranks, rank=dist.get_rank())
+    topology = StrategyConfig(pipeline=num_ranks).topology(num_ranks, rank=dist.get_rank())
     model, batches = make(kind)
     blocks = find_block_parts(model)
     cut = split_at_blocks(model, blocks, even_stages(len(blocks), num_ranks), [topology.pipeline_rank])

@@ -125,8 +125,7 @@ def _check_resume(path: str) -> None:
 
 def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:
     """Give this process's place and batch arithmetic; ConfigError: sizes that do not divide, or too few processes."""
-    degrees = config.strategy.degrees
-    topology = Topology.from_environment(degrees) if world_size is None else Topology.of(degrees, world_size=world_size)
+    topology = config.strategy.topology(world_size)
     batch = plan_batch(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

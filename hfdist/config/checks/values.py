@@ -25,6 +25,7 @@ from hfdist.config.schema import plain, values_by_key
 from hfdist.config.strategy import Compression, ContextMethod, Offload, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
+from hfdist.topology import PARTS
 
 
 def check_config(config: RunConfig) -> None:
@@ -163,7 +164,7 @@ def _check_quantization(config: RunConfig) -> None:
         keys = "adapter.quantization adapter.type adapter.dora"
         hint = "adapter.type=lora adapter.dora=false, or adapter.quantization=null"
         raise _conflict(config, keys, what, allowed="null, or LoRA without DoRA", hint=hint)
-    for axis in ("tensor", "expert"):
+    for axis in PARTS:
         if getattr(strategy, axis) > 1:
             what, hint = f"{axis} ranks have parts of weights, and packed ones are whole", f"strategy.{axis}=1"
             raise _conflict(config, f"adapter.quantization strategy.{axis}", what, allowed="null", hint=hint)
@@ -213,7 +214,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         what, keys = "no ranks share a sequence", "strategy.context_method strategy.context"
         hint = "strategy.context=2, or strategy.context_method=auto"
         raise _conflict(config, keys, what, allowed="auto", hint=hint)
-    for axis, what in (("tensor", "parameters"), ("expert", "experts")):
+    for axis, what in PARTS.items():
         if getattr(strategy, axis) > 1:
             _check_shared(config, axis, what)
     _check_pipeline(config)
@@ -247,7 +248,7 @@ def _check_compression(config: RunConfig) -> None:
     if strategy.sharding is not Sharding.none:
         keys, hint = "strategy.compression strategy.sharding", "strategy=ddp, or strategy.compression=none"
         raise _conflict(config, keys, what, allowed="none", hint=hint)
-    for axis in ("pipeline", "tensor", "expert"):
+    for axis in ("pipeline", *PARTS):
         if getattr(strategy, axis) > 1:
             hint = f"strategy.{axis}=1, or strategy.compression=none"
             raise _conflict(config, f"strategy.compression strategy.{axis}", what, allowed="1", hint=hint)
@@ -379,7 +380,7 @@ def _check_float8(config: RunConfig) -> None:
         what = "float8 does not go with ZeRO in this version"
         keys, hint = "train.precision strategy.sharding", "strategy=fsdp2, or train.precision=bf16"
         raise _conflict(config, keys, what, allowed=allowed, hint=hint)
-    for axis in ("tensor", "expert"):
+    for axis in PARTS:
         if getattr(strategy, axis) > 1:
             what = f"{axis} ranks compute no layers in float8 in this version"
             keys = f"train.precision strategy.{axis}"

@@ -8,6 +8,7 @@ from operator import mul
 from pathlib import Path
 
 from hfdist.config.optimizer import OptimizerName
+from hfdist.topology import MODEL_AXES
 
 _HUB_DATA = "data=hub data.sources.hub.path={value}"
 _MOST_MINUTES = 10_000
@@ -94,12 +95,10 @@ _OVERRIDES = {
     "strategy=zero2 strategy.deepspeed={value}": "deepspeed deepspeed_config",
     "strategy=zero3_offload": "cpu_offload offload_optimizer offload_param offload_params",
     "strategy=fsdp2": "fsdp fsdp_config sharding_strategy fsdp_sharding_strategy",
-    "strategy.tensor={value}": "tp tp_size tensor_parallel_size tensor_model_parallel_size",
-    "strategy.pipeline={value}": "strategy.stages num_stages pp pp_size pipeline_parallel_size "
-    "pipeline_model_parallel_size",
-    "strategy.data={value}": "dp dp_size data_parallel_size",
-    "strategy.context={value}": "cp cp_size context_parallel_size",
-    "strategy.expert={value}": "ep ep_size expert_parallel_size expert_model_parallel_size",
+    **{
+        f"strategy.{axis}={{value}}": f"{axis[0]}p {axis[0]}p_size {axis}_parallel_size {axis}_model_parallel_size"
+        for axis in ("data", *MODEL_AXES)
+    },
     "launch.processes={value}": "num_processes nproc_per_node num_gpus gpus devices world_size",
     "plan.processes={value}": "plan.gpus plan.num_gpus plan.devices plan.world_size",
     "launch.max_restarts={value}": "max_restarts",
@@ -126,6 +125,7 @@ _OVERRIDES = {
 }
 """An override, in which `{value}` is replaced by the value that was given, and the names that mean it."""
 OVERRIDES = {name: override for override, names in _OVERRIDES.items() for name in names.split()}
+OVERRIDES |= dict.fromkeys(("strategy.stages", "num_stages"), "strategy.pipeline={value}")
 
 _QUANTIZED = "adapter=qlora has the frozen weights in 4 bits"
 _CHAT_TEMPLATE = "a model's own is used; data.chat.template=chatml, or a Jinja file, is for one that has none"

@@ -59,7 +59,7 @@ def _trace(
         trace = trace_rank(
             candidate.config,
             architecture,
-            world_size=layout.processes,
+            world_size=layout.world_size,
             rank=pipeline[candidate.memory.rank // len(strategy.topology.pipelines)],
             device_type=machines.hardware.device_type,
         )

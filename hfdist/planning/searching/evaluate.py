@@ -22,10 +22,10 @@ from hfdist.planning.timing.step_time import step_time
 from hfdist.planning.timing.traffic import traffic
 from hfdist.strategies.base import ShardFractions, Strategy
 from hfdist.strategies.select import select_strategy
+from hfdist.topology import MODEL_AXES, Topology
 
 _LOW, _HIGH = 0.85, 1.15
 """Range of a peak by formula, as shares of it; a trace is nearer."""
-_MODEL_AXES = frozenset({"tensor", "context", "expert", "pipeline"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +88,14 @@ class Evaluator:
         )
         device_type = self.machines.hardware.device_type
         return select_strategy(
-            config.strategy, config.train, topology=layout.topology, batch=batch, device_type=device_type
+            config.strategy, config.train, topology=Topology.of(layout), batch=batch, device_type=device_type
         )
 
     def least_bytes(self, layout: Layout) -> float:
         """Give what a rank holds at the least, however state is sharded."""
         loads, live, least = even_loads(self.model, layout), live_stages(layout, 0), _least(layout)
         found = peak_bytes(self.model, layout, least, loads, live)
-        if layout.pipeline * layout.tensor * layout.expert * layout.context > 1:
+        if layout.splits_model:
             return found
         # DeepSpeed holds its weights in half precision, and the second stage has the smallest buffers.
         sharded = replace(layout, sharding=Sharding.zero2)
@@ -109,7 +109,7 @@ class Evaluator:
         costs = rank_costs(self.model, layout, _least(layout), even_loads(self.model, layout))
         if with_model_axes:
             sent = self._traffic(layout, strategy, {})
-            costs = replace(costs, traffic=tuple(one for one in sent if one.axis in _MODEL_AXES))
+            costs = replace(costs, traffic=tuple(one for one in sent if one.axis in MODEL_AXES))
         return self.time(costs, strategy).seconds
 
     def evaluate(self, layout: Layout, *, most_seconds: float = inf, is_exact: bool = False) -> Candidate | None:
@@ -163,7 +163,7 @@ class Evaluator:
         worst = max(held, key=held.__getitem__)
         phase, use = peak_use(self.model, layout, fractions, loads[worst], live[worst])
         use = replace(use, runtime=self.machines.runtime_bytes)
-        first = layout.processes // layout.pipeline * worst
+        first = layout.world_size // layout.pipeline * worst
         return PeakMemory(rank=first, phase=phase, use=use, low_bytes=use.total * _LOW, high_bytes=use.total * _HIGH)
 
     def _traffic(
@@ -193,7 +193,7 @@ class Evaluator:
     def mfu(self, layout: Layout, time: StepTime) -> float | None:
         """Give the share of the hardware's peak; None: that is not known."""
         tokens = self.config.train.global_batch_size * self.model.sequence_length
-        return self.machines.hardware.mfu(self.model.flops_per_token * tokens / (time.seconds * layout.processes))
+        return self.machines.hardware.mfu(self.model.flops_per_token * tokens / (time.seconds * layout.world_size))
 
 
 def _flops(costs: RankCosts) -> float:

@@ -204,8 +204,8 @@ def _is_half(model: ModelConstants, layout: Layout) -> bool:
 
 
 def _is_ddp(layout: Layout) -> bool:
-    has_parts = layout.pipeline * layout.tensor * layout.expert > 1
-    return layout.sharding is Sharding.none and layout.data * layout.context > 1 and not has_parts
+    is_replicated = layout.data * layout.context > 1 and not layout.divides_parameters
+    return layout.sharding is Sharding.none and is_replicated
 
 
 def _held(model: ModelConstants, layout: Layout, shares: ShareOfParts, loads: Sequence[Load]) -> tuple[float, float]:
@@ -268,7 +268,7 @@ def _buffers(
         case Sharding.zero1:
             # Of a pipeline: gradients go through one bucket to the rank's own part.
             return 0.0, 0.0, (bucket_elements(trained, ends) + trained * fractions.optimizer) * gradient
-    sums = layout.data * layout.context > 1 and layout.pipeline * layout.tensor * layout.expert > 1
+    sums = layout.data * layout.context > 1 and layout.divides_parameters
     return 0.0, 0.0, min(_SUM_ELEMENTS, trained) * gradient if sums else 0.0
 
 

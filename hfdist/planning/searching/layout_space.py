@@ -16,6 +16,7 @@ from hfdist.optim.registry import check_optimizer
 from hfdist.pipeline.schedule import check_microbatches, stages_per_rank
 from hfdist.planning.searching.constants import MODES, ModelConstants
 from hfdist.planning.searching.layouts import Layout
+from hfdist.topology import MODEL_AXES
 
 _MOST_STAGES_PER_RANK = 4
 """The most pipeline stages of a rank: more of them only send more."""
@@ -51,7 +52,6 @@ class Space:
                     for expert in divisors(data):
                         if (tensor, expert) in self.model.shares:
                             yield Layout(
-                                processes=self.processes,
                                 data=data,
                                 pipeline=pipeline,
                                 context=context,
@@ -102,8 +102,7 @@ class Space:
 
     def _is_allowed(self, layout: Layout) -> bool:
         # Checks ask whether a degree is more than one, not how much it is.
-        axes = ("replicate", "pipeline", "context", "tensor", "expert")
-        like = tuple(getattr(layout, axis) > 1 for axis in axes)
+        like = tuple(getattr(layout, axis) > 1 for axis in ("replicate", *MODEL_AXES))
         key = (*like, layout.sharding, layout.offload, layout.recompute, layout.micro_batch_size > 1)
         if key not in self._answers:
             self._answers[key] = passes_checks(layout.apply(self.config))

@@ -8,20 +8,13 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.strategy import ONE_F_ONE_B, ContextMethod, Offload, Schedule, Sharding
 from hfdist.config.train import Recompute, TrainConfig
-from hfdist.topology import Degrees, Topology
+from hfdist.topology import MODEL_AXES, Mesh
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+@dataclass(frozen=True, kw_only=True)
+class Layout(Mesh):
     """How so many processes train one model."""
 
-    processes: int
-    data: int = 1
-    replicate: int = 1
-    pipeline: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
     sharding: Sharding = Sharding.none
     offload: Offload = Offload.none
     schedule: Schedule = ONE_F_ONE_B
@@ -31,11 +24,6 @@ class Layout:
     """Micro batches of one data rank in a step."""
     recompute: Recompute | None = None
     """What the backward computes again; None: activations are kept."""
-
-    @property
-    def shard(self) -> int:
-        """Ranks over which state is sharded, without those of a context group."""
-        return self.data // self.replicate
 
     @property
     def shares_of_sequences(self) -> float:
@@ -51,12 +39,8 @@ class Layout:
             sharding=self.sharding,
             data=None if strategy.data is None else self.data,
             min_data=min(strategy.min_data, self.data),
-            replicate=self.replicate,
-            pipeline=self.pipeline,
-            context=self.context,
+            **{axis: getattr(self, axis) for axis in ("replicate", *MODEL_AXES)},
             context_method=strategy.context_method if self.context > 1 else ContextMethod.auto,
-            tensor=self.tensor,
-            expert=self.expert,
             schedule=self.schedule if has_pipeline else strategy.schedule,
             stages_per_rank=self.stages_per_rank if has_pipeline else None,
             blocks_per_stage=None,
@@ -86,29 +70,13 @@ class Layout:
             changed += [f"{section}.{key}={_written(after[key])}" for key in after if after[key] != before[key]]
         return tuple(changed)
 
-    @property
-    def topology(self) -> Topology:
-        """The place of rank 0."""
-        return Topology.of(Degrees(data=self.data, **self.degrees), world_size=self.processes)
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """Degrees of all axes but that of the data."""
-        return {axis: getattr(self, axis) for axis in ("replicate", "pipeline", "context", "tensor", "expert")}
-
     @classmethod
     def of(cls, config: RunConfig, processes: int, stages_per_rank: int) -> Layout:
         """Give the layout that a config asks for; ConfigError: its degrees do not fit so many processes."""
         strategy, train = config.strategy, config.train
-        topology = Topology.of(strategy.degrees, world_size=processes)
+        topology = strategy.topology(processes)
         return cls(
-            processes=processes,
-            data=topology.data,
-            replicate=topology.replicate,
-            pipeline=topology.pipeline,
-            context=topology.context,
-            tensor=topology.tensor,
-            expert=topology.expert,
+            **{axis: getattr(topology, axis) for axis in ("data", "replicate", *MODEL_AXES)},
             sharding=strategy.sharding,
             offload=strategy.offload,
             schedule=strategy.schedule,

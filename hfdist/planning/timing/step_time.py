@@ -25,12 +25,13 @@ from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StepTi
 from hfdist.planning.timing.calibration import COMPONENTS, Factors, default_factors
 from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
 from hfdist.strategies.base import Strategy
+from hfdist.topology import MODEL_AXES
 
 _LEFT_OF_FUSED = 0.67
 """Share of memory traffic and of operations that is left where blocks are compiled: by published runs."""
 _SLOPE = 1e-6
 _PIPELINE = "pipeline"
-_IN_BLOCKS = ("tensor", "context", "expert")
+_IN_BLOCKS = tuple(axis for axis in MODEL_AXES if axis != _PIPELINE)
 """Axes whose ranks wait for each other within each block."""
 
 
@@ -93,7 +94,7 @@ class _Clock:
 
     def __init__(self, hardware: Hardware, train: TrainConfig, strategy: Strategy, factors: Factors) -> None:
         self.hardware, self.train, self.factors = hardware, train, factors
-        is_compiled = train.compile is Compile.model or compiles_on_gpus(train, strategy.config.degrees, strategy)
+        is_compiled = train.compile is Compile.model or compiles_on_gpus(train, strategy.topology, strategy)
         self._left = _LEFT_OF_FUSED if is_compiled and not hardware.is_cpu else 1.0
         self._offloads = strategy.config.offload is Offload.cpu and not hardware.is_cpu
         uses_tf32 = train.precision is Precision.fp32 and bool(train.arguments.get("tf32"))

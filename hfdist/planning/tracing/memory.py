@@ -81,7 +81,7 @@ def trace_rank(
     Raises:
         ConfigError: as the run itself would, before its first step.
     """
-    topology = Topology.of(config.strategy.degrees, world_size=world_size, rank=rank)
+    topology = config.strategy.topology(world_size, rank=rank)
     batch = plan_batch(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -36,7 +36,6 @@ from hfdist.strategies.base import Batch, Engine, Function, Strategy, TrainerHoo
 from hfdist.strategies.gradients.reduction import average_gradients, sum_gradients
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
-from hfdist.strategies.traffic import Axes, Sent
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -284,10 +283,6 @@ class PipelineStrategy(Strategy):
             "per_device_eval_batch_size": eval_size * self.batch.num_microbatches,
             "average_tokens_across_devices": True,
         }
-
-    def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
-        # Once, after the schedule.
-        return axes.average_gradients()
 
     def describe_step(self, device: torch.device) -> Recorder:
         """Give the record of a step: its title, and the bubble to compare it with."""

@@ -9,7 +9,6 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
-from hfdist.topology import Topology
 
 
 def make_layout(
@@ -23,7 +22,7 @@ def make_layout(
 ) -> Strategy:
     """Give the strategy of rank 0, by the keys of `strategy.*`."""
     config = StrategyConfig(**keys)
-    topology = Topology.of(config.degrees, world_size=world_size)
+    topology = config.topology(world_size)
     batch = plan_batch(
         global_batch_size=num_microbatches * micro_batch_size * topology.data,
         micro_batch_size=micro_batch_size,

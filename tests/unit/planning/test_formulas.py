@@ -28,7 +28,7 @@ FP32 = (
     "train.micro_batch_size=2",
     "data.lanes=16",
 )
-SINGLE = Layout(processes=1)
+SINGLE = Layout()
 
 
 def live_by_actions(schedule, num_ranks, per_rank, num_microbatches):
@@ -50,7 +50,6 @@ def test_live_micro_batches_are_those_of_the_schedules_own_actions(schedule, num
     per_rank = stages_per_rank(schedule, None)
     for number in (2 * num_ranks, 4 * num_ranks):
         layout = Layout(
-            processes=num_ranks,
             pipeline=num_ranks,
             schedule=schedule,
             stages_per_rank=per_rank,
@@ -65,7 +64,7 @@ def test_state_is_counted_in_the_bytes_of_adamw():
     least = peak_bytes(model, SINGLE, ShardFractions(), [whole_load(model)], 1)
     assert least >= 16 * model.parameters
     fourth = ShardFractions(weights=0.25, gradients=0.25, optimizer=0.25)
-    layout = Layout(processes=4, data=4, sharding=Sharding.fsdp2)
+    layout = Layout(data=4, sharding=Sharding.fsdp2)
     assert peak_bytes(model, layout, fourth, [whole_load(model)], 1) < least
 
 
@@ -84,13 +83,13 @@ def test_memory_grows_with_micro_batches_and_falls_with_what_is_computed_again()
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_memory_falls_with_each_degree(axis):
-    found = [bytes_of(Layout(processes=n, **{axis: n}, micro_batch_size=4, num_microbatches=1)) for n in (1, 2, 4)]
+    found = [bytes_of(Layout(**{axis: n}, micro_batch_size=4, num_microbatches=1)) for n in (1, 2, 4)]
     assert found == sorted(found, reverse=True)
     assert len(set(found)) == 3
 
 
 def test_offloaded_state_is_not_on_the_device():
-    model, layout = make_constants(), Layout(processes=8, data=8, num_microbatches=2, sharding=Sharding.fsdp2)
+    model, layout = make_constants(), Layout(data=8, num_microbatches=2, sharding=Sharding.fsdp2)
     share = ShardFractions(weights=1 / 8, gradients=1 / 8, optimizer=1 / 8)
     here, away = (
         peak_bytes(model, replace(layout, offload=offload), share, even_loads(model, layout), 1) for offload in Offload
@@ -108,7 +107,7 @@ def test_arithmetic_is_shared_out_and_computed_again():
     whole = flops(SINGLE)
     assert whole == pytest.approx(model.flops_per_token * model.sequence_length)
     for axis in ("tensor", "context", "pipeline"):
-        assert flops(Layout(processes=4, **{axis: 4})) == pytest.approx(whole / 4)
+        assert flops(Layout(**{axis: 4})) == pytest.approx(whole / 4)
     again = flops(replace(SINGLE, recompute=Recompute.all))
     assert again - whole == pytest.approx(16 * 2 * BLOCK * model.sequence_length)
 
@@ -118,7 +117,7 @@ def test_what_zero_copies_costs_more_than_its_smaller_step_saves():
     model = make_constants()
 
     def moved(sharding, number):
-        layout = Layout(processes=2, data=2, num_microbatches=number, sharding=sharding)
+        layout = Layout(data=2, num_microbatches=number, sharding=sharding)
         share = ShardFractions(optimizer=1.0 if sharding is Sharding.none else 0.5)
         costs = rank_costs(model, layout, share, even_loads(model, layout))
         return costs.optimizer.moved_bytes + number * sum(stage.backward.moved_bytes for stage in costs.stages)

@@ -109,7 +109,7 @@ def test_fewest_processes_are_the_first_that_fit(monkeypatch):
     config = compose_config([*BASE, "strategy=fsdp2", "train.micro_batch_size=1"])
 
     def fewest(gib, *, searches=False):
-        return search.fewest_processes(config, None, machines(gib), searches=searches).layout.processes
+        return search.fewest_processes(config, None, machines(gib), searches=searches).layout.world_size
 
     counts = [fewest(gib) for gib in (60.0, 4.0, 2.8)]
     assert counts == sorted(counts)
