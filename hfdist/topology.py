@@ -40,6 +40,7 @@ class Mesh:
     """How many ways each axis is split."""
 
     data: int = 1
+    """Number of shares into which each global batch is divided."""
     replicate: int = 1
     pipeline: int = 1
     context: int = 1
@@ -123,11 +124,6 @@ class Topology(Mesh):
         """Give the place of a rank in a mesh, or in what has one."""
         degrees = {one.name: getattr(mesh, one.name) for one in fields(Mesh)}
         return cls(**degrees, rank=rank, local_rank=local_rank)
-
-    @property
-    def data_size(self) -> int:
-        """Number of shares into which each global batch is divided."""
-        return self.data
 
     @property
     def data_rank(self) -> int:

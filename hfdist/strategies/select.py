@@ -138,7 +138,7 @@ def strategy_by_name(name: str, args: TrainingArguments) -> Strategy:
         "max_grad_norm": args.max_grad_norm,
     }
     strategy, train = _typed(name, layout, sizes, where="Trainer(strategy)")
-    train.global_batch_size *= strategy.topology().data_size
+    train.global_batch_size *= strategy.topology().data
     return _make(strategy, train)
 
 
@@ -152,9 +152,9 @@ def _make(strategy: StrategyConfig, train: TrainConfig, *, sequence_length: int 
     batch = plan_batch(
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
-        data_size=topology.data_size,
+        data_size=topology.data,
         sequence_length=sequence_length,
-        lanes=topology.data_size,
+        lanes=topology.data,
     )
     return select_strategy(strategy, train, topology=topology, batch=batch, device_type=device_type_here())
 

@@ -173,7 +173,7 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
     if args.accelerator_config.split_batches:
         what = "it divides the batch of each rank once more, and the strategy has planned the batch"
         raise ConfigError(what, where="args.accelerator_config.split_batches", found="True", allowed="False")
-    if args.train_sampling_strategy == "batch_rebalance" and strategy.topology.data_size < strategy.topology.world_size:
+    if args.train_sampling_strategy == "batch_rebalance" and strategy.topology.data < strategy.topology.world_size:
         what = "it deals rows to all processes, and here several of them must read the same rows"
         where, hint = "args.train_sampling_strategy", "group_by_length, or a strategy such as zero3 or fsdp2 alone"
         raise ConfigError(what, where=where, found="batch_rebalance", hint=hint)
@@ -315,10 +315,10 @@ def adapt_accelerator(accelerator: Accelerator, topology: Topology, uses_all_par
         accelerator.native_amp = True
         accelerator.scaler = SyncedLossScaler(accelerator.device.type)
     accelerator.prepare_optimizer = partial(prepare_optimizer, accelerator)
-    if topology.data_size < accelerator.num_processes:
+    if topology.data < accelerator.num_processes:
         # It shares batches out to all processes, but ranks of one model replica must read the same.
         accelerator.prepare_data_loader = partial(
-            prepare_for_data_ranks, accelerator, num_ranks=topology.data_size, rank=topology.data_rank
+            prepare_for_data_ranks, accelerator, num_ranks=topology.data, rank=topology.data_rank
         )
 
 

@@ -149,7 +149,7 @@ class EngineTrainer(transformers.Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor | int | None:
         """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
-        num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
+        num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data
         if self.engine is None or not self._sums_targets or not batch_samples:
             num_items = super()._get_num_items_in_batch(batch_samples, device)
             # The original knows of tensor ranks.

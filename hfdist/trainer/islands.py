@@ -143,7 +143,7 @@ class RoundIsland(Island):
         job = self._job(self._outer.layout, *(name for name in plain(self._config) if name not in own))
         stream, keeper, share = self._training.stream, self._checkpointer, None
         if stream is not None and stream.shares is not None:
-            data_size = self._training.strategy.topology.data_size
+            data_size = self._training.strategy.topology.data
             share = DataShare(stream, data_size, self._cursor, keeper.write_ledger)
         self._data_share = share
         self._rounds = Rounds(self._config, job, self._outer, lambda: list(keeper.pieces()), share)

@@ -467,7 +467,7 @@ class DistributedTrainerMixin(_Trainer):
             samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
             num_items = self._get_num_items_in_batch(samples, device)
         self.training.num_targets = num_items
-        self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
+        self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
         self.router_loss.begin_step(samples)

@@ -68,7 +68,7 @@ class _Saboteur(TrainerCallback):
 
     def __init__(self, faults, trainer):
         topology = trainer.strategy.topology
-        self.faults = [fault for fault in faults if fault.data_rank % topology.data_size == topology.data_rank]
+        self.faults = [fault for fault in faults if fault.data_rank % topology.data == topology.data_rank]
         self.trainer = trainer
         self.visits = Counter()
 

@@ -62,7 +62,7 @@ class Samples(TrainerCallback):
         topology = self.trainer.strategy.topology
         # Rows that differ from step to step.
         seeds = [100 * len(self.completions) + row for row in range(len(PROMPTS))]
-        share = len(PROMPTS) // topology.data_size
+        share = len(PROMPTS) // topology.data
         own = slice(topology.data_rank * share, (topology.data_rank + 1) * share)
         engine = self.trainer.engine
         how = {

@@ -146,7 +146,7 @@ def test_a_command_fits_its_processes(launch, recipe, words, monkeypatch, tmp_pa
         num_processes = GPUS if config.launch.processes == AUTO else int(config.launch.processes)
     topology, batch = plan_run(config, world_size=num_processes)
     assert topology.world_size == num_processes
-    assert batch.global_batch_size % topology.data_size == 0
+    assert batch.global_batch_size % topology.data == 0
 
 
 ABOUT_RUN = re.compile(r"(?<![\w/])(?<!\$ )hfdist (plan|job) ((?:[^\n`]*\\\n)*[^\n`]*(?:\n#   [^\n]*)*)")

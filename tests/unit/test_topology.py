@@ -22,7 +22,7 @@ def test_each_replica_reads_one_share_and_all_shares_are_read(pipeline, context,
     degrees = StrategyConfig(pipeline=pipeline, context=context, tensor=tensor)
     world_size = data * degrees.mesh.model
     places = [degrees.topology(world_size, rank=rank) for rank in range(world_size)]
-    assert all(place.data_size == data for place in places)
+    assert all(place.data == data for place in places)
     shares = [sum(place.data_rank == share for place in places) for share in range(data)]
     assert shares == [degrees.mesh.model] * data
 

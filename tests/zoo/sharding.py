@@ -152,7 +152,7 @@ def try_types(model_types: Iterable[str], **layout: Any) -> dict[str, Sharded]:
 
 def try_type(model_type: str, strategy: Strategy) -> Sharded:
     """Run two micro batches on each data rank, and all of them on the whole model."""
-    size, rank = strategy.topology.data_size, strategy.topology.data_rank
+    size, rank = strategy.topology.data, strategy.topology.data_rank
     model = tiny_model(model_type)
     batches = [tiny_batch(model, seed=seed) for seed in range(NUM_MICROBATCHES * size)]
     # Before a forward: some models keep what one computes, and cannot be copied after it.

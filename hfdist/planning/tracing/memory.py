@@ -85,7 +85,7 @@ def trace_rank(
     batch = plan_batch(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        data_size=topology.data_size,
+        data_size=topology.data,
         sequence_length=config.data.sequence_length,
         lanes=config.data.lanes,
     )
@@ -368,7 +368,7 @@ def fullest_pipeline(config: RunConfig, architecture: PreTrainedConfig, strategy
         trained = [p for p in make_fake_model(config, architecture, strategy).parameters() if p.requires_grad]
     # The groups of `make_optimizer`.
     groups = [[p.numel() for p in trained if (p.dim() >= 2) is decays] for decays in (True, False)]
-    return pipelines[rank_with_most_gradients(groups, strategy.topology.data_size)]
+    return pipelines[rank_with_most_gradients(groups, strategy.topology.data)]
 
 
 def worst_rank(

@@ -48,7 +48,7 @@ class ZeroStrategy(Strategy):
         # Beside weights in half precision a rank keeps the float32 gradients of its own elements alone.
         self.keeps_uneven_gradients = self.stage < 3 and train.precision is Precision.fp32
         self._train = train
-        share = 1.0 / topology.data_size
+        share = 1.0 / topology.data
         self.fractions = ShardFractions(
             weights=share if self.stage >= 3 else 1.0, gradients=share if self.stage >= 2 else 1.0, optimizer=share
         )

@@ -116,7 +116,7 @@ class Evaluator:
                         own += torch.stack([total, count.double()])
                 control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
                 trainer.control = control
-        num_alike = trainer.args.world_size // training.strategy.topology.data_size
+        num_alike = trainer.args.world_size // training.strategy.topology.data
         self._num_rows = sum(gather_json(num_rows)) // num_alike
         if not is_labelled:
             logger.warning("eval_dataset has no %s, so there is no %s_loss", " and ".join(trainer.label_names), prefix)

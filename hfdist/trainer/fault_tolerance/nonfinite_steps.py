@@ -331,7 +331,7 @@ class NonfiniteGuard:
         documents: dict[int, None] = {}
         for sample in range(skipped.end_sample - strategy.batch.global_batch_size, skipped.end_sample):
             number, lane = divmod(sample, stream.config.lanes)
-            if skipped.data_ranks and lane % strategy.topology.data_size not in skipped.data_ranks:
+            if skipped.data_ranks and lane % strategy.topology.data not in skipped.data_ranks:
                 continue
             records = read_records(RunFolder(Path(str(self._training.args.output_dir))).ledger, lane)
             begin, end = np.searchsorted(records["sequence"], [number, number + 1]).tolist()

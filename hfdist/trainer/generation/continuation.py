@@ -91,7 +91,7 @@ def exchange(values: list[torch.Tensor], num_rows: int, num_tokens: int, topolog
     """
     # Token ids are not negative, and all ranks that know a row's tokens know the same.
     device = device_of(None) if dist.is_initialized() else torch.device("cpu")
-    tokens = torch.full((topology.data_size, num_rows, num_tokens), -1, device=device)
+    tokens = torch.full((topology.data, num_rows, num_tokens), -1, device=device)
     if values:
         tokens[topology.data_rank] = torch.cat(values)[:num_rows].to(device)
     if dist.is_initialized():
@@ -187,7 +187,7 @@ def _recompute_rows(
     """Continue token by token, until the rows of all data ranks have ended."""
     whole = [list(ids) for ids in rows]
     ends = torch.tensor(sorted(limits.end_ids), dtype=torch.long)
-    is_done = torch.zeros(topology.data_size, len(rows), dtype=torch.bool)
+    is_done = torch.zeros(topology.data, len(rows), dtype=torch.bool)
     for num_before in range(limits.max_new_tokens):
         longest = max(map(len, whole))
         length = -(-longest // _LENGTH_STEP_TOKENS) * _LENGTH_STEP_TOKENS

@@ -26,11 +26,11 @@ def continue_prompts(
     The beginning of a prompt that is too long for the model is left out. Each data rank continues `rows_at_once` in a
     forward.
     """
-    step = rows_at_once * topology.data_size
+    step = rows_at_once * topology.data
     continued: list[list[int]] = []
     for start in range(0, len(prompts), step):
         some = prompts[start : start + step]
-        share = -(-len(some) // topology.data_size)
+        share = -(-len(some) // topology.data)
         places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
         # Copies of the first one fill up the shares to equal sizes.
         own = [some[place] if place < len(some) else some[0] for place in places]

@@ -77,7 +77,7 @@ class Generators(TrainerCallback):
         self._rollback, self._step, self._published = 0, -1, -1
         self._asked: set[int] = set()
         assert training.stream is not None
-        self._ahead = Lookahead(training.stream, data_rank=self._topology.data_rank, data_size=self._topology.data_size)
+        self._ahead = Lookahead(training.stream, data_rank=self._topology.data_rank, data_size=self._topology.data)
         self._sockets = Path(on_rank_zero(lambda: self._start(limits)))
         self._socket = connect(self._sockets, f"{RANK}{self._topology.rank}")
 
@@ -134,7 +134,7 @@ class Generators(TrainerCallback):
         with self._training.waiting(GENERATING):
             used = on_all_ranks(lambda: self._exchange(numbers, prompts, step, answers))
         self._wait_seconds += time.monotonic() - begin
-        if self._topology.world_size > self._topology.data_size:
+        if self._topology.world_size > self._topology.data:
             # The ranks of a model replica train on the same.
             given = gather_json([self._topology.data_rank, list(answers.items())])
             own = next(items for rank, items in given if items and rank == self._topology.data_rank)
@@ -192,7 +192,7 @@ class Generators(TrainerCallback):
         return used
 
     def _read_ahead(self, numbers: Sequence[int], step: int) -> list[dict[str, Any]]:
-        per_step = len(numbers) * self._topology.data_size
+        per_step = len(numbers) * self._topology.data
         steps = min(self._task.max_staleness, self._training.state.max_steps - 1 - step)
         rows = self._ahead.read(numbers[-1], numbers[-1] + steps * per_step)
         return [

@@ -179,8 +179,8 @@ class Rollouts:
     def _numbers(self, num_prompts: int) -> list[int]:
         """Numbers in the run's data of the prompts that this rank has read last."""
         topology = self._topology
-        first = self._training.num_samples() - num_prompts * topology.data_size
-        return [first + place * topology.data_size + topology.data_rank for place in range(num_prompts)]
+        first = self._training.num_samples() - num_prompts * topology.data
+        return [first + place * topology.data + topology.data_rank for place in range(num_prompts)]
 
     def _seeds_of(self, number: int) -> list[int]:
         """Give a seed for each answer to the prompt with this number."""

@@ -75,7 +75,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         else:
             held_out = build_held_out(corpus, tokenizer, config.data)
     islands = config.islands
-    data_rank, data_size, run = topology.data_rank, topology.data_size, (islands.index, islands.shares)
+    data_rank, data_size, run = topology.data_rank, topology.data, (islands.index, islands.shares)
     if islands.method is IslandMethod.parameter_server:
         # There are no rounds, at which lanes could be dealt: an island is some of the data ranks.
         data_rank, data_size, run = data_rank * run[1] + run[0], data_size * run[1], (0, 1)

@@ -45,7 +45,7 @@ class ShardedBatches(BatchSampler):
         self.batch_sampler = batches
         self.sampler = batches.sampler
         self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
-        self._rank, self._size = topology.data_rank, topology.data_size
+        self._rank, self._size = topology.data_rank, topology.data
 
     def __len__(self) -> int:
         return -(-len(self.batch_sampler) // self._size)
@@ -161,7 +161,7 @@ class Dealing:
                 micro_batch_size=loader.batch_size,
                 num_microbatches=self.num_microbatches,
                 rank=self.topology.data_rank,
-                num_ranks=self.topology.data_size,
+                num_ranks=self.topology.data,
             )
             batches = GlobalBatches(loader, share, seed=self.seed, is_training=self.is_training, kept=kept)
             whole: DataLoader[object] = DataLoader(batches, batch_size=None, collate_fn=as_it_is)
@@ -171,7 +171,7 @@ class Dealing:
             is_seeded = accelerator.use_seedable_sampler
             sampler = same_on_all_ranks(loader.batch_sampler.sampler, self.seed, is_seeded=is_seeded)
             loader.batch_sampler.sampler = sampler
-        if self.topology.data_size == 1 or self.label_names is None or not is_plain:
+        if self.topology.data == 1 or self.label_names is None or not is_plain:
             return before(loader)
         sharded: DataLoader[tuple[object, bool]] = DataLoader(
             CountedRows(loader.dataset),
