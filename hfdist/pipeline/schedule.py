@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from hfdist.config.layout import Layout
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 
@@ -156,6 +157,22 @@ def bubble_fraction(schedule: Schedule, *, num_ranks: int, stages_per_rank: int,
     """
     idle = _TRAITS[schedule].idle * (num_ranks - 1)
     return idle / (3 * num_microbatches * stages_per_rank + idle)
+
+
+def live_microbatches(layout: Layout, rank: int) -> int:
+    """Give the most micro batches whose activations a rank holds at a time, counted once for each stage."""
+    ranks, per_rank = layout.pipeline, layout.stages_per_rank
+    most = layout.num_microbatches * per_rank
+    match layout.schedule:
+        case Schedule.gpipe:
+            return most
+        case schedule if schedule is ONE_F_ONE_B:
+            return min(most, ranks - rank)
+        case Schedule.interleaved_1f1b:
+            return min(most, 2 * (ranks - rank - 1) + (per_rank - 1) * ranks + 1)
+        case Schedule.dualpipev:
+            return min(most, 2 * ranks + 1)
+    return min(most, ranks * per_rank)
 
 
 def _fits(limit: _Limit, number: int, num_ranks: int, num_stages: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from hfdist.config.layout import Layout
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Sharding
 from hfdist.config.train import Recompute
@@ -14,7 +15,6 @@ from hfdist.pipeline.schedule import stages_per_rank
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.layout_space import passes_checks
-from hfdist.planning.searching.layouts import Layout
 from hfdist.planning.searching.search import measure
 from hfdist.topology import OWN_AXES
 from hfdist.units import duration, size

@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from enum import Enum
+from dataclasses import dataclass, field, replace
 
-
-class Phase(Enum):
-    """Parts of a step, in order."""
-
-    forward = "forward"
-    backward = "backward"
-    optimizer = "optimizer step"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Bytes that a rank holds at one moment, by what they are."""
-
-    weights: float = 0.0
-    """Parameters and buffers of the model, as this rank holds them between steps."""
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    """State of the optimizer, and master weights where it has any."""
-    activations: float = 0.0
-    """What the forward keeps for the backward, and what both need for a moment."""
-    buffers: float = 0.0
-    """Buffers of the layout: gathered parameters, buckets, what travels."""
-    runtime: float = 0.0
-    """What the process holds without a model: on a GPU the context and libraries, on a CPU the interpreter too."""
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return sum(getattr(self, one.name) for one in fields(self))
+from hfdist.strategies.step_memory import MemoryUse
+from hfdist.strategies.traffic import Phase
 
 
 @dataclass(frozen=True, kw_only=True)

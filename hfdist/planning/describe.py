@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from hfdist.planning.costs import AxisTraffic, MemoryUse
+from hfdist.planning.costs import AxisTraffic
 from hfdist.planning.plan import Plan
+from hfdist.strategies.step_memory import MemoryUse
 from hfdist.units import count, duration, energy, money, share, short, size
 
 _SECONDS_PER_HOUR = 3600

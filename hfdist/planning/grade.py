@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from hfdist.planning.costs import Phase
 from hfdist.planning.describe import uses
 from hfdist.planning.plan import Plan
+from hfdist.strategies.traffic import Phase
 
 SCHEMA = 1
 PEAK, STEP = "peak memory", "step"

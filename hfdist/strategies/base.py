@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -32,12 +32,13 @@ from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import packed_shapes
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.gradients.reduction import local_tensor, total_norm
+from hfdist.strategies.gradients.reduction import BUCKET_ELEMENTS, local_tensor, total_norm
 from hfdist.strategies.held import state_tensors, storage_bytes
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import StateReader, list_pieces, list_shapes
-from hfdist.strategies.traffic import BACKWARD, Axes, Sent, StepSizes
+from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.traffic import Axes, Phase, Sent, StepSizes
 from hfdist.strategies.whole import ShardedParameter, WholeSteps
 from hfdist.topology import Topology
 
@@ -56,15 +57,6 @@ class Forward(Protocol):
 
     def __call__(self, batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
         """Give what the function gave for each part of the batch; empty on ranks without logits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardFractions:
-    """Which part of the state of `engine.model` this rank holds, from 1 / data_size to 1."""
-
-    weights: float = 1.0
-    gradients: float = 1.0
-    optimizer: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,6 +404,8 @@ class Strategy(Partitioning):
     """What `make_strategy` was told; None: whatever the TrainingArguments say."""
     keeps_uneven_gradients = False
     """Whether a rank keeps whole the gradients of parameters that it steps in part, so that ranks differ."""
+    counts_all_experts = False
+    """Whether `fractions` are parts of all experts: those that ranks share are sharded over fewer ranks."""
 
     def __init__(self, topology: Topology, batch: BatchPlan, config: StrategyConfig) -> None:
         self.topology = topology
@@ -452,8 +446,41 @@ class Strategy(Partitioning):
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         """Weights and gradients."""
-        # DDP reduces beside the last backward; where ranks have parts of parameters, gradients wait for the end.
-        return axes.average_gradients(hidden_by=None if self.topology.divides_parameters else BACKWARD)
+        return axes.average_gradients()
+
+    @classmethod
+    def held(cls, sizes: RankSizes) -> Iterator[tuple[Phase, MemoryUse]]:
+        """Give the moments of a step at which a rank may hold most.
+
+        Arithmetic that a search asks for thousands of times: `sizes` have the layout, and no strategy is made for it.
+        """
+        use, (gathered, reduced, after) = cls._state(sizes), cls._buffers(sizes)
+        # DDP's buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
+        before = use.gradients * ((sizes.layout.num_microbatches > 1) + sizes.layout.is_ddp)
+        early, buffers = replace(use, gradients=before), gathered + reduced
+        yield Phase.forward, replace(early, activations=use.activations + sizes.of_head, buffers=gathered)
+        # Gradients of the last blocks come while all activations are still there.
+        yield Phase.backward, replace(early, activations=use.activations + sizes.working, buffers=buffers)
+        # At its end all gradients are there, and the activations of a block.
+        yield Phase.backward, replace(use, activations=sizes.working, buffers=buffers)
+        yield Phase.optimizer, replace(use, activations=0.0, buffers=after)
+
+    @classmethod
+    def _state(cls, sizes: RankSizes) -> MemoryUse:
+        """What a rank holds between steps."""
+        return sizes.state()
+
+    @classmethod
+    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
+        """Bytes of gathered weights, of gradients that are reduced meanwhile, and of what is there after the blocks."""
+        layout = sizes.layout
+        sums = layout.data * layout.context > 1 and layout.divides_parameters
+        return 0.0, 0.0, min(BUCKET_ELEMENTS, sizes.trained) * sizes.gradient_bytes if sums else 0.0
+
+    @classmethod
+    def copied(cls, sizes: RankSizes) -> tuple[float, float]:
+        """Bytes that each backward and the optimizer's step read and write more than autograd and the optimizer do."""
+        return 0.0, 0.0
 
     def start(self) -> None:
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""

@@ -29,12 +29,13 @@ from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.models.quantize import hold_as_floats
 from hfdist.optim.probe import Reach, describe, state_after_step
-from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
+from hfdist.strategies.base import Engine, Strategy, check_no_scalars
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.held import have_room
 from hfdist.strategies.parameter_shards import TENSOR
 from hfdist.strategies.parts import ModelParts
-from hfdist.strategies.traffic import BACKWARD, FORWARD, Axes, Sent
+from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.traffic import Axes, Phase, Sent
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 class FsdpStrategy(Strategy):
     """`strategy.sharding=fsdp2`, by torch's `fully_shard`."""
+
+    counts_all_experts = True
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig) -> None:
         super().__init__(topology, batch, strategy)
@@ -81,7 +84,18 @@ class FsdpStrategy(Strategy):
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         # The root is gathered once; blocks again for the backward, unless they are kept.
         again = axes.sizes.blocks / axes.sizes.parameters if self.config.frees_after_forward else 0.0
-        return axes.shard_weights(again=again, microbatches=self.batch.num_microbatches, begins=FORWARD, ends=BACKWARD)
+        return axes.shard_weights(again=again, microbatches=self.batch.num_microbatches, ends=Phase.backward)
+
+    @classmethod
+    def _state(cls, sizes: RankSizes) -> MemoryUse:
+        use = sizes.state()
+        return use if sizes.layout.offload is Offload.none else replace(use, weights=0.0)
+
+    @classmethod
+    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
+        weight, gradient, largest, ends = sizes.weight_bytes, sizes.gradient_bytes, sizes.largest_block, sizes.ends
+        # One block that computes, the next one, and what is outside of blocks, whose gradients come last.
+        return (2 * largest + ends) * weight, largest * gradient, ends * (weight + 2 * gradient)
 
 
 def shard_model(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from hfdist.config.batch import BatchPlan
@@ -17,8 +18,15 @@ from hfdist.topology import Topology
 
 DATA, SHARD, REPLICATE = "data", "shard", "replicate"
 """Axes of gradients and state: all ranks with other tokens, those that share state, and those with the same shares."""
-FORWARD, BACKWARD = "forward", "backward"
 _DDP_BUCKET_BYTES = 25 * 2**20
+
+
+class Phase(Enum):
+    """Parts of a step, in order."""
+
+    forward = "forward"
+    backward = "backward"
+    optimizer = "optimizer step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +42,8 @@ class Sent:
     """Distance from one rank that takes part to the next, in ranks."""
     num_bytes: float
     calls: float
-    hidden_by: str | None = None
-    """The phase beside which it can run, `forward` or `backward`; None: the rank waits for it."""
+    hidden_by: Phase | None = None
+    """The phase beside which it can run; None: the rank waits for it."""
     microbatches: int = 1
     """Micro batches in which it travels; the time of the others hides nothing."""
 
@@ -155,10 +163,12 @@ class Axes:
         num_elements *= self.sizes.trained_share if is_gradient else 1
         yield from self._send(kind, axis, size, stride, num_elements * self.sizes.weight_bytes, calls, **how)
 
-    def average_gradients(self, *, hidden_by: str | None = None) -> Iterator[Sent]:
+    def average_gradients(self) -> Iterator[Sent]:
         """One all-reduce of all gradients at the end of a step, and apart of those of experts that ranks share."""
         calls = max(1, round(self.held() * self.sizes.weight_bytes / _DDP_BUCKET_BYTES))
         kind, share = self._compressed()
+        # DDP reduces beside the last backward; where ranks have parts of parameters, gradients wait for the end.
+        hidden_by = None if self.topology.divides_parameters else Phase.backward
         yield from self.reduce(kind, DATA, self.held() * share, calls=calls, hidden_by=hidden_by)
         yield from self.reduce(ALL_REDUCE, DATA, self.held_experts(), calls=1, of_experts=True)
 
@@ -178,14 +188,13 @@ class Axes:
             case Compression.none:
                 return ALL_REDUCE, 1.0
 
-    def shard_weights(self, *, again: float, microbatches: int, begins: str | None, ends: str | None) -> Iterator[Sent]:
+    def shard_weights(self, *, again: float, microbatches: int, ends: Phase | None) -> Iterator[Sent]:
         """FSDP2: gathers weights, reduces gradients to shards, and averages these over replicas.
 
         Args:
             again: share of the weights that is gathered again for each backward.
             microbatches: for each of which this is done.
-            begins: the phase beside which the gathers of the forward run.
-            ends: the one beside which reductions run.
+            ends: the phase beside which reductions run.
         """
         sizes, topology = self.sizes, self.topology
         calls = (sizes.num_blocks * self.stages_share + 1) * microbatches
@@ -193,8 +202,9 @@ class Axes:
         for held, of_experts in ((self.held(), False), (self.held_experts(), True)):
             how: dict[str, Any] = {"calls": calls, "of_experts": of_experts, "microbatches": microbatches}
             weights = held * microbatches
-            yield from self.reduce(ALL_GATHER, SHARD, weights, is_gradient=False, hidden_by=begins, **how)
-            yield from self.reduce(ALL_GATHER, SHARD, weights * again, is_gradient=False, hidden_by=BACKWARD, **how)
+            yield from self.reduce(ALL_GATHER, SHARD, weights, is_gradient=False, hidden_by=Phase.forward, **how)
+            weights_again = weights * again
+            yield from self.reduce(ALL_GATHER, SHARD, weights_again, is_gradient=False, hidden_by=Phase.backward, **how)
             yield from self.reduce(exchange, SHARD, weights, hidden_by=ends, **how)
             shards = topology.shard * topology.context // (topology.expert if of_experts else 1)
             # Once in a step.
@@ -278,7 +288,8 @@ class Axes:
             shared = sizes.embedding * sizes.trained_share * sizes.weight_bytes
             if sizes.tensor.embedded:
                 shared /= topology.tensor
-            size = min(2, topology.pipeline) if self._ends_on_other_rank() else 1
+            ranks = self._rank_of_stage()
+            size = 2 if ranks[0] != ranks[-1] else 1
             yield from self._send(ALL_REDUCE, "pipeline", size, stride * (topology.pipeline - 1), shared, 1)
 
     def _crossed_boundaries(self) -> int:
@@ -287,10 +298,6 @@ class Axes:
         crossing = [pair for pair in itertools.pairwise(ranks) if pair[0] != pair[1]]
         sent = [rank for pair in crossing for rank in pair]
         return max((sent.count(rank) for rank in set(sent)), default=0)
-
-    def _ends_on_other_rank(self) -> bool:
-        ranks = self._rank_of_stage()
-        return ranks[0] != ranks[-1]
 
     def _rank_of_stage(self) -> tuple[int, ...]:
         if self.topology.pipeline == 1:

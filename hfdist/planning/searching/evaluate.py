@@ -8,6 +8,7 @@ from math import inf
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.hardware import Hardware
+from hfdist.config.layout import Layout
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
@@ -15,13 +16,13 @@ from hfdist.pipeline.partition import partition
 from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.planning.costs import AxisTraffic, PeakMemory, RankCosts, StepTime
 from hfdist.planning.searching.constants import ModelConstants
-from hfdist.planning.searching.formulas import Load, even_loads, live_stages, loads_of, peak_bytes, peak_use, rank_costs
-from hfdist.planning.searching.layouts import Layout
+from hfdist.planning.searching.formulas import Load, even_loads, loads_of, parts_of, peak, rank_costs, rank_sizes
 from hfdist.planning.timing.calibration import Factors
 from hfdist.planning.timing.step_time import step_time
 from hfdist.planning.timing.traffic import traffic
-from hfdist.strategies.base import ShardFractions, Strategy
+from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
+from hfdist.strategies.step_memory import RankSizes, ShardFractions
 from hfdist.topology import MODEL_AXES, Topology
 
 _LOW, _HIGH = 0.85, 1.15
@@ -93,20 +94,23 @@ class Evaluator:
 
     def least_bytes(self, layout: Layout) -> float:
         """Give what a rank holds at the least, however state is sharded."""
-        loads, live, least = even_loads(self.model, layout), live_stages(layout, 0), _least(layout)
-        found = peak_bytes(self.model, layout, least, loads, live)
-        if layout.splits_model:
-            return found
-        # DeepSpeed holds its weights in half precision, and the second stage has the smallest buffers.
-        sharded = replace(layout, sharding=Sharding.zero2)
-        return min(found, peak_bytes(self.model, sharded, least, loads, live))
+        ways: dict[type[Strategy], Layout] = {Strategy: layout}
+        if not layout.splits_model:
+            # It takes time that other layouts save.
+            from hfdist.strategies.deepspeed.zero import ZeroStrategy
+
+            # DeepSpeed holds its weights in half precision, and the second stage has the smallest buffers.
+            ways[ZeroStrategy] = replace(layout, sharding=Sharding.zero2)
+        loads, least = even_loads(self.model, layout), _least(layout)
+        sizes = {way: rank_sizes(self.model, sharded, way, least, loads) for way, sharded in ways.items()}
+        return min(peak(way, of_way)[1].total for way, of_way in sizes.items())
 
     def least_seconds(self, layout: Layout, *, with_model_axes: bool = False) -> float:
         """Give what a step takes at the least: its arithmetic, shared out evenly, and perhaps what the ranks of a
         replica send each other.
         """
-        strategy = self.strategy(layout)
-        costs = rank_costs(self.model, layout, _least(layout), even_loads(self.model, layout))
+        strategy, loads = self.strategy(layout), even_loads(self.model, layout)
+        costs = rank_costs(self.model, strategy, rank_sizes(self.model, layout, strategy, _least(layout), loads), loads)
         if with_model_axes:
             sent = self._traffic(layout, strategy, {})
             costs = replace(costs, traffic=tuple(one for one in sent if one.axis in MODEL_AXES))
@@ -123,14 +127,15 @@ class Evaluator:
             loads = self._loads(layout, is_exact=is_exact)
         except ConfigError:
             return None
-        memory = self._memory(layout, strategy.fractions, loads)
+        sizes = {
+            rank: rank_sizes(self.model, layout, strategy, strategy.fractions, own, rank) for rank, own in loads.items()
+        }
+        memory = self._memory(strategy, sizes)
         if memory.use.total > self.machines.usable_bytes:
             return None
         sent = self._traffic(layout, strategy, loads)
         # The rank with most to compute sets the pace.
-        costs = max(
-            (rank_costs(self.model, layout, strategy.fractions, of_rank) for of_rank in loads.values()), key=_flops
-        )
+        costs = max((rank_costs(self.model, strategy, sizes[rank], own) for rank, own in loads.items()), key=_flops)
         time = self.time(replace(costs, traffic=sent), strategy)
         if time.seconds >= most_seconds:
             return None
@@ -157,13 +162,12 @@ class Evaluator:
         looked_at = range(layout.pipeline) if is_exact else (0, layout.pipeline - 1)
         return {rank: loads_of(self.model, self._stages[balanced], ranks, rank) for rank in looked_at}
 
-    def _memory(self, layout: Layout, fractions: ShardFractions, loads: Mapping[int, Sequence[Load]]) -> PeakMemory:
-        live = {rank: live_stages(layout, rank) for rank in loads}
-        held = {rank: peak_bytes(self.model, layout, fractions, own, live[rank]) for rank, own in loads.items()}
-        worst = max(held, key=held.__getitem__)
-        phase, use = peak_use(self.model, layout, fractions, loads[worst], live[worst])
+    def _memory(self, strategy: Strategy, sizes: Mapping[int, RankSizes]) -> PeakMemory:
+        peaks = {rank: peak(strategy, of_rank) for rank, of_rank in sizes.items()}
+        worst = max(peaks, key=lambda rank: peaks[rank][1].total)
+        phase, use = peaks[worst]
         use = replace(use, runtime=self.machines.runtime_bytes)
-        first = layout.world_size // layout.pipeline * worst
+        first = strategy.topology.pipelines[0][worst]
         return PeakMemory(rank=first, phase=phase, use=use, low_bytes=use.total * _LOW, high_bytes=use.total * _HIGH)
 
     def _traffic(
@@ -175,15 +179,8 @@ class Evaluator:
         return traffic(strategy, sizes, devices_per_machine=self.machines.per_machine)
 
     def _elements(self, loads: Sequence[Load]) -> int:
-        model = self.model
-        whole = [*model.kinds, model.prologue, model.epilogue]
-        return round(
-            sum(
-                part.parameters * number
-                for load in loads
-                for part, number in zip(whole, (*load.blocks, load.prologue, load.epilogue), strict=True)
-            )
-        )
+        parts = [part for load in loads for part in parts_of(self.model, self.model.shares[1, 1], load)]
+        return round(sum(part.parameters * number for part, _, number in parts))
 
     def time(self, costs: RankCosts, strategy: Strategy) -> StepTime:
         """Give the time of a step of `costs`, with its traffic."""

@@ -9,13 +9,13 @@ from itertools import product
 from typing import Any
 
 from hfdist.config.checks.values import check_config
+from hfdist.config.layout import Layout
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule, Sharding
 from hfdist.errors import ConfigError
 from hfdist.optim.registry import check_optimizer
 from hfdist.pipeline.schedule import check_microbatches, stages_per_rank
 from hfdist.planning.searching.constants import MODES, ModelConstants
-from hfdist.planning.searching.layouts import Layout
 from hfdist.topology import MODEL_AXES
 
 _MOST_STAGES_PER_RANK = 4

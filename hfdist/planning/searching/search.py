@@ -16,6 +16,7 @@ from math import inf
 
 from transformers import PreTrainedConfig
 
+from hfdist.config.layout import Layout
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Sharding
 from hfdist.errors import ConfigError, ResourceError
@@ -24,7 +25,6 @@ from hfdist.planning.searching.confirm import confirm
 from hfdist.planning.searching.constants import MODES, ModelConstants
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
-from hfdist.planning.searching.layouts import Layout
 from hfdist.planning.searching.short_traces import measure_constants
 
 _MOST_TRACED, _MOST_TRACED_BLOCKS = 3, 40

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hfdist.errors import ConfigError
 from hfdist.pipeline.stage_module import Block
 from hfdist.planning.searching.constants import ShareOfParts
+from hfdist.planning.searching.layout_space import divisors
 from hfdist.strategies.experts import make_expert_plan
 from hfdist.strategies.tensor.linear import split_dimensions
 from hfdist.strategies.tensor.plan import Plan, first_plan
@@ -38,7 +39,7 @@ def find_shares(
     """
     by_tensor: dict[int, Plan | None] = {1: None, **tensor_plans}
     experts = _expert_parameters(model)
-    degrees = _divisors(math.gcd(*experts.values())) if experts else [1]
+    degrees = divisors(math.gcd(*experts.values())) if experts else [1]
     return {
         (tensor, expert): _shares(model, blocks, divided)
         for tensor, plan in by_tensor.items()
@@ -64,10 +65,6 @@ def _expert_parameters(model: PreTrainedModel) -> dict[str, int]:
             plan = make_expert_plan(model, degree)
             return {name: model.get_parameter(name).shape[0] for name, style in plan.items() if style == _EXPERTS}
     return {}
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def _divided(model: PreTrainedModel, plan: Plan | None, degree: int) -> dict[str, int]:

@@ -34,7 +34,7 @@ from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
 from hfdist.pipeline.stage_module import Block, Place, copy_structure
-from hfdist.planning.costs import OpCosts, Phase
+from hfdist.planning.costs import OpCosts
 from hfdist.planning.searching.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
 from hfdist.planning.searching.shares import find_shares, find_tensor_plans
 from hfdist.planning.timing.traffic import step_sizes
@@ -42,6 +42,7 @@ from hfdist.planning.tracing.fake_model import make_fake_model
 from hfdist.planning.tracing.memory import find_loss_head
 from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
+from hfdist.strategies.traffic import Phase
 from hfdist.topology import Topology
 
 _NUMBERS = (1, 2)

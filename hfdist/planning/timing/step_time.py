@@ -21,10 +21,11 @@ from hfdist.config.hardware import Hardware
 from hfdist.config.strategy import Offload
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.models.blocks import compiles_on_gpus
-from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StepTime
+from hfdist.planning.costs import AxisTraffic, OpCosts, RankCosts, StepTime
 from hfdist.planning.timing.calibration import COMPONENTS, Factors, default_factors
 from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
 from hfdist.strategies.base import Strategy
+from hfdist.strategies.traffic import Phase
 from hfdist.topology import MODEL_AXES
 
 _LEFT_OF_FUSED = 0.67

@@ -13,7 +13,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.experts import num_chosen_experts
 from hfdist.models.flops import attention_width, num_trained
-from hfdist.planning.costs import AxisTraffic, Phase
+from hfdist.planning.costs import AxisTraffic
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
 from hfdist.strategies.tensor.plan import Plan, first_plan
@@ -33,22 +33,20 @@ def traffic(strategy: Strategy, sizes: StepSizes, *, devices_per_machine: int) -
         sizes: of the whole model.
         devices_per_machine: ranks that share a machine, neighbours first.
     """
-    found = []
-    for sent in strategy.traffic(sizes):
-        span = sent.size * sent.stride
-        one = AxisTraffic(
+    return tuple(
+        AxisTraffic(
             axis=sent.axis,
             sent_bytes=sent.num_bytes,
             calls=max(1, round(sent.calls)),
             size=sent.size,
-            crosses_machines=span > devices_per_machine,
+            crosses_machines=sent.size * sent.stride > devices_per_machine,
             machine_ranks=min(sent.size, max(1, devices_per_machine // sent.stride)),
-            overlaps=None if sent.hidden_by is None else Phase(sent.hidden_by),
+            overlaps=sent.hidden_by,
             kind=sent.kind,
             microbatches=sent.microbatches,
         )
-        found.append(one)
-    return tuple(sorted(found, key=lambda one: -one.sent_bytes))
+        for sent in sorted(strategy.traffic(sizes), key=lambda sent: -sent.num_bytes)
+    )
 
 
 def step_sizes(

@@ -33,7 +33,6 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
-from hfdist.planning.costs import MemoryUse, Phase
 from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Engine
@@ -42,6 +41,8 @@ from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
 from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed
 from hfdist.strategies.held import state_tensors
 from hfdist.strategies.pipelines import zero as pipelines_zero
+from hfdist.strategies.step_memory import MemoryUse
+from hfdist.strategies.traffic import Phase
 from hfdist.topology import Topology
 
 _aten = torch.ops.aten

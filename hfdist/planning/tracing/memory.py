@@ -33,13 +33,15 @@ from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.registry import find_optimizer
-from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, StageCosts
+from hfdist.planning.costs import PeakMemory, RankCosts, StageCosts
 from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer, quantize_fake
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
 from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import select_strategy
+from hfdist.strategies.step_memory import MemoryUse
+from hfdist.strategies.traffic import Phase
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:

@@ -27,11 +27,12 @@ from hfdist.pipeline.schedule import Operation, check_microbatches, plan, rank_o
 from hfdist.pipeline.stage_io import CARRIES, Header, unpack
 from hfdist.pipeline.stage_module import StageModule
 from hfdist.pipeline.timeline import Action, Recorder
-from hfdist.planning.costs import OpCosts, Phase, StageCosts
+from hfdist.planning.costs import OpCosts, StageCosts
 from hfdist.planning.tracing.trace import GRADIENTS, Trace
 from hfdist.strategies.base import Batch
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pipelines.pipeline import PipelineStrategy
+from hfdist.strategies.traffic import Phase
 from hfdist.topology import Topology
 
 _OF_GPIPE = 3

@@ -22,7 +22,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hfdist.planning.costs import MemoryUse, OpCosts, Phase
+from hfdist.planning.costs import OpCosts
+from hfdist.strategies.step_memory import MemoryUse
+from hfdist.strategies.traffic import Phase
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = "weights", "gradients", "optimizer", "activations", "buffers"
 KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,21 +18,29 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import device_of
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import StrategyConfig
+from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.optim.probe import Reach, moving_options
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
+from hfdist.strategies.base import Engine, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
-from hfdist.strategies.deepspeed.buckets import fit_buckets
+from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
-from hfdist.strategies.traffic import BACKWARD, DATA, FORWARD, Axes, Sent, StepSizes
+from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes
 from hfdist.topology import Topology
 
 _GENERATION = object()
 """Stands among the modules that use a parameter."""
+_LIVE_ELEMENTS = 1e9
+"""The most elements of weights that ZeRO-3 gathers and keeps at a time: `stage3_max_live_parameters`."""
+_SPLIT = 1 / 3
+"""Share of a block's parameters whose gradients a rank of ZeRO-1 and 2 keeps whole, though it steps only a part."""
+_COPIES_OF_GRADIENTS, _COPIES_OF_STATE = 7, 6
+"""How often DeepSpeed reads or writes each gradient more than autograd does, on its way through a bucket to its owner,
+and each element of a rank's own part more than the optimizer does: by traces of ZeRO-1, -2 and -3."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -68,26 +77,69 @@ class ZeroStrategy(Strategy):
     def traffic(self, sizes: StepSizes) -> list[Sent]:
         """As of the base class. In half precision DeepSpeed's weights and gradients are of that type."""
         is_half = self._train.precision in (Precision.bf16, Precision.fp16)
-        return super().traffic(dataclasses.replace(sizes, weight_bytes=2) if is_half else sizes)
+        return super().traffic(replace(sizes, weight_bytes=2) if is_half else sizes)
 
     def _state_traffic(self, axes: Axes) -> Iterator[Sent]:
         num_microbatches = self.batch.num_microbatches
         if self.stage < 3:
             # ZeRO-1 accumulates gradients where they are, ZeRO-2 on their owners.
             times = num_microbatches if self.stage == 2 else 1
-            yield from reduce_to_owners(axes, microbatches=times, hidden_by=BACKWARD)
+            yield from reduce_to_owners(axes, microbatches=times, hidden_by=Phase.backward)
             return
         held, num_blocks = axes.held(), axes.sizes.num_blocks
         small = axes.sizes.small
         large = held - small
         # What it may keep between a forward and its backward.
-        again = max(0.0, large - self.deepspeed_config["zero_optimization"].get("stage3_max_live_parameters", 1e9))
+        most = self.deepspeed_config["zero_optimization"].get("stage3_max_live_parameters", _LIVE_ELEMENTS)
+        again = max(0.0, large - most)
         how: dict[str, Any] = {"calls": num_blocks * num_microbatches, "microbatches": num_microbatches}
         of_step = num_microbatches * large, num_microbatches * again
-        yield from axes.reduce(ALL_GATHER, DATA, of_step[0], is_gradient=False, hidden_by=FORWARD, **how)
-        yield from axes.reduce(ALL_GATHER, DATA, of_step[1], is_gradient=False, hidden_by=BACKWARD, **how)
-        yield from axes.reduce(REDUCE_SCATTER, DATA, num_microbatches * held, hidden_by=BACKWARD, **how)
+        yield from axes.reduce(ALL_GATHER, DATA, of_step[0], is_gradient=False, hidden_by=Phase.forward, **how)
+        yield from axes.reduce(ALL_GATHER, DATA, of_step[1], is_gradient=False, hidden_by=Phase.backward, **how)
+        yield from axes.reduce(REDUCE_SCATTER, DATA, num_microbatches * held, hidden_by=Phase.backward, **how)
         yield from axes.reduce(ALL_GATHER, DATA, small, calls=1)
+
+    @classmethod
+    def held(cls, sizes: RankSizes) -> Iterator[tuple[Phase, MemoryUse]]:
+        """See the base class. Gradients go through buckets, and autocast makes no copies of weights in its own type."""
+        half, weight_bytes = sizes.half_bytes or sizes.gradient_bytes, sizes.half_bytes or sizes.weight_bytes
+        use = with_master_weights(replace(sizes, weight_bytes=weight_bytes)).state()
+        use = use if sizes.half_bytes is None else replace(use, activations=sizes.kept)
+        in_forward, in_backward = use.activations + sizes.of_head, use.activations + sizes.working
+        bucket = bucket_elements(sizes.trained, sizes.trained_end)
+        share, is_here = sizes.stepped, sizes.layout.offload is Offload.none
+        stepped, stage = share * 4.0 * is_here, STAGE[sizes.layout.sharding]
+        if stage == 3:
+            # Gradients have a place that stays.
+            buffers = (min(sizes.elements, _LIVE_ELEMENTS) + bucket) * half
+            yield Phase.forward, replace(use, activations=in_forward, buffers=buffers)
+            yield Phase.backward, replace(use, activations=in_backward, buffers=buffers + bucket * half)
+            yield Phase.optimizer, replace(use, activations=0.0, buffers=bucket * half + stepped)
+            return
+        own = stepped
+        if sizes.half_bytes is None and sizes.fractions.optimizer < 1 and share:
+            # A rank keeps gradients whole, also of what it steps in part; where the largest one ends, it keeps it with
+            # the rest of its own part.
+            whole = share * max(1, math.ceil(sizes.trained_end / share))
+            own = (whole + _SPLIT * sizes.trained_block) * 4.0 * is_here
+        # ZeRO-1 of bfloat16 has none.
+        buckets = 0.0 if stage == 1 and sizes.half_bytes is not None else 2 * bucket * half
+        accumulates = sizes.layout.num_microbatches > 1
+        before = (sizes.trained * 4.0 if stage == 1 else own) * accumulates
+        # ZeRO-1 lets its buckets go after the last micro batch only.
+        waiting = buckets * (stage == 1 and accumulates)
+        yield Phase.forward, replace(use, gradients=before, activations=in_forward, buffers=waiting)
+        yield Phase.backward, replace(use, gradients=before, activations=in_backward, buffers=buckets)
+        at_end, sent = own if stage == 1 else before + own, buckets + min(bucket, share) * half
+        yield Phase.backward, replace(use, gradients=at_end, activations=sizes.working, buffers=sent)
+        yield Phase.optimizer, replace(use, gradients=own, activations=0.0, buffers=stepped)
+
+    @classmethod
+    def copied(cls, sizes: RankSizes) -> tuple[float, float]:
+        """See the base class. ZeRO-1 reduces gradients of all micro batches at once."""
+        gradients = _COPIES_OF_GRADIENTS * sizes.trained * (sizes.half_bytes or sizes.gradient_bytes)
+        state = _COPIES_OF_STATE * sizes.stepped * sizes.gradient_bytes
+        return (0.0, state + gradients) if STAGE[sizes.layout.sharding] == 1 else (gradients, state)
 
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's partitioning during construction asks it for the size."""
@@ -121,7 +173,12 @@ class ZeroStrategy(Strategy):
         return ZeroEngine(model)
 
 
-def reduce_to_owners(axes: Axes, *, microbatches: int, hidden_by: str | None) -> Iterator[Sent]:
+def with_master_weights(sizes: RankSizes) -> RankSizes:
+    """DeepSpeed steps float32 copies, with float32 gradients."""
+    return replace(sizes, gradient_bytes=4.0, optimizer_bytes=sizes.optimizer_bytes + 4.0)
+
+
+def reduce_to_owners(axes: Axes, *, microbatches: int, hidden_by: Phase | None) -> Iterator[Sent]:
     """ZeRO-1 and 2: gradients to the ranks that step them, and the weights back to all."""
     held = axes.held()
     # See `use_multi_rank_bucket_allreduce` in deepspeed_config.py.

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-_BUCKET_ELEMENTS = 16 * 1024 * 1024
+BUCKET_ELEMENTS = 16 * 1024 * 1024
+"""Elements that are added up over ranks at a time."""
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -89,7 +90,7 @@ def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     num_elements = 0
     for grad in grads:
         num_elements += grad.numel()
-        if bucket and (num_elements > _BUCKET_ELEMENTS or grad.dtype != bucket[0].dtype):
+        if bucket and (num_elements > BUCKET_ELEMENTS or grad.dtype != bucket[0].dtype):
             yield bucket
             bucket, num_elements = [], grad.numel()
         bucket.append(grad)

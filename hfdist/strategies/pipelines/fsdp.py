@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.split import SplitModel
-from hfdist.strategies.base import Batch, Function, ShardFractions, TrainerHooks, check_no_scalars
+from hfdist.strategies.base import Batch, Function, TrainerHooks, check_no_scalars
 from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
-from hfdist.strategies.traffic import FORWARD, Axes, Sent
+from hfdist.strategies.step_memory import RankSizes, ShardFractions
+from hfdist.strategies.traffic import Axes, Sent
 
 
 class _Step(nn.Module):
@@ -121,6 +122,7 @@ class PipelineFsdpStrategy(PipelineStrategy):
     """`strategy.pipeline=N strategy.sharding=fsdp2`."""
 
     engine_class = PipelineFsdpEngine
+    counts_all_experts = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -133,4 +135,8 @@ class PipelineFsdpStrategy(PipelineStrategy):
         super().partition(model)
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
-        return axes.shard_weights(again=0.0, microbatches=1, begins=FORWARD, ends=None)
+        return axes.shard_weights(again=0.0, microbatches=1, ends=None)
+
+    @classmethod
+    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
+        return sizes.elements * sizes.weight_bytes, sizes.trained * sizes.gradient_bytes, 0.0

@@ -18,12 +18,12 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import gather_json
 from hfdist.errors import PartitionError
 from hfdist.optim.probe import Reach
-from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.deepspeed import pieces_zero
-from hfdist.strategies.deepspeed.buckets import fit_buckets
+from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import generate
-from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed
+from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed, with_master_weights
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
+from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent
 
 
@@ -130,6 +130,15 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         return reduce_to_owners(axes, microbatches=1, hidden_by=None)
+
+    @classmethod
+    def _state(cls, sizes: RankSizes) -> MemoryUse:
+        return with_master_weights(sizes).state()
+
+    @classmethod
+    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
+        # Gradients go through one bucket to the rank's own part.
+        return 0.0, 0.0, (bucket_elements(sizes.trained, sizes.ends) + sizes.stepped) * sizes.gradient_bytes
 
 
 class _Step:

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
-from hfdist.planning.costs import AxisTraffic, MemoryUse, PeakMemory, Phase, StepTime
+from hfdist.planning.costs import AxisTraffic, PeakMemory, StepTime
 from hfdist.planning.plan import Plan
+from hfdist.strategies.step_memory import MemoryUse
+from hfdist.strategies.traffic import Phase
 
 GIB = 2**30
 PLAN = Plan(

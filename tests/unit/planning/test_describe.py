@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from hfdist.planning.costs import Phase
 from hfdist.planning.describe import describe_plan, describe_shortly, verdict
 from hfdist.planning.grade import Held, Measured, grade, grade_to_json
+from hfdist.strategies.traffic import Phase
 from tests.unit.planning.plans import GIB, PLAN, TOO_LARGE
 
 HELD = Held(peak=21 * GIB, parts={"weights": 4 * GIB, "gradients": 5 * GIB, "optimizer": 8 * GIB, "runtime": GIB})

@@ -6,17 +6,20 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import read_hardware
+from hfdist.config.layout import Layout
 from hfdist.config.strategy import Offload, Schedule, Sharding
 from hfdist.config.train import Recompute
 from hfdist.models.architecture import find_architecture
-from hfdist.pipeline.schedule import Operation, plan, rank_of_stage, stages_per_rank
+from hfdist.pipeline.schedule import Operation, live_microbatches, plan, rank_of_stage, stages_per_rank
 from hfdist.planning.searching.constants import MODES
 from hfdist.planning.searching.evaluate import Evaluator, Machines
-from hfdist.planning.searching.formulas import even_loads, live_stages, peak_bytes, rank_costs, whole_load
-from hfdist.planning.searching.layouts import Layout
+from hfdist.planning.searching.formulas import even_loads, peak, rank_costs, rank_sizes
 from hfdist.planning.searching.search import measure
 from hfdist.planning.tracing.memory import trace_rank, worst_rank
-from hfdist.strategies.base import ShardFractions
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.deepspeed.zero import ZeroStrategy
+from hfdist.strategies.fsdp import FsdpStrategy
+from hfdist.strategies.step_memory import ShardFractions
 from tests.unit.planning.models import BLOCK, make_constants
 
 FP32 = (
@@ -29,6 +32,10 @@ FP32 = (
     "data.lanes=16",
 )
 SINGLE = Layout()
+
+
+def peak_bytes(model, layout, fractions, loads, strategy=Strategy):
+    return peak(strategy, rank_sizes(model, layout, strategy, fractions, loads))[1].total
 
 
 def live_by_actions(schedule, num_ranks, per_rank, num_microbatches):
@@ -55,22 +62,22 @@ def test_live_micro_batches_are_those_of_the_schedules_own_actions(schedule, num
             stages_per_rank=per_rank,
             num_microbatches=number,
         )
-        found = [live_stages(layout, rank) for rank in range(num_ranks)]
+        found = [live_microbatches(layout, rank) for rank in range(num_ranks)]
         assert found == live_by_actions(schedule, num_ranks, per_rank, number)
 
 
 def test_state_is_counted_in_the_bytes_of_adamw():
     model = make_constants(2)
-    least = peak_bytes(model, SINGLE, ShardFractions(), [whole_load(model)], 1)
+    least = peak_bytes(model, SINGLE, ShardFractions(), even_loads(model, SINGLE))
     assert least >= 16 * model.parameters
     fourth = ShardFractions(weights=0.25, gradients=0.25, optimizer=0.25)
     layout = Layout(data=4, sharding=Sharding.fsdp2)
-    assert peak_bytes(model, layout, fourth, [whole_load(model)], 1) < least
+    assert peak_bytes(model, layout, fourth, even_loads(model, SINGLE), FsdpStrategy) < least
 
 
 def bytes_of(layout):
     model = make_constants()
-    return peak_bytes(model, layout, ShardFractions(), even_loads(model, layout), live_stages(layout, 0))
+    return peak_bytes(model, layout, ShardFractions(), even_loads(model, layout))
 
 
 def test_memory_grows_with_micro_batches_and_falls_with_what_is_computed_again():
@@ -92,7 +99,8 @@ def test_offloaded_state_is_not_on_the_device():
     model, layout = make_constants(), Layout(data=8, num_microbatches=2, sharding=Sharding.fsdp2)
     share = ShardFractions(weights=1 / 8, gradients=1 / 8, optimizer=1 / 8)
     here, away = (
-        peak_bytes(model, replace(layout, offload=offload), share, even_loads(model, layout), 1) for offload in Offload
+        peak_bytes(model, replace(layout, offload=offload), share, even_loads(model, layout), FsdpStrategy)
+        for offload in Offload
     )
     assert here - away == pytest.approx(16 * model.parameters / 8)
 
@@ -101,7 +109,8 @@ def test_arithmetic_is_shared_out_and_computed_again():
     model = make_constants()
 
     def flops(layout):
-        stages = rank_costs(model, layout, ShardFractions(), even_loads(model, layout)).stages
+        loads = even_loads(model, layout)
+        stages = rank_costs(model, Strategy, rank_sizes(model, layout, Strategy, ShardFractions(), loads), loads).stages
         return sum(stage.forward.flops + stage.backward.flops for stage in stages)
 
     whole = flops(SINGLE)
@@ -119,7 +128,8 @@ def test_what_zero_copies_costs_more_than_its_smaller_step_saves():
     def moved(sharding, number):
         layout = Layout(data=2, num_microbatches=number, sharding=sharding)
         share = ShardFractions(optimizer=1.0 if sharding is Sharding.none else 0.5)
-        costs = rank_costs(model, layout, share, even_loads(model, layout))
+        strategy, loads = Strategy if sharding is Sharding.none else ZeroStrategy, even_loads(model, layout)
+        costs = rank_costs(model, strategy, rank_sizes(model, layout, strategy, share, loads), loads)
         return costs.optimizer.moved_bytes + number * sum(stage.backward.moved_bytes for stage in costs.stages)
 
     assert moved(Sharding.none, 4) < moved(Sharding.zero1, 4) < moved(Sharding.zero2, 4)
@@ -156,7 +166,8 @@ def test_formulas_come_near_to_a_trace(measured, overrides, error):
     wanted = trace.peak.use.total - trace.peak.use.runtime
     assert found.memory.use.total == pytest.approx(wanted, rel=error)
     strategy = Evaluator(config, model, machines).strategy(layout)
-    [own] = rank_costs(model, layout, strategy.fractions, even_loads(model, layout)).stages
+    loads = even_loads(model, layout)
+    [own] = rank_costs(model, strategy, rank_sizes(model, layout, strategy, strategy.fractions, loads), loads).stages
     [traced] = trace.costs.stages
     assert own.forward.flops + own.backward.flops == pytest.approx(
         traced.forward.flops + traced.backward.flops, rel=0.01

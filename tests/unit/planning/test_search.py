@@ -8,13 +8,13 @@ import pytest
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import read_hardware
+from hfdist.config.layout import Layout
 from hfdist.config.strategy import Offload
 from hfdist.errors import ResourceError
 from hfdist.planning import advice
 from hfdist.planning.searching import search
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
-from hfdist.planning.searching.layouts import Layout
 from hfdist.strategies.select import select_strategy
 from tests.unit.planning.models import make_constants
 from tests.unit.planning.plans import TOO_LARGE

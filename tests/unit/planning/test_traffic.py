@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Precision, TrainConfig
-from hfdist.planning.costs import Phase
 from hfdist.planning.timing.traffic import step_sizes, traffic
+from hfdist.strategies.traffic import Phase
 from tests.unit.planning.layouts import make_layout
 
 FIELDS = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,

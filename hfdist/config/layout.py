@@ -26,6 +26,11 @@ class Layout(Mesh):
     """What the backward computes again; None: activations are kept."""
 
     @property
+    def is_ddp(self) -> bool:
+        """Whether DDP averages the gradients."""
+        return self.sharding is Sharding.none and self.data * self.context > 1 and not self.divides_parameters
+
+    @property
     def shares_of_sequences(self) -> float:
         """Sequences of a micro batch that one rank computes: less than one where ranks share a sequence."""
         return self.micro_batch_size / self.context
