@@ -8,7 +8,7 @@ from operator import mul
 from pathlib import Path
 
 from hfdist.config.optimizer import OptimizerName
-from hfdist.topology import MODEL_AXES
+from hfdist.topology import MODEL_AXES, PARTS
 
 _HUB_DATA = "data=hub data.sources.hub.path={value}"
 _MOST_MINUTES = 10_000
@@ -96,7 +96,9 @@ _OVERRIDES = {
     "strategy=zero3_offload": "cpu_offload offload_optimizer offload_param offload_params",
     "strategy=fsdp2": "fsdp fsdp_config sharding_strategy fsdp_sharding_strategy",
     **{
-        f"strategy.{axis}={{value}}": f"{axis[0]}p {axis[0]}p_size {axis}_parallel_size {axis}_model_parallel_size"
+        f"strategy.{axis}={{value}}": f"{axis[0]}p {axis[0]}p_size {axis}_parallel_size"
+        # Megatron's names of axes that divide the model.
+        + f" {axis}_model_parallel_size" * (axis in ("pipeline", *PARTS))
         for axis in ("data", *MODEL_AXES)
     },
     "launch.processes={value}": "num_processes nproc_per_node num_gpus gpus devices world_size",
