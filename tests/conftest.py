@@ -5,17 +5,23 @@ import os
 
 # Before torch is imported anywhere: its thread pool is sized at import.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+# What tests start need not compile hfdist anew: half a second of each process.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import shutil
 import signal
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.quick_composition import quick_composition
+
 pytest_plugins = ("tests.cpu_seconds",)
 
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 # Under nohup what the tests start would ignore a closed terminal, too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -25,6 +31,15 @@ def pytest_collection_finish():
     """Modules and tests stay until the end: no collection need look through those millions of objects again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly_composed(request):
+    """Files of config groups are merged once a session, but in modules that say `COMPOSES_WHOLE`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "COMPOSES_WHOLE", False):
+            quick_composition(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import re
@@ -11,9 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from hfdist.config.cli import audit
 from hfdist.config.cli.command import _parse_flags, check_request
@@ -144,28 +140,6 @@ _COMMANDS: dict[str, Callable[[list[str]], Any]] = {
     "serve": lambda arguments: None,
 }
 _PROPOSAL = re.compile(rf"(?:\bhfdist (?P<command>{'|'.join([*_COMMANDS, *NAMES])})\b)?(?P<words>(?:\s*(?:{_WORD}))*)")
-
-
-def quick_composition(patch: pytest.MonkeyPatch) -> None:
-    """Let Hydra merge the same files once: single keys are put into a copy by Hydra's own function."""
-    whole = compose.compose_untyped
-    merged = functools.cache(lambda name, groups, folders: whole(compose.make_request(name, groups, folders)))
-
-    def quick(request: Any) -> Any:
-        groups = tuple(one.text for one in request.overrides if "." not in one.key)
-        rest = [one.for_hydra for one in request.overrides if "." in one.key]
-        if len(request.folders) > 1 or not rest:
-            return whole(request)
-        try:
-            config = copy.deepcopy(merged(request.config_name, groups, None))
-            ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(rest), config)
-            compose.check_keys(config, request)
-            assert OmegaConf.get_type(config) is compose.RunConfig
-        except Exception:
-            return whole(request)
-        return config
-
-    patch.setattr(compose, "compose_untyped", quick)
 
 
 class Chains:

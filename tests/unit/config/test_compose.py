@@ -1,6 +1,7 @@
 """Composing: precedence, conveniences over plain Hydra, a user's own folder, and back to YAML."""
 
 import dataclasses
+import shlex
 
 import pytest
 
@@ -9,7 +10,10 @@ from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
+from tests.quick_composition import quick_composition
 from tests.unit.config.shipped import EXPERIMENTS, OPTIONS, needed_overrides, primary_for
+
+COMPOSES_WHOLE = True
 
 
 def write(folder, **files):
@@ -27,6 +31,33 @@ def test_the_command_line_wins_over_the_experiment_and_that_over_presets():
     assert compose_config(["+experiment=stdlib_small", "train.max_steps=7", "optimizer.warmup_steps=1"]).train == (
         dataclasses.replace(compose_config(["+experiment=stdlib_small"]).train, max_steps=7)
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "model=tiny",
+        "model=tiny strategy=fsdp2 strategy.tensor=2 train.max_steps=6 optimizer.lr=1e-2 data.workers=0 report=quiet",
+        "+experiment=demo run.name=a train.arguments.torch_empty_cache_steps=10",
+        "data=mixture '+data.sources.a={path: x}' data.sources.b.path=y ~optimizer.warmup_fraction",
+        "model.config={hidden_size: 64, attention_bias: true} ++model.config.num_key_value_heads=1",
+        "model.config.vocab_size=${data.sequence_length}",
+    ],
+)
+def test_most_tests_compose_as_users_do(line):
+    """They merge the same files once: `tests/quick_composition.py`."""
+
+    def found():
+        try:
+            return compose_config(shlex.split(line))
+        except ConfigError as error:
+            return str(error)
+
+    whole = found()
+    with pytest.MonkeyPatch.context() as patch:
+        quick_composition(patch)
+        assert found() == found() == whole
 
 
 def test_an_experiment_is_chosen_with_or_without_a_plus():

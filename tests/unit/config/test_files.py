@@ -11,6 +11,8 @@ from hfdist.config.composition.files import MAX_BYTES, refuse_references, refuse
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF
 
+COMPOSES_WHOLE = True
+
 GLOBAL = "# @package _global_\n"
 
 

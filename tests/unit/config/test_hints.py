@@ -12,7 +12,7 @@ from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import HfdistError
-from tests.unit.config.hint_chains import Chains, quick_composition
+from tests.unit.config.hint_chains import Chains
 from tests.unit.config.mistaken_lines import LINES
 
 CONFIG = Path(hfdist.__file__).parent / "config"
@@ -79,7 +79,6 @@ def followed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(HfdistError, "__init__", note)
-        quick_composition(patch)
         chains = Chains()
         return [problem for line in LINES for problem in chains.failures(line)], places
 

@@ -1,0 +1,52 @@
+"""Composition in which Hydra merges the same files once a session: most tests are about what comes of a config."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from hfdist.config.composition import compose
+
+_whole = compose.compose_untyped
+
+
+@functools.cache
+def _merged(name: str, groups: tuple[str, ...], folder: Path) -> Any:
+    """Args: folder: the shipped one, which is found once more."""
+    return _whole(compose.make_request(name, groups, None))
+
+
+@functools.cache
+def _parsed(override: str) -> Any:
+    return OverridesParser.create().parse_override(override)
+
+
+def _quick(request: Any) -> Any:
+    groups = tuple(one.text for one in request.overrides if "." not in one.key)
+    rest = [one.for_hydra for one in request.overrides if "." in one.key]
+    if len(request.folders) > 1:
+        return _whole(request)
+    try:
+        config = copy.deepcopy(_merged(request.config_name, groups, request.folders[0]))
+        if rest:
+            ConfigLoaderImpl._apply_overrides_to_config([_parsed(one) for one in rest], config)
+            compose.check_keys(config, request)
+            for key, text in compose._texts(config):
+                compose.refuse_resolver(text, key)
+        assert OmegaConf.get_type(config) is compose.RunConfig
+    except Exception:
+        # Of the message, too, the whole way is to be judged.
+        return _whole(request)
+    return config
+
+
+def quick_composition(patch: pytest.MonkeyPatch) -> None:
+    """Put single keys into a copy of what Hydra has merged, by Hydra's own function, as long as `patch` lasts."""
+    patch.setattr(compose, "compose_untyped", _quick)
