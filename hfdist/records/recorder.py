@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
@@ -211,10 +212,13 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
 
 def find_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Give the versions of Python and of packages."""
-    versions = {"Python": platform.python_version()}
-    for package in packages:
-        # A checkout that is not installed has none.
-        versions[package] = "of an unknown version"
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
+    return {"Python": platform.python_version()} | {package: _version(package) for package in packages}
+
+
+@cache  # its record and its card ask for it: a tenth of a second each time
+def _version(package: str) -> str:
+    # A checkout that is not installed has none.
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of an unknown version"

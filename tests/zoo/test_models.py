@@ -10,6 +10,7 @@ from hfdist.models.flops import num_parameters
 from tests.zoo.models import (
     NOT_BUILDABLE,
     SAMPLE,
+    SHARDED_SAMPLE,
     TYPES,
     full_config,
     make_model,
@@ -44,6 +45,7 @@ def kinds_of_blocks(model):
 
 def test_every_type_of_transformers_is_known():
     assert len(SAMPLE) == len(set(SAMPLE))
+    assert set().union(*SHARDED_SAMPLE.values()) <= set(SAMPLE)
     assert set(SAMPLE) <= set(TYPES)
     assert set(TYPES) | set(NOT_BUILDABLE) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
