@@ -5,6 +5,7 @@ import pytest
 from hfdist.records import RunFolder, read_lines
 from tests.distributed.island_runs import Island, difference, overrides_of, served
 from tests.distributed.runs import losses, pretrain, weights
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +49,7 @@ def mean_of(alone):
     return {name: (2 * first[name] + second[name]) / 3 for name in first}
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "fsdp2")])
+@pytest.mark.parametrize(("num_ranks", "layout"), [many(1, "single"), (2, "fsdp2")])
 def test_a_round_is_the_mean_of_what_clients_learn_weighted_by_tokens(tmp_path, alone, num_ranks, layout):
     folders = run_clients(tmp_path, f"strategy={layout}", f"islands.every={EVERY}", num_ranks=num_ranks)
     assert difference(weights(folders[0]), mean_of(alone)) < (1e-6 if layout == "single" else 1e-5)

@@ -30,7 +30,7 @@ def single(tmp_path_factory, cache_dir):
 
 @pytest.fixture
 def aot_eager(monkeypatch):
-    """The compiler's front end alone: what follows takes half a minute on a CPU, and is tested on one process."""
+    """The compiler's front end alone: what follows takes half a minute on a CPU: `make matrices`."""
     compiler = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiler(module, backend="aot_eager"))
 
@@ -44,7 +44,7 @@ def train(folder, num_processes, strategy, *overrides):
 @pytest.mark.parametrize(
     ("strategy", "num_processes"),
     [
-        *(("ddp", 4), many("zero1", 2), ("zero2", 2), many("zero3", 2), ("zero3_offload", 2), ("hsdp", 4)),
+        *(("ddp", 4), many("zero1", 2), ("zero2", 2), many("zero3", 2), ("zero3_offload", 2), many("hsdp", 4)),
         ("long_context", 2),
         *(many("pipeline_zero1", 4), ("fsdp2 strategy.pipeline=2", 4)),
         *(many("tensor", 2), many("pipeline_zero1 strategy.context=2", 8), many("3d", 8)),
@@ -78,7 +78,7 @@ def test_the_comparison_can_fail(single, tmp_path):
         many("hsdp", 4, ["train.gradient_checkpointing=true", "train.activation_offload=true", "strategy.offload=cpu"]),
         many("3d", 8, ["train.gradient_checkpointing=true", "model.loss=chunked", "strategy.schedule=zbv", *DEEPER]),
         many("pipeline", 4, ["train.compile=blocks", "model.loss=chunked", "strategy.context=2"]),
-        ("tensor", 2, ["train.compile=blocks"]),
+        many("tensor", 2, ["train.compile=blocks"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
         many(
             "long_context",
@@ -98,6 +98,7 @@ def test_ways_to_save_memory_or_time_change_nothing(single, tmp_path, aot_eager,
     assert eval_losses(run)[-1] == pytest.approx(eval_losses(reference)[-1], rel=1e-5)
 
 
+@pytest.mark.many  # what follows the front end is torch's alone, and takes half a minute
 def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
     """With the compiler that a user gets, but for its other processes, each of which imports torch."""
     settings = ("strategy=single", *STEPS, "train.compile=blocks", "model.loss=chunked")

@@ -47,7 +47,7 @@ def small_chunks(monkeypatch):
         many("tied", "zero3", 2, ()),
         ("tied", "pipeline", 2, ("strategy.schedule=zbv",)),
         many("head alone", "pipeline", 2, ("strategy.schedule=interleaved_zero_bubble",)),
-        ("frozen head", "zero3", 2, ()),
+        many("frozen head", "zero3", 2, ()),
         ("adapter on the head", "zero3", 2, ("model.loss=auto",)),
     ],
 )

@@ -12,7 +12,7 @@ BOUND = 0.02
 
 
 # Of the others, what is sent is in test_traffic.py and test_plan_traffic.py.
-ALWAYS = ("tensor, own plan", "expert", "hsdp")
+ALWAYS = ("tensor, own plan", "expert")
 
 
 @pytest.fixture(scope="module")

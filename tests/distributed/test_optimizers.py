@@ -201,7 +201,7 @@ SCHEDULE = "momentum and a schedule of one's own"
 FROM_THE_START = "keeps a state from its construction on, made by a subclass"
 # Every optimizer in one of these three; with MORE, every layout has those that it could get wrong.
 CHOSEN = [
-    ("zero3", [SCHEDULE, NUMBER, FROM_THE_START]),
+    ("zero3", [SCHEDULE, FROM_THE_START]),
     ("fsdp2", ["schedule-free", "stepped before", *OF_WHOLE_MATRICES]),
     ("pipeline", [PLAIN, NUMBER, "Adafactor"]),
 ]
@@ -209,7 +209,7 @@ MORE = [
     ("ddp", ["schedule-free", *OF_WHOLE_MATRICES]),
     ("zero1", [PLAIN, "schedule-free"]),
     ("zero2", [SCHEDULE, FROM_THE_START]),
-    ("zero3", ["stepped before"]),
+    ("zero3", ["stepped before", NUMBER]),
     ("fsdp2", [SCHEDULE, FROM_THE_START]),
     ("tensor", [NUMBER, "Adafactor"]),
     ("fsdp2 and tensor", ["Adafactor"]),

@@ -55,13 +55,13 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 # Trained by the Trainer: pipelines with FSDP2 and with context in test_layouts.py and test_tensor.py.
 CASES = {
     "backwards in halves, experts": Case("mixtral", "interleaved_zero_bubble"),
-    "replicas of whole stages, tied": Case("gpt2", "dualpipev", HSDP),
     "a rank with nothing to train": Case("llama", frozen=("embed_tokens", *(f"layers.{i}." for i in range(3)))),
     "4d": Case("qwen3_moe", layout=FSDP | TENSOR | EXPERT, num_ranks=8, checkpointing=True),
 }
 MORE_CASES = {
     "tied, in a V": Case("gpt2", "zbv"),
     "replicas of whole stages": Case("qwen3", "dualpipev", HSDP),
+    "replicas of whole stages, tied": Case("gpt2", "dualpipev", HSDP),
     "uneven stages, recomputed": Case("llama", "gpipe", FSDP | {"blocks_per_stage": [5, 1]}, checkpointing=True),
     "tensor, tied, in a V": Case("llama", "zbv", TENSOR, fields=TIED),
     "context, windows": Case("gemma3_text", "dualpipev", CONTEXT),

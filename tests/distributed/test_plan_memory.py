@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
     [
         many(Cell(family="gpt2", size="activations", layout="single", recomputes=True), 0.01),
         # Copies of weights that autocast keeps would be 6 %.
-        (Cell(family="llama", size="state", layout="single, bf16", recomputes=True), 0.01),
+        many(Cell(family="llama", size="state", layout="single, bf16", recomputes=True), 0.01),
         many(Cell(family="llama", size="state", layout="ddp"), BOUND),
         # Its backward holds most, if the optimizer's step holds no more than shares.
         # Without its buckets of 381 MiB the second rank holds 8 % more than the first.

@@ -62,7 +62,7 @@ def test_a_layout_changes_nothing(single, tmp_path, policy, sums, task, strategy
 @pytest.mark.parametrize(
     ("task", "own", "arguments"),
     [
-        ("grpo", (), {}),
+        many("grpo", (), {}),
         (
             "grpo",
             ("task.scale_rewards=false", "task.temperature=1.5", *BETA),

@@ -86,7 +86,7 @@ def prove(folder, num_processes, *overrides, plant=None, start=with_config):
         (2, ["strategy=zero3", "train.precision=bf16"], "attention sdpa; loss chunked"),
         many(2, ["strategy=tensor"], "transformers' plan for the type; the vocabulary is divided"),
         many(2, ["strategy=long_context", "strategy.offload=cpu"], "sequences shared by 2 ranks (ulysses)"),
-        (2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4"], "attention sdpa"),
+        many(2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4"], "attention sdpa"),
     ],
 )
 def test_right_layouts_pass(tmp_path, cache_dir, capfd, num_processes, layout, kernels):

@@ -79,20 +79,27 @@ def test_a_machine_that_is_lost_costs_no_step(tmp_path, cache_dir):
     assert verdict.startswith("AUDIT: passed")
 
 
-def test_a_damaged_newest_checkpoint_gives_way_to_a_replica_that_is_newer_than_the_others(tmp_path, cache_dir):
-    layout = LAYOUTS["fsdp2 x2"]
-    live(tmp_path, layout, killed_after=KILLED)
-    saved = tmp_path / "run/checkpoints" / step_name(SAVED)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, cache_dir):
+    """Between two checkpoints, in the layout `fsdp2 x2`."""
+    folder = tmp_path_factory.mktemp("killed")
+    live(folder, LAYOUTS["fsdp2 x2"], killed_after=KILLED)
+    return folder
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_a_replica_that_is_newer_than_the_others(tmp_path, killed):
+    layout, folder = LAYOUTS["fsdp2 x2"], copy_of(killed, tmp_path / "damaged")
+    saved = folder / "run/checkpoints" / step_name(SAVED)
     newest = shutil.copytree(saved, saved.with_name(step_name(KILLED + 1)))
     flip_bit(newest)
-    assert resumes(live(tmp_path, layout)) == [(KILLED, True)]
+    assert resumes(live(folder, layout)) == [(KILLED, True)]
 
 
 def test_a_replica_that_cannot_be_read_after_all_is_removed_and_the_next_start_is_from_the_disk(
-    tmp_path, cache_dir, monkeypatch
+    tmp_path, killed, monkeypatch
 ):
     layout, read = LAYOUTS["fsdp2 x2"], checkpointer.read_checkpoint
-    live(tmp_path, layout, killed_after=KILLED)
+    folder = copy_of(killed, tmp_path / "unreadable")
 
     def read_or_fail(path, *arguments, **named):
         if "memory-0" in str(path):
@@ -101,9 +108,9 @@ def test_a_replica_that_cannot_be_read_after_all_is_removed_and_the_next_start_i
 
     monkeypatch.setattr(checkpointer, "read_checkpoint", read_or_fail)
     with pytest.raises(RankFailed, match="the same command starts from the disk"):
-        live(tmp_path, layout)
-    assert replicas_in(memory_of(0, tmp_path)) == []
-    assert resumes(live(tmp_path, layout))[-1] == (SAVED, False)
+        live(folder, layout)
+    assert replicas_in(memory_of(0, folder)) == []
+    assert resumes(live(folder, layout))[-1] == (SAVED, False)
 
 
 @pytest.mark.many

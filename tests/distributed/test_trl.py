@@ -124,8 +124,8 @@ def check_preferences(logged, folder, plain):
 @pytest.mark.parametrize(
     "layouts",
     [
-        {"kto": {}, "dpo_adapter": {}, "reward": ZERO1, "kto_adapter": ZERO3},
-        many({"reward_adapter": ZERO2, "dpo": ZERO3}),
+        {"kto": {}, "dpo_adapter": {}, "reward": ZERO1},
+        many({"reward_adapter": ZERO2, "dpo": ZERO3, "kto_adapter": ZERO3}),
     ],
 )
 def test_preferences_and_rewards(tmp_path, start, plain, layouts):

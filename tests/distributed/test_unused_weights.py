@@ -34,9 +34,9 @@ LAYOUTS = {
 }
 MESHES = {
     "pipeline x fsdp2": {"pipeline": 2, "sharding": "fsdp2"},
-    "tensor x fsdp2": {"tensor": 2, "sharding": "fsdp2"},
 }
 MORE_MESHES = {
+    "tensor x fsdp2": {"tensor": 2, "sharding": "fsdp2"},
     "pipeline x tensor": {"pipeline": 2, "tensor": 2},
     "pipeline x zero1": {"pipeline": 2, "sharding": "zero1"},
 }
