@@ -10,7 +10,8 @@ from tests.e2e.forked import run_forked
 from tests.e2e.test_launch import ROOT, forked_ranks  # noqa: F401
 from tests.smollm2 import find_smollm2
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+# `make finetuning` trains it in four layouts.
+pytestmark = [pytest.mark.e2e, pytest.mark.many, pytest.mark.timeout(600)]
 
 RECIPE = ROOT / "recipes" / "finetune.py"
 TRAIN = ("data=docstrings", "data.sequence_length=64", "data.eval_sequences=2", "data.workers=1", "train.epochs=null",

@@ -43,6 +43,7 @@ def losses_of(run):
     return {line["step"]: line["loss"] for line in read_lines(RunFolder(run).metrics) if "loss" in line}
 
 
+@pytest.mark.many  # the sweep below is one of real runs, too; side by side and locks are tried in tests/unit
 def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
     command = ("sweep", "sweep=grid", "run.name=grid", *TINY, "strategy=choice(ddp,zero1)", "launch.processes=2",
                "train.max_steps=3", "checkpoint=none", "sweep.slots=2")  # fmt: skip

@@ -1,11 +1,14 @@
-"""Real `accelerate launch` of each task of `hfdist tune`, with two processes."""
+"""Tasks of `hfdist tune` from the command line, with two processes; of a real launcher: test_launch.py."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from hfdist import __main__ as command
 from hfdist.records import RunFolder, read_lines
-from tests.e2e.test_launch import LAUNCH, ROOT, run
+from tests.e2e.forked import run_forked
+from tests.e2e.test_launch import forked_ranks  # noqa: F401
 from tests.marks import many
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -29,14 +32,13 @@ TASKS = {
 
 
 @pytest.mark.parametrize("task", ["grpo", *(many(task) for task in TASKS if task != "grpo")])
-def test_a_task_trains_under_accelerate_launch(tmp_path, cache_dir, task):
+def test_a_task_trains_on_two_processes(tmp_path, cache_dir, task, forked_ranks):  # noqa: F811
     kind, strategy, more = TASKS[task]
     rows = [{name: v.format(n=n) if isinstance(v, str) else v for name, v in ROWS[kind].items()} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launched = [*LAUNCH, "--config_file", ROOT / "conf" / "launch" / "cpu_2.yaml", ROOT / "recipes" / "tune.py"]
-    own = (f"task={task}", f"strategy={strategy}", "data=rows.jsonl", "run.name=tuned")
-    code, output = run([*launched, *own, *SMALL, *more], tmp_path)
-    assert code == 0, output
+    own = ("tune", f"task={task}", f"strategy={strategy}", "data=rows.jsonl", "run.name=tuned", "launch.processes=2")
+    done = run_forked(*own, *SMALL, *more, cwd=tmp_path, script=Path(command.__file__))
+    assert done.returncode == 0, done.stdout + done.stderr
     lines = read_lines(RunFolder(tmp_path / "runs" / "tuned").metrics)
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert all("eval_loss" in line for line in lines if line["step"] == 0)

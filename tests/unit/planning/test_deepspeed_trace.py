@@ -11,8 +11,14 @@ from hfdist.planning.tracing.memory import trace_rank, worst_rank
 from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
 
 
-def trace(*overrides, world_size=2, device_type="cpu"):
-    config = compose_config(["model=tiny", "data.sequence_length=64", "train.micro_batch_size=1", *overrides])
+def trace(*overrides, layers=1, world_size=2, device_type="cpu"):
+    small = (
+        "model=tiny",
+        f"model.config.num_hidden_layers={layers}",
+        "data.sequence_length=64",
+        "train.micro_batch_size=1",
+    )
+    config = compose_config([*small, *overrides])
     architecture = find_architecture(config.model, sequence_length=64)
     return trace_rank(config, architecture, world_size=world_size, rank=0, device_type=device_type)
 
@@ -88,13 +94,15 @@ def test_an_adapter_leaves_little_to_step(whole):
 def test_packed_weights_are_partitioned_as_others_are():
     all_of_them = "strategy.deepspeed={zero_optimization: {stage3_param_persistence_threshold: 0}}"
     qlora = ("adapter=qlora", "adapter.merge=false", "model.config.vocab_size=256")
-    whole, shared = trace("strategy=zero2", *qlora).state, trace("strategy=zero3", all_of_them, *qlora).state
+    whole = trace("strategy=zero2", *qlora, layers=2).state
+    shared = trace("strategy=zero3", all_of_them, *qlora, layers=2).state
     assert shared.weights == pytest.approx(whole.weights / 2, rel=1e-3)
-    assert whole.weights < 0.5 * trace("strategy=zero2", "adapter=lora", *qlora[1:]).state.weights
+    assert whole.weights < 0.5 * trace("strategy=zero2", "adapter=lora", *qlora[1:], layers=2).state.weights
 
 
-def test_a_pipeline_shares_the_state_of_a_stage(whole):
-    state = trace("strategy=pipeline_zero1", "model.config.num_hidden_layers=2", world_size=4).state
+def test_a_pipeline_shares_the_state_of_a_stage():
+    whole = trace("strategy=ddp", layers=2).state
+    state = trace("strategy=pipeline_zero1", layers=2, world_size=4).state
     # Half of the model, of which each of two data ranks has half of the float32 masters and of two moments.
     assert state.optimizer == pytest.approx(3 * state.weights / 2, rel=0.1)
     assert state.weights < whole.weights

@@ -20,6 +20,7 @@ from hfdist.strategies.base import Strategy
 from hfdist.strategies.deepspeed.zero import ZeroStrategy
 from hfdist.strategies.fsdp import FsdpStrategy
 from hfdist.strategies.step_memory import ShardFractions
+from tests.marks import many
 from tests.unit.planning.models import BLOCK, make_constants
 
 FP32 = (
@@ -182,7 +183,7 @@ SHAPES = {
 """Width, inner width, vocabulary and batch of a model, by what most of its memory is."""
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module")
 def shape(request):
     """Overrides, the architecture, constants and machines."""
     width, inner, vocabulary, *batch = SHAPES[request.param]
@@ -195,7 +196,18 @@ def shape(request):
     return overrides, architecture, measure(config, architecture, machines), machines
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "tensor", "pipeline"])
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "tensor", "pipeline")
+
+
+# Of the second kind those in which ranks hold other shares of the state.
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [
+        *(("activations", strategy) for strategy in STRATEGIES),
+        *(("state", one) if one in ("zero2", "fsdp2") else many("state", one) for one in STRATEGIES),
+    ],
+    indirect=["shape"],
+)
 def test_formulas_and_traces_say_the_same_of_memory(shape, strategy):
     overrides, architecture, model, machines = shape
     degrees = [f"strategy.{strategy}=2"] if strategy in ("tensor", "pipeline") else []
