@@ -24,6 +24,7 @@ from hfdist.sweep.controller import Controller, Sweep
 from hfdist.sweep.end_screen import describe_end
 from hfdist.sweep.launchers.local import LocalLauncher, TrialProcess
 from hfdist.sweep.space import Space, parse_dimension
+from tests.marks import many
 from tests.unit.sweep.trial import TOKENS_PER_STEP, loss
 
 _FORK = multiprocessing.get_context("fork")
@@ -112,7 +113,7 @@ def test_trials_of_a_later_bracket_train_longer_at_once(tmp_path):
     assert steps[2:] == [[STEPS], [STEPS]]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, many(1)])
 def test_whoever_is_killed_the_sweep_ends_as_it_would_have(tmp_path, seed):
     whole, killed = (make_sweep(tmp_path / name, "asha", "trials=6") for name in ("whole", "killed"))
     for sweep in (whole, killed):
@@ -169,14 +170,23 @@ def test_bad_members_of_a_population_go_on_as_changed_good_ones(tmp_path):
 def test_a_live_orphan_is_adopted_and_not_started_again(tmp_path):
     sweep = make_sweep(tmp_path / "sweep", "random", "trials=1")
     sweep.folder.mkdir()
-    process = start(sweep, tmp_path / "lines")
-    while not running_in(sweep):
+    lines = tmp_path / "lines"
+    lines.touch()
+    process = start(sweep, lines)
+    while not (running := running_in(sweep)):
         time.sleep(0.01)
+    # So that it does not end before it is found.
+    running[0]._process.suspend()
     process.kill()
     process.join()
-    book = finish(sweep, tmp_path / "lines")
-    said = (tmp_path / "lines").read_text()
-    assert "trial 0 still runs" in said
+    process = start(sweep, lines)
+    while "trial 0 still runs" not in lines.read_text():
+        assert process.is_alive()
+        time.sleep(0.01)
+    running[0]._process.resume()
+    process.join(60)
+    assert process.exitcode == 0
+    book, said = TrialLog(sweep.folder), lines.read_text()
     # Not in the second life; the first one may have died before it said so.
     assert "begins" not in said.partition("still runs")[2]
     assert said.count("begins") <= 1
