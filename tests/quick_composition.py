@@ -35,15 +35,18 @@ def _quick(request: Any) -> Any:
         return _whole(request)
     try:
         config = copy.deepcopy(_merged(request.config_name, groups, request.folders[0]))
-        if rest:
-            ConfigLoaderImpl._apply_overrides_to_config([_parsed(one) for one in rest], config)
-            compose.check_keys(config, request)
-            for key, text in compose._texts(config):
-                compose.refuse_resolver(text, key)
+        parsed = [_parsed(one) for one in rest]
         assert OmegaConf.get_type(config) is compose.RunConfig
     except Exception:
-        # Of the message, too, the whole way is to be judged.
+        # Messages may depend on all of the request.
         return _whole(request)
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+    except Exception as error:
+        raise compose.explain(error, request) from error
+    compose.check_keys(config, request)
+    for key, text in compose._texts(config):
+        compose.refuse_resolver(text, key)
     return config
 
 

@@ -43,6 +43,14 @@ def test_the_command_line_wins_over_the_experiment_and_that_over_presets():
         "data=mixture '+data.sources.a={path: x}' data.sources.b.path=y ~optimizer.warmup_fraction",
         "model.config={hidden_size: 64, attention_bias: true} ++model.config.num_key_value_heads=1",
         "model.config.vocab_size=${data.sequence_length}",
+        "model=tinny",
+        "optimizer.lrr=1e-3",
+        "model=tiny ~train.max_step",
+        "train.max_steps=many",
+        "+optimizer.lr=1 report.to={a: 1}",
+        "run.dir=${run.nme}",
+        "run.dir=${oc.env:HOME}",
+        "run.name=???",
     ],
 )
 def test_most_tests_compose_as_users_do(line):
