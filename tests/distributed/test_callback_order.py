@@ -46,12 +46,14 @@ def names(trainer):
 
 def order_of(config):
     """The names of a run's callbacks where its training would begin."""
-    from hfdist.trainer.run import prepare_run
+    from hfdist.trainer.run import own_plan, prepare_run
 
     def train(self, *args, **kwargs):
         raise Ready(names(self))
 
     transformers.Trainer.train = train
+    # Nobody looks at the plan, which would measure this machine first.
+    own_plan._MOST_SECONDS = 0.0
     run = prepare_run(config)
     steps = (run.find_model, run.open_data, run.open_folder, run.start_ranks, run.build_model, run.build_trainer)
     for step in steps:
