@@ -64,7 +64,7 @@ def start_hfdist(marks: Marks, folder: str) -> None:
     ])  # fmt: skip
     marks.end("config")
     with quick_imports():
-        from hfdist.trainer.run.builder import Run
+        from hfdist.run.builder import Run
     marks.end("imports")
     run = Run(config)
     run.find_model()

@@ -26,8 +26,8 @@ import torch
 from benchmarks.table import markdown, write_section
 from hfdist.config.run import RunConfig
 from hfdist.records import RunFolder, read_lines
-from hfdist.trainer.generators.broker import Broker
-from hfdist.trainer.generators.processes import Processes
+from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.processes import Processes
 from proofs import fault_points
 from proofs.kills import BOUND
 from recipes.tune import main
@@ -170,7 +170,7 @@ def _strike(victim: Victim, struck: Path, generator: str = "") -> None:
 def _generators() -> dict[str, psutil.Process]:
     """Those of this rank, by name."""
     children = {child: child.cmdline() for child in psutil.Process().children()}
-    return {words[-2]: child for child, words in children.items() if "hfdist.trainer.generators" in words}
+    return {words[-2]: child for child, words in children.items() if "hfdist.tune.generators" in words}
 
 
 def _watch(moment: Moment, version: int, strike: Callable[..., None]) -> None:

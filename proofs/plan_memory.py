@@ -26,8 +26,8 @@ from transformers import TrainerCallback
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.planning.tracing.memory import worst_rank
+from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
-from hfdist.trainer.run import prepare_run
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from hfdist.planning.searching.layout_space import Space
 from hfdist.planning.searching.search import measure
 from hfdist.planning.timing.hardware import measure_cpu
 from hfdist.records import RunFolder, read_lines
+from hfdist.run import prepare_run  # noqa: F401  # as above
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.run import prepare_run  # noqa: F401  # as above
 from recipes.pretrain import main
 
 BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"

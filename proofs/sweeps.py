@@ -23,10 +23,10 @@ import torch
 from benchmarks.table import markdown, write_section
 from hfdist.records import read_lines
 from hfdist.records.trials import TRIALS, Trial, TrialLog
-from hfdist.sweep.command import parse_sweep
-from hfdist.sweep.controller import Controller
-from hfdist.sweep.launchers.base import LOG
-from hfdist.sweep.launchers.local import LocalLauncher, TrialProcess
+from hfdist.tools.sweep.command import parse_sweep
+from hfdist.tools.sweep.controller import Controller
+from hfdist.tools.sweep.launchers.base import LOG
+from hfdist.tools.sweep.launchers.local import LocalLauncher, TrialProcess
 from tests.e2e.forked import run_script, start_forked
 from tests.e2e.test_command_line import RECIPE
 from tests.imports import import_all

@@ -4,7 +4,7 @@ python recipes/bandwidth.py processes=2
 torchrun --standalone --nproc-per-node 2 recipes/bandwidth.py
 """
 
-from hfdist.doctor.bandwidth.command import main
+from hfdist.tools.doctor.bandwidth.command import main
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,7 @@ python recipes/doctor.py processes=2
 torchrun --standalone --nproc-per-node 2 recipes/doctor.py
 """
 
-from hfdist.doctor.command import main
+from hfdist.tools.doctor.command import main
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_argumen
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, printable
 from hfdist.records.run_folder import IN_RUN
-from hfdist.watch.explain import explain
+from hfdist.tools.explain_hang import explain
 
 _HELP = """\
 Say why a run hangs, or why the watch has ended it: who is silent, which rank left which collective out, and at which

@@ -3,7 +3,7 @@
 python recipes/job.py to=slurm cluster=slurm cluster.nodes=2 +experiment=demo strategy=ddp
 """
 
-from hfdist.jobs.command import main
+from hfdist.tools.jobs.command import main
 
 if __name__ == "__main__":
     main()

@@ -16,8 +16,8 @@ def main(config: RunConfig) -> None:
     from hfdist.data.pretokenize import pretokenize, report_tokenized
     from hfdist.data.tokenization.chat_template import adopt_template
     from hfdist.models.tokenizer import load_tokenizer
+    from hfdist.run.logs import set_up_logging
     from hfdist.topology import Topology
-    from hfdist.trainer.reporting.logs import set_up_logging
 
     set_up_logging(Topology())
     corpus = open_corpus(config.data)

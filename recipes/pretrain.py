@@ -5,7 +5,7 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/pretrain.py +expe
 
 from hfdist.config.cli.command import recipe
 from hfdist.config.run import RunConfig
-from hfdist.trainer.run import check_model, prepare_run
+from hfdist.run import check_model, prepare_run
 
 
 @recipe(primary="pretrain", before_ranks=check_model)

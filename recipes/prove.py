@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hfdist.config.cli.command import quick_imports, recipe
 from hfdist.config.run import RunConfig
-from hfdist.trainer.run import prepare_run
+from hfdist.run import prepare_run
 
 
 @recipe(primary="pretrain", trains=False)
@@ -29,7 +29,7 @@ def train_small(config: RunConfig) -> str:
     Returns:
         What computed it.
     """
-    from hfdist.trainer.run.summary import describe_kernels
+    from hfdist.run.summary import describe_kernels
     from hfdist.verify.parity import use_small_model
 
     run = prepare_run(config)

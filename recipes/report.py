@@ -5,7 +5,7 @@ python recipes/report.py runs/demo runs/other out=compared.html
 python recipes/report.py runs/demo --live
 """
 
-from hfdist.report.command import main
+from hfdist.tools.report.command import main
 
 if __name__ == "__main__":
     main()

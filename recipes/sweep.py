@@ -3,7 +3,7 @@
 python recipes/sweep.py run.name=lr model=tiny 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'
 """
 
-from hfdist.sweep.command import main
+from hfdist.tools.sweep.command import main
 
 if __name__ == "__main__":
     main()

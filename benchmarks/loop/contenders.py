@@ -32,8 +32,8 @@ from benchmarks.loop.work import (
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
-from hfdist.trainer.run.builder import Run
-from hfdist.trainer.run.run_data import RunData, build_data
+from hfdist.run.builder import Run
+from hfdist.run.data import RunData, build_data
 
 BARE, OURS, RECIPE = "bare loop", "hfdist.Trainer", "hfdist, whole recipe"
 TRANSFORMERS, ACCELERATE, LIGHTNING = "transformers.Trainer", "accelerate loop", "Lightning"

@@ -13,7 +13,7 @@ from hfdist.config.cli.arguments import as_command, read_arguments, read_number
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError
 from hfdist.islands.server import IslandServer
-from hfdist.jobs.address import LOOPBACK, listen
+from hfdist.launch.address import LOOPBACK, listen
 from hfdist.messages.door import SECRET
 from hfdist.processes.stop_signals import heard_signals
 

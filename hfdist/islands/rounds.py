@@ -21,7 +21,7 @@ from hfdist.islands.member import Participants, make_member
 from hfdist.islands.outer import OuterOptimizer, is_finite
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.transport import MOST_PART_BYTES, AbortedError, BadPartError, Transport
-from hfdist.jobs.address import find_route
+from hfdist.launch.address import find_route
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, read_message
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import torch
 from hfdist.config.islands import Codec
 from hfdist.islands.codec import decode, encode
 from hfdist.islands.outer import is_finite
-from hfdist.jobs.address import listen
+from hfdist.launch.address import listen
 from hfdist.messages.door import Door, DoorThread, knock, read_bytes, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 

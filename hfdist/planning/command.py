@@ -70,7 +70,7 @@ def _asked_processes(config: RunConfig, hardware: Hardware | None) -> int:
     if hardware is not None:
         return hardware.devices_per_machine
     # Imported here, so that a mistake needs no torch.
-    from hfdist.launch import count_gpus
+    from hfdist.launch.launch import count_gpus
 
     return max(1, count_gpus())
 

@@ -37,8 +37,8 @@ from hfdist.trainer.training import Training
 if TYPE_CHECKING:
     from hfdist.trainer.checkpointing.checkpointer import Checkpointer
     from hfdist.trainer.optimizers import Optimizers
-    from hfdist.trainer.reporting.throughput import Throughput
     from hfdist.trainer.step.lean_step import LeanStep
+    from hfdist.trainer.step.throughput import Throughput
 
 
 class EngineTrainer(transformers.Trainer):

@@ -46,14 +46,14 @@ from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuar
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.hooks import owner_of
 from hfdist.trainer.islands import Island, ServerOptimizer, make_island
-from hfdist.trainer.objectives.base import Objective
 from hfdist.trainer.optimizers import Optimizers
-from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.step.lean_step import LeanStep
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
+from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.step.sharded_dataloader import Dealing, dealing, without_targets
+from hfdist.trainer.step.throughput import Throughput
 from hfdist.trainer.training import Training
 from hfdist.watch.callback import watches_among
 

@@ -51,8 +51,8 @@ from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small
 from hfdist.processes.child_python import python
 from hfdist.records import Event, RunFolder, read_lines
+from hfdist.run.builder import Run
 from hfdist.topology import without_launcher
-from hfdist.trainer.run.builder import Run
 
 logger = logging.getLogger(__name__)
 

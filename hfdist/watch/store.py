@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TypeVar, get_type_hints
 
 from hfdist.collectives import gather_json, rank, world_size
-from hfdist.jobs.address import LOOPBACK, find_route, is_loopback, listen
+from hfdist.launch.address import LOOPBACK, find_route, is_loopback, listen
 from hfdist.messages.door import MOST_STRANGERS, Door, DoorThread, hear_answer, knock, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 from hfdist.topology import read_launcher

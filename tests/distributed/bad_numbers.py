@@ -14,8 +14,8 @@ import transformers
 from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
+from hfdist.run import builder
 from hfdist.testing import run_ranks
-from hfdist.trainer.run import builder
 from recipes.pretrain import main
 from tests.distributed.runs import SMALL
 

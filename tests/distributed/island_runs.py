@@ -17,7 +17,7 @@ from typing import Any
 
 from hfdist.islands.member import Member
 from hfdist.islands.server import IslandServer
-from hfdist.trainer.run.builder import Run
+from hfdist.run.builder import Run
 from tests.distributed.runs import losses, pretrain, weights
 
 _FORK = multiprocessing.get_context("fork")

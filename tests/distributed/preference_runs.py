@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data.packing.sequence import IGNORED
+from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
-from hfdist.trainer.run import prepare_run
 from recipes.tune import main
 from tests.distributed.trl_runs import WORDS
 

@@ -16,8 +16,8 @@ from hfdist.collectives import gather_json, rank
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.records import RunFolder, read_lines
+from hfdist.run.builder import Run
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.run.builder import Run
 from proofs.layout_changes import COMMON, Layout
 from recipes.pretrain import main
 from tests.distributed.runs import SMALL

@@ -11,10 +11,10 @@ import pytest
 
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.hardware import read_hardware
-from hfdist.doctor.bandwidth import measure
-from hfdist.doctor.bandwidth.figures import ALL, BETWEEN, IN_MACHINE, KINDS
-from hfdist.doctor.bandwidth.measure import Request
 from hfdist.testing import forget_parent
+from hfdist.tools.doctor.bandwidth import measure
+from hfdist.tools.doctor.bandwidth.figures import ALL, BETWEEN, IN_MACHINE, KINDS
+from hfdist.tools.doctor.bandwidth.measure import Request
 from tests.cluster.machines import INTERFACE, NoMachinesError, two_machines
 
 pytestmark = pytest.mark.distributed

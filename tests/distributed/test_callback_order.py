@@ -46,7 +46,7 @@ def names(trainer):
 
 def order_of(config):
     """The names of a run's callbacks where its training would begin."""
-    from hfdist.trainer.run import own_plan, prepare_run
+    from hfdist.run import own_plan, prepare_run
 
     def train(self, *args, **kwargs):
         raise Ready(names(self))

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hfdist.doctor import links
-from hfdist.doctor.examine import Request, examine_rank
 from hfdist.testing import forget_parent
+from hfdist.tools.doctor import links
+from hfdist.tools.doctor.examine import Request, examine_rank
 from tests.cluster.machines import ip
 
 pytestmark = pytest.mark.distributed

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hfdist.records import RunRecord, State
 from hfdist.records.run_file import write_run
 from hfdist.testing import RankFailed, run_ranks
+from hfdist.tools.explain_hang import explain
 from hfdist.watch.callback import Watch
-from hfdist.watch.explain import explain
 from recipes import explain_hang
 
 pytestmark = pytest.mark.distributed

@@ -16,8 +16,8 @@ from hfdist.islands.member import Member
 from hfdist.islands.outer import share_out
 from hfdist.islands.transport import Transport
 from hfdist.records import RunFolder, read_lines
+from hfdist.run.builder import Run
 from hfdist.testing import run_ranks
-from hfdist.trainer.run.builder import Run
 from tests.distributed.island_runs import (
     Island,
     before_steps,

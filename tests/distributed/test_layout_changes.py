@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from hfdist.checkpoint import verify
 from hfdist.config.composition.compose import compose_config
+from hfdist.run.builder import Run
 from hfdist.testing import run_ranks
-from hfdist.trainer.run.builder import Run
 from proofs.layout_changes import (
     COMMON,
     CONTROLS,

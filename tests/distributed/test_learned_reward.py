@@ -13,7 +13,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.partitioning import Partitioning
 from hfdist.records import RunFolder, read_lines
 from hfdist.rewards import Generation
-from hfdist.trainer.objectives.learned_reward import LearnedReward, check_reward_model
+from hfdist.tune.learned_reward import LearnedReward, check_reward_model
 from tests.distributed import trl_runs
 from tests.distributed.preference_runs import tune, write_rows
 

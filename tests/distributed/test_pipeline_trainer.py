@@ -11,8 +11,8 @@ import hfdist
 from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, DataError, PartitionError
 from hfdist.records import RunFolder
+from hfdist.run.reporting.callbacks import TimelineWriter
 from hfdist.testing import run_ranks
-from hfdist.trainer.reporting.callbacks import TimelineWriter
 from tests.distributed.trainers import on_ranks
 
 pytestmark = pytest.mark.distributed

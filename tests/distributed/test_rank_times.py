@@ -4,10 +4,10 @@ import os
 import platform
 import time
 
-from hfdist.alerts import monitor
 from hfdist.data import TokenStream
 from hfdist.records import RunFolder, read_lines
-from hfdist.trainer.reporting.rank_times import RankTimes
+from hfdist.run.reporting.rank_times import RankTimes
+from hfdist.tools.alerts import monitor
 from hfdist.trainer.trainer import Trainer
 from tests.distributed.runs import pretrain
 

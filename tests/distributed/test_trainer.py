@@ -11,8 +11,8 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import TrainConfig
 from hfdist.errors import ConfigError
+from hfdist.run.training_arguments import build_arguments, check_further_arguments
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 from tests.distributed.trainers import (
     GLOBAL_BATCH,
     LENGTH,

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from hfdist.records import RunFolder, State, read_lines, read_run
-from hfdist.watch.explain import explain
+from hfdist.tools.explain_hang import explain
 from tests.distributed import injected_faults
 from tests.distributed.injected_faults import Ranks
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hfdist.report.page import page, parts
-from hfdist.report.reading.run_files import RunFiles
+from hfdist.tools.report.page import page, parts
+from hfdist.tools.report.reading.run_files import RunFiles
 from tests.debian import why_missing
 from tests.e2e.browser import CHROMIUM, browsing
 from tests.unit.config.shipped import CONF

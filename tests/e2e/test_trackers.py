@@ -11,8 +11,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.records import RunFolder, State, read_lines, read_run
+from hfdist.run.reporting.trackers import Trackers
 from hfdist.testing import run_ranks
-from hfdist.trainer.reporting.trackers import Trackers
 from tests.e2e.forked import run_forked
 from tests.e2e.test_launch import SMALL, fork_ranks
 from tests.e2e.tracker_files import INSTALLED, PACKAGES, QUIET, read_tracker
@@ -35,7 +35,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 from hfdist.config.cli.command import recipe
 from hfdist.records import read_run
-from hfdist.trainer.run import prepare_run
+from hfdist.run import prepare_run
 
 class Dies(TrainerCallback):
     def on_step_begin(self, args, state, control, **named):

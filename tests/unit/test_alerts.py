@@ -7,10 +7,10 @@ import time
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from hfdist.alerts import AlertKind, Monitor, command
 from hfdist.config.run import CheckpointConfig
 from hfdist.records import RunFolder, RunRecorder, read_lines
-from hfdist.trainer.reporting.alerts import Alerts
+from hfdist.run.reporting.alerts import Alerts
+from hfdist.tools.alerts import AlertKind, Monitor, command
 
 WARM_UP = 100
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from hfdist.config.hardware import read_hardware
-from hfdist.doctor.bandwidth.command import main
-from hfdist.doctor.bandwidth.figures import (
+from hfdist.tools.doctor.bandwidth.command import main
+from hfdist.tools.doctor.bandwidth.figures import (
     ALL,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -23,8 +23,8 @@ from hfdist.doctor.bandwidth.figures import (
     slowest,
     table,
 )
-from hfdist.doctor.bandwidth.hardware_file import write_hardware
-from hfdist.doctor.bandwidth.measure import groups_of
+from hfdist.tools.doctor.bandwidth.hardware_file import write_hardware
+from hfdist.tools.doctor.bandwidth.measure import groups_of
 
 
 def figure(kind=ALL_REDUCE, size=1 << 20, seconds=1e-3, **more):
@@ -131,7 +131,7 @@ def test_a_mistake_is_said_before_ranks_are_started(arguments, words, monkeypatc
 
 
 def test_sizes_grow_to_the_largest():
-    from hfdist.doctor.bandwidth.collectives import sizes_up_to
+    from hfdist.tools.doctor.bandwidth.collectives import sizes_up_to
 
     sizes = sizes_up_to(64 << 20)
     assert sizes == [1 << 10, 1 << 14, 1 << 18, 1 << 22, 64 << 20]

@@ -17,8 +17,8 @@ from hfdist.errors import BudgetError, ConfigError
 from hfdist.records import Event, RunFolder, RunRecord, RunRecorder, State, add_event, read_lines, read_run
 from hfdist.records.lines import append_line
 from hfdist.records.run_file import write_run
-from hfdist.trainer.budget.budget import Budget, Pace, find_reached
-from hfdist.trainer.budget.usage import Usage, describe_usage
+from hfdist.run.budget import Budget, Pace, find_reached
+from hfdist.run.usage import Usage, describe_usage
 
 PRICE = "cost.price_per_hour=2"
 
@@ -255,7 +255,7 @@ def test_a_first_save_that_will_take_long_is_allowed_for(tmp_path):
 def test_an_evaluation_and_a_save_are_no_part_of_a_step(tmp_path, monkeypatch):
     seconds = [0.0]
     run = Run(tmp_path, "train.max_hours=10")
-    monkeypatch.setattr("hfdist.trainer.budget.budget.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("hfdist.run.budget.time.monotonic", lambda: seconds[0])
 
     def event(name, after, **logs):
         seconds[0] += after
@@ -295,7 +295,7 @@ def test_energy_that_is_an_estimate_limits_with_a_warning(tmp_path, caplog, monk
 
 
 def test_energy_that_nobody_knows_cannot_be_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr("hfdist.trainer.budget.usage._uuid", lambda device: "GPU-0")
+    monkeypatch.setattr("hfdist.run.usage._uuid", lambda device: "GPU-0")
     with pytest.raises(ConfigError, match="nobody knows the energy") as caught:
         Run(tmp_path, "train.max_kwh=1")
     assert "cost.device_watts" in caught.value.hint

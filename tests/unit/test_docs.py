@@ -9,8 +9,8 @@ import yaml
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.config.run import AUTO
-from hfdist.jobs.command import parse_job
 from hfdist.planning.command import parse_request
+from hfdist.tools.jobs.command import parse_job
 from proofs.follow_readme import ELSEWHERE
 from proofs.pages.keys import PAGES as GENERATED
 from tests.unit.config.shipped import CONF, EXPERIMENTS, plan_of

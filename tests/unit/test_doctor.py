@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from hfdist.doctor import machine, software, storage
-from hfdist.doctor.command import main, parse_request
-from hfdist.doctor.finding import Finding, lines
-from hfdist.doctor.links import offset_seconds
-from hfdist.doctor.pairs import Pair, judge_clocks, judge_pairs, rounds
 from hfdist.errors import ConfigError
+from hfdist.tools.doctor import machine, software, storage
+from hfdist.tools.doctor.command import main, parse_request
+from hfdist.tools.doctor.finding import Finding, lines
+from hfdist.tools.doctor.links import offset_seconds
+from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs, rounds
 
 GPUS = """\
 0, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, 0x0000000000000000, 34
@@ -136,7 +136,7 @@ def test_a_wrong_argument_is_one_message(arguments, hint):
 
 
 def test_one_process_needs_no_torch_and_tells_tools_the_same(tmp_path):
-    code = "import sys; from hfdist.doctor.command import main; main(); assert 'torch' not in sys.modules"
+    code = "import sys; from hfdist.tools.doctor.command import main; main(); assert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code, "processes=1", "--json", "--offline", f"run.dir={tmp_path}"],
         capture_output=True, text=True, timeout=60, check=False,

@@ -2,8 +2,8 @@
 
 import json
 
+from hfdist.tools.explain_hang import explain, explain_folder
 from hfdist.watch.diagnosis import Heartbeat, PeerState
-from hfdist.watch.explain import explain, explain_folder
 from hfdist.watch.snapshot import (
     Collective,
     Snapshot,

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from hfdist.errors import ConfigError
+from hfdist.launch import gloo_interface
+from hfdist.run.process_group import agree_on_start, start_group_under_torchrun
 from hfdist.testing import run_ranks
-from hfdist.trainer.fault_tolerance import gloo_interface
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, SkipCounter, Skipped, propagate_nan
-from hfdist.trainer.fault_tolerance.process_group import agree_on_start, start_group_under_torchrun
 from hfdist.trainer.fault_tolerance.replicas import Difference, find_differences, sum_bits, vote
 
 

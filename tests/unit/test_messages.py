@@ -19,15 +19,15 @@ import zmq
 from hfdist.config.islands import Codec
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.schema import plain
-from hfdist.doctor.links import Rendezvous
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.transport import AbortedError, Transport
 from hfdist.messages.door import SECRET, knock
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message
-from hfdist.trainer.generators.broker import Broker
-from hfdist.trainer.generators.messages import connect, open_broker, pack, unpack
-from hfdist.trainer.generators.policy_files import PolicyFiles
-from hfdist.trainer.generators.processes import Processes
+from hfdist.tools.doctor.links import Rendezvous
+from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.messages import connect, open_broker, pack, unpack
+from hfdist.tune.generators.policy_files import PolicyFiles
+from hfdist.tune.generators.processes import Processes
 from hfdist.watch.diagnosis import Heartbeat
 from hfdist.watch.store import HostedStore, JoinedStore
 from tests.unit.islands.servers import JOB, at, member, served, together

@@ -16,11 +16,11 @@ from hfdist.data.stream.ledger import _append
 from hfdist.errors import ResourceError
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
+from hfdist.run.parts.part import warning_of_failure
+from hfdist.run.reporting.callbacks import MetricsWriter, ProgressBar, plot_losses
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.model_files import _save_tokenizer
 from hfdist.trainer.evaluation.loop import describe_figures
-from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, plot_losses
-from hfdist.trainer.run.parts.part import warning_of_failure
 
 LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
 

@@ -7,7 +7,7 @@ from transformers import TrainerState
 
 from hfdist.config.optimizer import OptimizerChange, OptimizerConfig
 from hfdist.errors import ConfigError
-from hfdist.trainer.optimizer_changes import OptimizerChanges
+from hfdist.run.optimizer_changes import OptimizerChanges
 
 
 def begin(optimizer, *changes):

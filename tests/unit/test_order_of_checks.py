@@ -4,7 +4,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError, DataError
-from hfdist.trainer.run import builder
+from hfdist.run import builder
 from recipes.pretrain import main
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfdist.config.task import TaskConfig, TaskName
-from hfdist.trainer.objectives.policy import PolicyGradient, clipped_losses, ratio_of
+from hfdist.tune.policy import PolicyGradient, clipped_losses, ratio_of
 
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.3, -0.8])
 

@@ -8,11 +8,12 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.records import RankColumn, RunFolder, read_lines
-from hfdist.trainer.reporting import peak_memory, step_clock
-from hfdist.trainer.reporting.peak_memory import PeakMemory, largest_peaks
-from hfdist.trainer.reporting.rank_times import RankTimes
-from hfdist.trainer.reporting.step_clock import StepClock, StepTimes
-from hfdist.trainer.reporting.throughput import Throughput
+from hfdist.run import peak_memory
+from hfdist.run.peak_memory import PeakMemory, largest_peaks
+from hfdist.run.reporting.rank_times import RankTimes
+from hfdist.trainer.step import step_clock
+from hfdist.trainer.step.step_clock import StepClock, StepTimes
+from hfdist.trainer.step.throughput import Throughput
 
 CPU = torch.device("cpu")
 

@@ -218,7 +218,7 @@ def test_the_command_that_starts_ranks_tells_that_they_were_killed(tmp_path, mon
         rank_0(tmp_path)
         raise PeerError("a process was ended by SIGKILL, and with it the run")
 
-    monkeypatch.setattr("hfdist.launch.start_ranks", start_ranks)
+    monkeypatch.setattr("hfdist.launch.launch.start_ranks", start_ranks)
     config = compose_config(["model=tiny", f"run.dir={tmp_path}", "launch.processes=2"])
     with pytest.raises(PeerError):
         command._start_ranks(sys.exit, config, 2)

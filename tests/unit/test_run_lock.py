@@ -11,7 +11,7 @@ import pytest
 
 from hfdist.errors import ConfigError
 from hfdist.records import RunFolder
-from hfdist.trainer.run.run_lock import RunLock
+from hfdist.records.run_lock import RunLock
 
 QUICK = {"beat_seconds": 0.05, "silent_seconds": 0.5, "dying_seconds": 0.5}
 

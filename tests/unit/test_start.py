@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 RUN = """
 with quick_imports():
-    from hfdist.trainer.run.builder import Run
+    from hfdist.run.builder import Run
 """
 
 # Of one process, so that both meet the same machine and the same caches: what the libraries cost, then hfdist on top.

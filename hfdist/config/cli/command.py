@@ -191,7 +191,7 @@ def _processes_to_start(config: RunConfig) -> int:
     if launcher.is_given:
         return 1
     if asked == AUTO:
-        from hfdist.launch import count_gpus
+        from hfdist.launch.launch import count_gpus
 
         return max(1, count_gpus())
     return int(asked)
@@ -213,7 +213,7 @@ def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int)
     switch_reports(config.report.progress)
     # Imported here, so that a mistake needs no torch.
     with reporting("importing torch, to start them"):
-        from hfdist.launch import start_ranks
+        from hfdist.launch.launch import start_ranks
 
     limits = {"processes": processes, "max_restarts": config.launch.max_restarts}
     return record_ranks(config.run.folder.path, lambda: start_ranks(run_composed, command, config, **limits))

@@ -23,7 +23,7 @@ from hfdist.errors import ConfigError
 from hfdist.plugins import load_plugin
 from hfdist.rewards.generation import Generation
 from hfdist.strategies.base import Forward
-from hfdist.trainer.reporting.callbacks import StepLines
+from hfdist.trainer.step.step_lines import StepLines
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from hfdist.errors import NumericsError, printable
 from hfdist.records import RunFolder
 from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE, Checkpointer
 from hfdist.trainer.fault_tolerance.replicas import find_differences
-from hfdist.trainer.reporting.callbacks import OnRollback
+from hfdist.trainer.step.step_lines import OnRollback
 from hfdist.trainer.training import Training
 from hfdist.watch.callback import watches_among
 from hfdist.watch.diagnosis import SAVING

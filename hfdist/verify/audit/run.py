@@ -25,8 +25,8 @@ from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError, DataError, printable
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.records import RunFolder
+from hfdist.run.logs import set_up_logging
 from hfdist.topology import Topology
-from hfdist.trainer.reporting.logs import set_up_logging
 from hfdist.verify.audit.exactly_once import Audit, first_sample
 
 _SHOWN_CHARACTERS = 80

@@ -16,10 +16,10 @@ from hfdist.config.cli.command import _parse_flags, check_request
 from hfdist.config.cli.recipe_names import NAMES, with_task
 from hfdist.config.composition import compose
 from hfdist.errors import HfdistError
-from hfdist.jobs.command import parse_job
 from hfdist.models.architecture import check_fields
 from hfdist.planning.command import parse_request as parse_plan
-from hfdist.sweep.command import parse_sweep
+from hfdist.tools.jobs.command import parse_job
+from hfdist.tools.sweep.command import parse_sweep
 
 MOST_STEPS = 4
 UNSET = "unset"

@@ -14,7 +14,7 @@ from hfdist.config.plan import SECTION as PLAN
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import all_keys, find_key, from_plain, members, nearest_key, plain, unknown_keys
 from hfdist.errors import ConfigError
-from hfdist.jobs.cluster import cluster_keys
+from hfdist.tools.jobs.cluster import cluster_keys
 from tests.unit.config.shipped import CONF, GROUPS
 from tests.unit.config.test_hints import exists
 from tests.unit.config.test_mistakes import outcome

@@ -17,7 +17,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys, keys_of, members, plain
 from hfdist.config.sweep import SweepConfig
 from hfdist.errors import ConfigError
-from hfdist.jobs.cluster import ClusterConfig
+from hfdist.tools.jobs.cluster import ClusterConfig
 from tests.unit.config.shipped import (
     ARITHMETIC,
     CONF,

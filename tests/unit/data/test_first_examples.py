@@ -7,7 +7,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import are_chats, open_corpus
-from hfdist.trainer.run.summary import advise
+from hfdist.run.summary import advise
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 PAIR = {"prompt": "a", "completion": "b"}

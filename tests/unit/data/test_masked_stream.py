@@ -19,7 +19,7 @@ from hfdist.data.pretokenize import pretokenize
 from hfdist.data.tokenization.encoders import Encoders, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
-from hfdist.trainer.run.summary import preview, survey
+from hfdist.run.summary import preview, survey
 from tests.unit.data.chat_styles import chat_tokenizer
 from tests.unit.data.document_batches import one_by_one
 

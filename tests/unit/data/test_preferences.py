@@ -12,9 +12,9 @@ from hfdist.data.packing.sequence import IGNORED, Sequence
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.rows import RowReader, texts_in
 from hfdist.data.tokenization.encoders import Encoders
-from hfdist.trainer.objectives.base import Documents
-from hfdist.trainer.objectives.preference import are_pairs
-from hfdist.trainer.objectives.unpaired import mismatched
+from hfdist.trainer.step.objective import Documents
+from hfdist.tune.preference import are_pairs
+from hfdist.tune.unpaired import mismatched
 from tests.distributed.trl_runs import make_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "red cat"}, {"role": "assistant", "content": "sees dog"}

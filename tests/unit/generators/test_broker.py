@@ -6,10 +6,10 @@ import time
 import pytest
 
 from hfdist.errors import PeerError
-from hfdist.trainer.generators.broker import Broker
-from hfdist.trainer.generators.messages import connect, open_broker, pack, unpack
-from hfdist.trainer.generators.policy_files import PolicyFiles
-from hfdist.trainer.generators.processes import MOST_RESTARTS, Processes
+from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.messages import connect, open_broker, pack, unpack
+from hfdist.tune.generators.policy_files import PolicyFiles
+from hfdist.tune.generators.processes import MOST_RESTARTS, Processes
 
 SECONDS = 10
 

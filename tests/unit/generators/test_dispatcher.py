@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hfdist.trainer.generators.dispatcher import Dispatcher
+from hfdist.tune.generators.dispatcher import Dispatcher
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from hfdist.config.composition.compose import compose_config, to_values
 from hfdist.trainer.generation.limits import Limits
-from hfdist.trainer.generators.generator import Settings
+from hfdist.tune.generators.generator import Settings
 
 
 def test_settings_come_back_as_they_were(tmp_path):

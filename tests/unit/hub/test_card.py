@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import PoolReport
 from hfdist.records import RunRecord
-from hfdist.trainer.export.model_card import Exported, public_values, write_card
+from hfdist.run.export.model_card import Exported, public_values, write_card
 
 LINES = [
     {"step": 0, "eval_loss": 3.5},

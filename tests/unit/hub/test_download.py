@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.models.resolve import resolve_model
+from hfdist.run.logs import set_up_logging
 from hfdist.testing import run_ranks
 from hfdist.topology import Topology
-from hfdist.trainer.reporting.logs import set_up_logging
 from tests.hub_server import BadBytes, Cut, Slow, Status, User
 from tests.unit.hub.starting import assert_same_weights, begin, configure
 

@@ -4,7 +4,7 @@ import pytest
 
 from hfdist.config.run import ExportConfig
 from hfdist.errors import ConfigError, ResourceError
-from hfdist.trainer.export.push_to_hub import check_push, push
+from hfdist.run.export.push_to_hub import check_push, push
 from tests.hub_server import Cut, Status, User, write_model
 
 NAME, TOKEN = "me/tuned", "hf_SECRETsecretSECRET"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from hfdist.jobs.command import TARGETS, parse_job
 from hfdist.records import Event, RunFolder, RunRecord, State, add_event
+from hfdist.tools.jobs.command import TARGETS, parse_job
 
 HOSTILE = [
     "report.sample_prompt=\"$(touch PWNED) `touch PWNED` ${run.name} $HOME $$(JOBSET) $(JOBSET)\"",

@@ -12,8 +12,8 @@ import yaml
 
 from hfdist.config.cli.about_run import RECIPES
 from hfdist.errors import ConfigError
-from hfdist.jobs.command import TARGETS, parse_job, write_job
 from hfdist.records import Event, RunFolder, add_event
+from hfdist.tools.jobs.command import TARGETS, parse_job, write_job
 from tests.unit.config.shipped import CONF
 from tests.unit.jobs.jobs import RUN
 

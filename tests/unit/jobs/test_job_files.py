@@ -15,8 +15,8 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
 
 from hfdist.errors import ConfigError
-from hfdist.jobs.slurm import write_slurm
 from hfdist.records import read_run
+from hfdist.tools.jobs.slurm import write_slurm
 from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
 
 SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")
@@ -186,7 +186,7 @@ def test_what_follows_an_exit_code_on_kubernetes(tmp_path):
 def test_a_ray_program_holds_literals_only(tmp_path):
     _, texts = make("ray", *TWO, *HOSTILE, folder=tmp_path)
     imported, assigned, guard = ast.parse(*texts.values()).body
-    assert imported.module == "hfdist.jobs.on_ray"
+    assert imported.module == "hfdist.tools.jobs.on_ray"
     assert ast.literal_eval(assigned.value)["nodes"] == 2
     assert ast.unparse(guard.body) == "run_on_machines(**JOB)"
 

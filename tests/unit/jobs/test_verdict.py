@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from hfdist.jobs.address import address_of, find_route
-from hfdist.jobs.verdict import judge
+from hfdist.launch.address import address_of, find_route
 from hfdist.records import RunFolder, RunRecord, read_run
+from hfdist.tools.jobs.verdict import judge
 from tests.unit.jobs.jobs import leave
 
 
@@ -62,7 +62,7 @@ def cpu_seconds():
 
 def test_the_program_answers_in_a_moment_and_loads_no_torch(tmp_path):
     leave(tmp_path, (75, 10))
-    code = "import runpy, sys; runpy.run_module('hfdist.jobs.verdict', run_name='__main__')"
+    code = "import runpy, sys; runpy.run_module('hfdist.tools.jobs.verdict', run_name='__main__')"
     code += "; sys.exit(bool({'torch', 'hydra', 'numpy'} & {*sys.modules}))"
 
     def ask(*arguments):

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from hfdist.pipeline.timeline import Action, Event, Recorder, write_chrome_trace
-from hfdist.report.drawing.schedule import busy_share
-from hfdist.report.reading.run_files import RunFiles
-from hfdist.trainer.reporting.callbacks import idle_share
+from hfdist.run.reporting.callbacks import idle_share
+from hfdist.tools.report.drawing.schedule import busy_share
+from hfdist.tools.report.reading.run_files import RunFiles
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from hfdist.config.plan import PlanConfig
 from hfdist.errors import ResourceError
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.hardware import find_hardware
-from hfdist.trainer.run import own_plan
-from hfdist.trainer.run.own_plan import OwnPlan, naming_lack_of_memory
+from hfdist.run import own_plan
+from hfdist.run.own_plan import OwnPlan, naming_lack_of_memory
 from tests.unit.planning.plans import PLAN, TOO_LARGE
 
 

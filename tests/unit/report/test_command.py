@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hfdist.errors import ConfigError
-from hfdist.report import command
+from hfdist.tools.report import command
 from tests.unit.config.shipped import CONF
 from tests.unit.report.folders import write_run
 
@@ -82,7 +82,7 @@ def test_the_same_run_twice_is_one(runs):
 
 
 def test_ctrl_c_ends_a_page_that_is_served_without_torch(runs):
-    code = "import sys; from hfdist.report.command import main; main(); print('torch' in sys.modules)"
+    code = "import sys; from hfdist.tools.report.command import main; main(); print('torch' in sys.modules)"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "runs/first", "--live"],
         # Tests that a shell runs behind itself have it ignored.

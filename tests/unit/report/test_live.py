@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from hfdist.errors import ConfigError
-from hfdist.report.live import LivePage, Server
-from hfdist.report.reading.run_files import RunFiles
+from hfdist.tools.report.live import LivePage, Server
+from hfdist.tools.report.reading.run_files import RunFiles
 from tests.unit.report.folders import rank_line, training_line, write_run
 
 MOST_SECONDS = 30

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from hfdist.report import curves
-from hfdist.report.drawing.axis import linear, logarithmic
-from hfdist.report.page import page, parts
-from hfdist.report.reading.run_files import RunFiles
+from hfdist.tools.report import curves
+from hfdist.tools.report.drawing.axis import linear, logarithmic
+from hfdist.tools.report.page import page, parts
+from hfdist.tools.report.reading.run_files import RunFiles
 from tests.unit.report.folders import SENT, SPIKES, event, rank_line, record, rewarded_line, training_line, write_run
 
 HOSTILE = '<script>alert("1")</script>\u202e\x00\ud800&amp;\'"><img src=x onerror=alert(1)>'

@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from hfdist.report.reading.downsample import keep_extremes, means
-from hfdist.report.reading.follow import Follower
-from hfdist.report.reading.rank_steps import RankSteps
-from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import number
+from hfdist.tools.report.reading.downsample import keep_extremes, means
+from hfdist.tools.report.reading.follow import Follower
+from hfdist.tools.report.reading.rank_steps import RankSteps
+from hfdist.tools.report.reading.run_files import RunFiles
+from hfdist.tools.report.text import number
 from tests.unit.report.folders import event, rank_line, training_line, write_lines, write_run
 
 

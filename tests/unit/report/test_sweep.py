@@ -6,9 +6,9 @@ import re
 import pytest
 
 from hfdist.errors import ConfigError
-from hfdist.report import command
-from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.sweep import read_trials, sweep
+from hfdist.tools.report import command
+from hfdist.tools.report.reading.run_files import RunFiles
+from hfdist.tools.report.sweep import read_trials, sweep
 
 
 def write_sweep(folder, trials, **settings):

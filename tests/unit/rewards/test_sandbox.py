@@ -14,7 +14,7 @@ import pytest
 from hfdist.errors import ConfigError
 from hfdist.rewards import Generation, load_rewards
 from hfdist.rewards.sandbox.start import Limits, count_passed
-from hfdist.trainer.objectives.choose import check_rewards
+from hfdist.tune.choose import check_rewards
 
 # Each gives what it finds: a denied call gives its errno.
 TRIES = """

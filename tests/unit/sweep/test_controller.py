@@ -19,11 +19,11 @@ from hfdist.config.sweep import compose_sweep
 from hfdist.errors import ConfigError
 from hfdist.records import RunFolder, read_lines, read_run
 from hfdist.records.trials import Result, TrialLog
-from hfdist.sweep import live
-from hfdist.sweep.controller import Controller, Sweep
-from hfdist.sweep.end_screen import describe_end
-from hfdist.sweep.launchers.local import LocalLauncher, TrialProcess
-from hfdist.sweep.space import Space, parse_dimension
+from hfdist.tools.sweep import live
+from hfdist.tools.sweep.controller import Controller, Sweep
+from hfdist.tools.sweep.end_screen import describe_end
+from hfdist.tools.sweep.launchers.local import LocalLauncher, TrialProcess
+from hfdist.tools.sweep.space import Space, parse_dimension
 from tests.marks import many
 from tests.unit.sweep.trial import TOKENS_PER_STEP, loss
 

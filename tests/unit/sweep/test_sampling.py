@@ -8,9 +8,9 @@ from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import Sampler, compose_sweep
 from hfdist.errors import ConfigError
 from hfdist.records.trials import Result, Trial, rank_trials
-from hfdist.sweep.halving import bracket_of, next_promotion, rungs_of, tokens_of_rungs
-from hfdist.sweep.sampling import choose_values, importances, write_study
-from hfdist.sweep.space import Space, parse_dimension
+from hfdist.tools.sweep.halving import bracket_of, next_promotion, rungs_of, tokens_of_rungs
+from hfdist.tools.sweep.sampling import choose_values, importances, write_study
+from hfdist.tools.sweep.space import Space, parse_dimension
 
 LR = parse_dimension("optimizer.lr", "tag(log, interval(1e-4, 1))", COMMAND_LINE)
 NAME = parse_dimension("optimizer.name", "adamw,sgd", COMMAND_LINE)

@@ -6,7 +6,7 @@ import pytest
 
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError
-from hfdist.sweep.space import Dimension, Space, as_override, is_sweep, parse_dimension
+from hfdist.tools.sweep.space import Dimension, Space, as_override, is_sweep, parse_dimension
 
 
 def dimension(text):

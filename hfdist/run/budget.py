@@ -1,0 +1,215 @@
+"""A run stops in time to save once a budget is nearly used up: rank 0 decides, and all ranks stop after that step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.config.checks.budgets import BUDGETS, describe, find_limits, to_iso, used_up
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError
+from hfdist.records import Event, RunFolder, RunRecord, RunRecorder, read_lines
+from hfdist.run.usage import Usage
+from hfdist.trainer.fault_tolerance.rank_flags import stop_after_step
+
+logger = logging.getLogger(__name__)
+
+_ASSUMED_BYTES_PER_PARAMETER = 12
+"""Bytes of a parameter in a checkpoint: a float32 weight with two moments."""
+_ASSUMED_BYTES_PER_SECOND = 1e8
+_LEAST_SAVE_SECONDS = 1.0
+
+
+@dataclass
+class Pace:
+    """The longest that each part of a run has taken, in seconds; before the first, what is assumed of it."""
+
+    save_seconds: float
+    """First assumed, then measured: see `saved`."""
+    evaluation_in_steps: float
+    """How many steps take as long as an evaluation, before one was measured."""
+    evaluation_seconds: float | None = None
+    step_seconds: float = 0.0
+    """First assumed, then measured: see `stepped`."""
+    is_saving: bool = False
+    """Whether a save is under way, for which the next one waits."""
+    _is_save_measured: bool = False
+    _num_steps: int = 0
+
+    def stepped(self, seconds: float) -> None:
+        """A step has taken so long. The first one compiles and warms up: it counts until there is a second one."""
+        self.step_seconds = max(self.step_seconds, seconds) if self._num_steps > 1 else seconds
+        self._num_steps += 1
+
+    def saved(self, seconds: float) -> None:
+        """A save has taken so long."""
+        self.save_seconds = max(self.save_seconds, seconds) if self._is_save_measured else seconds
+        self._is_save_measured = True
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation has taken so long."""
+        self.evaluation_seconds = max(self.evaluation_seconds or 0.0, seconds)
+
+    @property
+    def reserve_seconds(self) -> float:
+        """Time for two steps (the one that begins, and a longer one in its place), a save, an evaluation and an export.
+
+        An export is taken to last as long as a save: it writes less.
+        """
+        evaluation = self.evaluation_seconds
+        if evaluation is None:
+            evaluation = self.evaluation_in_steps * self.step_seconds
+        return 2 * self.step_seconds + (2 + self.is_saving) * self.save_seconds + evaluation
+
+
+def find_reached(
+    limits: Mapping[str, float],
+    used: Mapping[str, float | None],
+    rates: Mapping[str, float],
+    reserve_seconds: float,
+) -> str | None:
+    """Give the first budget of which less is left than the run uses in `reserve_seconds`; None: there is none.
+
+    Args:
+        limits: by name, as `find_limits` gives them.
+        used: of each; None: not known before the first sum of energy.
+        rates: what a second uses.
+        reserve_seconds: for what is still to be done.
+    """
+    for name, limit in limits.items():
+        now = used[name]
+        if now is not None and now + rates[name] * reserve_seconds >= limit:
+            return name
+    return None
+
+
+class Budget(TrainerCallback):
+    """Stops a run at the first of its limits. A `RankFlag`; all ranks have it, and rank 0 decides.
+
+    Args:
+        config: with the limits.
+        usage: of this rank.
+        recorder: of rank 0.
+        num_parameters: of the whole model.
+        num_held_out: sequences of an evaluation.
+    """
+
+    def __init__(
+        self, config: RunConfig, usage: Usage, recorder: RunRecorder | None, *, num_parameters: int, num_held_out: int
+    ) -> None:
+        self.stopped_by: str | None = None
+        """Key of `train` whose budget is used up."""
+        self._config, self._usage, self._recorder = config, usage, recorder
+        self._limits = find_limits(config)
+        num_bytes = num_parameters * _ASSUMED_BYTES_PER_PARAMETER
+        assumed_seconds = _LEAST_SAVE_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
+        self._pace = Pace(assumed_seconds, math.ceil(num_held_out / config.train.global_batch_size))
+        self._used: float | None = None
+        self._begin_seconds: float | None = None
+        self._end_seconds = 0.0
+
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Look at the limits, after `Usage`; and at how long things have taken in earlier starts.
+
+        Raises:
+            ConfigError: a budget of energy, or of cost by the price of energy, where the energy is not known.
+        """
+        of_energy = ["max_kwh"] if self._config.cost.price_per_kwh is None else ["max_kwh", "max_cost"]
+        unknown = [name for name in of_energy if name in self._limits and not self._usage.is_known]
+        if unknown:
+            what, found = "nobody knows the energy of this run's GPUs", f"{self._limits[unknown[0]]:g}"
+            hint = "pip install nvidia-ml-py; or cost.device_watts=700, the watts of one under load"
+            raise ConfigError(what, where=f"train.{unknown[0]}", found=found, allowed="null", hint=hint)
+        if self._recorder is None:
+            return
+        if "max_kwh" in self._limits and "estimate" in (self._recorder.record.energy_source or ""):
+            logger.warning("train.max_kwh limits what is partly an estimate: docs/cost.md")
+        if self._limits:
+            self._learn(RunFolder(self._recorder.run_dir))
+
+    def _learn(self, folder: RunFolder) -> None:
+        for event in read_lines(folder.events):
+            if event.get("event") == Event.save.value:
+                self._pace.saved(float(event["seconds"]))
+        for line in read_lines(folder.metrics):
+            self._pace.step_seconds = line.get("step_seconds") or self._pace.step_seconds
+            if line.get("eval_runtime") is not None:
+                self._pace.evaluated(line["eval_runtime"])
+
+    def flag(self) -> int:
+        """Number of the budget that ends the run with the step that begins; 0: none, and on all but rank 0."""
+        if self._recorder is None or not self._limits:
+            return 0
+        used = self._usage.find_used()
+        reached = find_reached(self._limits, used, self._usage.find_rates(), self._pace.reserve_seconds)
+        return 0 if reached is None else 1 + BUDGETS.index(reached)
+
+    def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
+        """Save and stop."""
+        if not stop_after_step(state, control):
+            return
+        name = self.stopped_by = BUDGETS[flag - 1]
+        if self._recorder is None:
+            return
+        used, limit = self._usage.find_used()[name], self._limits[name]
+        assert used is not None
+        self._used = used
+        values = {"used": used, "limit": limit}
+        in_file = {key: to_iso(value) for key, value in values.items()} if name == "deadline" else values
+        self._recorder.add(Event.budget, step=state.global_step, which=name, **in_file)
+        words = [describe(name, value, self._config) for value in (used, limit)]
+        logger.warning("train.%s: at %s of %s, saving after step %d, and stopping", name, *words, state.global_step)
+
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Note how long the last step took, with the wait for data after it."""
+        now = time.monotonic()
+        if self._begin_seconds is not None:
+            self._pace.stepped(now - self._begin_seconds)
+        self._begin_seconds = now
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Note when the step ended: an evaluation and a save after it are no part of it."""
+        self._end_seconds = time.monotonic()
+
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Note how long it took, with what other callbacks measure."""
+        if self._begin_seconds is not None:
+            self._pace.evaluated(self._leave_out())
+
+    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """A save has begun, and in the foreground it has ended."""
+        self._leave_out()
+        self._pace.is_saving = True
+
+    def _leave_out(self) -> float:
+        """Take the time since the end of the step out of it, and give that."""
+        now = time.monotonic()
+        seconds, self._end_seconds = now - self._end_seconds, now
+        if self._begin_seconds is not None:
+            self._begin_seconds += seconds
+        return seconds
+
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Note how long a save took, on rank 0."""
+        seconds = (logs or {}).get("checkpoint/seconds")
+        if seconds is not None:
+            self._pace.saved(seconds)
+            self._pace.is_saving = False
+
+    def check(self) -> None:
+        """Raise a BudgetError, if the run was stopped by one."""
+        if self.stopped_by is not None:
+            record = RunRecord(start=1) if self._recorder is None else self._recorder.record
+            raise used_up(self._config, self.stopped_by, self._used, record)

@@ -1,0 +1,189 @@
+"""A run from its config to its Trainer, in the steps that a recipe names."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+from transformers import PrinterCallback, TrainerCallback, default_data_collator
+
+from hfdist.config.checks.preflight import check_run
+from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskName
+from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
+from hfdist.models.adapter import check_adapter
+from hfdist.open_files import raise_limit
+from hfdist.optim.registry import check_optimizer
+from hfdist.processes.startup import reporting
+from hfdist.run.data import build_data, count_max_steps
+from hfdist.run.end_of_run import finish
+from hfdist.run.logs import set_up_logging
+from hfdist.run.model import check_packing, find_model, save_memory, speed_up
+from hfdist.run.options import make_options, own_optimizer, own_train
+from hfdist.run.own_plan import begin_plan, naming_lack_of_memory
+from hfdist.run.parts import PARTS
+from hfdist.run.parts.part import Joins
+from hfdist.run.state import RunState
+from hfdist.run.summary import tell_start
+from hfdist.run.training_arguments import build_arguments, check_further_arguments
+from hfdist.strategies.select import device_type_here, select_strategy
+from hfdist.trainer.checkpointing.start import check_resume, find_start
+from hfdist.trainer.trainer import Trainer
+from hfdist.tune.choose import fit_model, make_objective
+
+
+class Run(RunState):
+    """Builds the Trainer of a run from its config, in named steps; each step needs the steps above it.
+
+    Each step sets attributes. A recipe of your own may change them before the next step.
+
+    Args:
+        config: checked, as `compose_config` gives it.
+
+    Raises:
+        ConfigError: see `check_run`; unknown names in `train.arguments`, `adapter` or `evaluate`.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        raise_limit()
+        self.config = config
+        self.parts = [part() for part in PARTS]
+        self.topology, batch = check_run(config)
+        check_further_arguments(config, batch)
+        check_optimizer(config)
+        for part in self.parts:
+            part.check(config, self.topology)
+        set_up_logging(self.topology)
+        self._train = own_train(config)
+        self.strategy = select_strategy(
+            config.strategy, self._train, topology=self.topology, batch=batch, device_type=device_type_here()
+        )
+        check_adapter(config.adapter, config.model, self.strategy)
+        self._here = config
+        """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
+
+    @property
+    def _scores(self) -> bool:
+        return self.config.task.name is TaskName.reward
+
+    @reporting("finding the model")
+    def find_model(self) -> None:
+        """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
+        self._here, self.architecture, self._fetch_weights = find_model(self.config)
+
+    @reporting("opening the data and counting its documents")
+    def open_data(self) -> None:
+        """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
+
+        Raises:
+            ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
+                model's vocabulary.
+        """
+        self.data = build_data(self._here, self.topology)
+        fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
+
+    @reporting("opening the run's folder")
+    def open_folder(self) -> None:
+        """Open the run folder, and compare the config with that of an earlier checkpoint; check model and data before.
+
+        Raises:
+            ConfigError: a folder that cannot be written or that another run is using, or a repository to upload to
+                that cannot be written.
+            CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
+                a change that needs `checkpoint.allow_changes`.
+        """
+        check_resume(self.config)
+        if self.topology.is_main:
+            for part in self.parts:
+                part.open(self)
+
+    @reporting("fetching weights, and waiting for the other ranks")
+    def start_ranks(self) -> None:
+        """Download the weights and check their names, then make TrainingArguments, which start the process group."""
+        self.own_plan = begin_plan(self._here, self.architecture, self.topology)
+        # Before the process group exists: in it, the other ranks would wait for the download.
+        self._fetch_weights()
+        check_weights(self._here.model, self.architecture, TrainableParameters.of(self.config), scores=self._scores)
+        max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
+        self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
+
+    @reporting("making the model")
+    def build_model(self) -> None:
+        """Make the model, random or pretrained; after `start_ranks`, since ZeRO-3 partitions it in its constructor."""
+        self.model = build_model(
+            self._here.model,
+            self.architecture,
+            seed=self.config.train.seed,
+            layout=self.strategy,
+            trained=TrainableParameters.of(self.config),
+            scores=self._scores,
+        )
+
+    @reporting("building the Trainer")
+    def build_trainer(self) -> None:
+        """Make the Trainer, and log what it is about to do."""
+        config, arguments, model, data = self.config, self.arguments, self.model, self.data
+        check_packing(model, data.stream, self.strategy)
+        self.objective = make_objective(
+            config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments
+        )
+        if self.objective is not None:
+            fit_model(model, data.tokenizer)
+        speed_up(config, model, self.strategy)
+        # First: they set what the options have.
+        callbacks = self._callbacks(Joins.constructor)
+        self.trainer = Trainer(
+            model,
+            arguments,
+            strategy=self.strategy,
+            train_dataset=data.stream,
+            eval_dataset=data.held_out,
+            processing_class=data.tokenizer,
+            data_collator=default_data_collator,
+            callbacks=callbacks,
+            optimizer_cls_and_kwargs=own_optimizer(config, warmup_steps=int(arguments.warmup_steps)),
+            options=make_options(self),
+        )
+        save_memory(config, model)
+        self._join(Joins.built)
+        # The progress bar and metrics.jsonl say the same, and are easier to read.
+        self.trainer.remove_callback(PrinterCallback)
+        tell_start(self)
+
+    def train(self) -> None:
+        """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export.
+
+        Raises:
+            PreemptedError: a signal has stopped it, saved.
+            BudgetError: it has stopped at a budget, saved, evaluated and exported.
+            PeerError: the connection to another rank is lost.
+            ResourceError: there is not enough memory; or the model is trained and saved, but could not be uploaded.
+        """
+        config, trainer = self.config, self.trainer
+        with closing(self.usage), ExitStack() as until_the_end:
+            for part in self.parts:
+                until_the_end.enter_context(part.during(self))
+            replicas = trainer.options.replicas
+            self.start = find_start(config, replicas)
+            trainer.args.eval_on_start = bool(config.evaluate.at_start) and self.start.checkpoint is None
+            first = "evaluating, then taking the first step" if trainer.args.eval_on_start else "taking the first step"
+            with naming_lack_of_memory(self.plan), reporting(first) as self.first_step:
+                self._join(Joins.training)
+                trainer.train(resume_from_checkpoint=self.start.checkpoint)
+            if replicas is not None:
+                # All that a later start needs is on the disk.
+                replicas.remove()
+            self.preemption.check(config.run.dir)
+            # For a run without checkpoints; with checkpoints, the last save has written the ledger.
+            trainer.checkpointer.write_ledger()
+            finish(self, self.parts)
+            self.budget.check()
+        if self.not_uploaded is not None:
+            raise self.not_uploaded
+
+    def _callbacks(self, joins: Joins) -> list[TrainerCallback]:
+        return [callback for part in self.parts if part.joins is joins for callback in part.callbacks(self)]
+
+    def _join(self, joins: Joins) -> None:
+        for callback in self._callbacks(joins):
+            self.trainer.add_callback(callback)

@@ -1,0 +1,65 @@
+"""The end of a run: held-out loss and export on all ranks, then what its parts do on rank 0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hfdist.checkpoint.folder import step_name
+from hfdist.collectives import gather_json
+from hfdist.config.run import Export
+from hfdist.run.export.deliver import deliver
+from hfdist.run.parts.part import Part
+from hfdist.run.peak_memory import largest_peaks
+from hfdist.run.state import Outcome, RunState
+from hfdist.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT = timedelta(days=7)
+"""The longest time that ranks with nothing left to do wait; a rank that dies ends the wait: its connection breaks."""
+
+
+def finish(run: RunState, parts: Sequence[Part]) -> None:
+    """Evaluate and export, then let each part finish on rank 0. All ranks call it."""
+    trainer = run.trainer
+    peaks = gather_json(largest_peaks(trainer.args.device))
+    reports = trainer.checkpointer.data_reports()
+    loss, step = None, trainer.state.global_step
+    if run.data.held_out is not None:
+        loss = trainer.checkpointer.last_held_out_loss()
+        loss = float(trainer.evaluate()["eval_loss"]) if loss is None else loss
+    if run.config.evaluate.export is Export.best:
+        loss, step = _take_best(trainer, loss)
+    patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
+    folder = deliver(trainer, run.config, patient)
+    run.outcome = Outcome(folder, step, loss, reports, peaks)
+    run.usage.read()
+    if trainer.is_world_process_zero():
+        for part in parts:
+            part.finish(run)
+    if patient is not None:
+        # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.
+        dist.barrier(patient)
+        if "nccl" in dist.get_backend():
+            # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
+            # process closes them as well.
+            trainer.end()
+
+
+def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None, int]:
+    """Put the weights of the best checkpoint into the model; give their held-out loss and step."""
+    best, last_step = trainer.checkpointer.find_best(), trainer.state.global_step
+    if best is None:
+        logger.warning("no checkpoint was evaluated: the model is that of the last step")
+        return last_loss, last_step
+    path, loss = best
+    if path.name == step_name(last_step) or (last_loss is not None and last_loss <= loss):
+        logger.info("the best model is that of the last step")
+        return last_loss, last_step
+    logger.info("the best checkpoint is %s", path.name)
+    trainer.checkpointer.restore_weights(path)
+    return loss, int(path.name.removeprefix("step-"))

@@ -1,0 +1,159 @@
+"""The model card: what the model is, what it was trained on and how, and the command that trains it again."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import ModelCardData
+
+from hfdist.config.checks.budgets import BUDGETS
+from hfdist.config.checks.urls import redact, scheme_of
+from hfdist.config.composition.compose import to_values
+from hfdist.config.data import SourceKind
+from hfdist.config.model import Init
+from hfdist.config.run import ExportConfig, RunConfig
+from hfdist.config.task import TaskName
+from hfdist.data import PoolReport
+from hfdist.records import PACKAGES, RunRecord, find_versions, read_lines
+from hfdist.run.export.card_task import describe_progress, describe_task
+from hfdist.run.usage import describe_usage
+
+CARD = "README.md"
+
+
+class Exported(NamedTuple):
+    """Which weights the folder holds; `commit` is that of the repository that the training started from, if known."""
+
+    step: int
+    held_out_loss: float | None
+    commit: str | None
+    record: RunRecord
+    """What the run has used."""
+
+
+def write_card(
+    folder: Path, config: RunConfig, reports: Sequence[PoolReport], exported: Exported, *, ranks: int
+) -> None:
+    """Write README.md into an exported folder, and beside it the picture of the losses where the run has one."""
+    picture = config.run.folder.loss_picture
+    if picture.is_file():
+        shutil.copyfile(picture, folder / picture.name)
+    is_adapter = (folder / "adapter_config.json").is_file()
+    versions = find_versions((*PACKAGES, "peft") if config.adapter.is_used else PACKAGES)
+    parts = [
+        f"---\n{_metadata(config, is_adapter, exported.record).to_yaml()}\n---",
+        f"# {config.run.name}",
+        _describe_start(config, exported.commit, is_adapter),
+        describe_task(config.task),
+        "## Data\n\n" + _describe_data(config, reports),
+        _describe_losses(read_lines(config.run.folder.metrics), config.task.name, exported),
+        "## Energy and cost\n\n" + _describe_use(config, exported.record),
+        f"![Losses]({picture.name})" if picture.is_file() else "",
+        "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
+        "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in versions.items()),
+    ]
+    (folder / CARD).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+
+
+def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCardData:
+    base = _hub_id(config.model.name) if config.model.init is Init.pretrained else None
+    datasets = [_hub_id(source.path) for source in config.data.sources.values() if source.kind is SourceKind.hub]
+    return ModelCardData(
+        base_model=base,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-classification" if config.task.name is TaskName.reward else "text-generation",
+        tags=["hfdist"] if config.task.name is TaskName.causal_lm else ["hfdist", config.task.name.value],
+        datasets=[name for name in datasets if name is not None] or None,
+        # What is None is left out.
+        co2_eq_emissions=_emissions(config, record),
+    )
+
+
+def _emissions(config: RunConfig, record: RunRecord) -> dict[str, object] | None:
+    """As the Hub reads them, in grams; None: not known, also of the last start alone, whose figures these are."""
+    grams = record.total("gco2e")
+    if grams is None or record.gco2e is None:
+        return None
+    return {
+        "emissions": float(f"{grams:.4g}"),
+        "source": f"hfdist ({record.energy_source}), at {config.cost.gco2e_per_kwh} g CO2e a kWh",
+        "training_type": "fine-tuning" if config.model.init is Init.pretrained else "pre-training",
+    }
+
+
+def _describe_use(config: RunConfig, record: RunRecord) -> str:
+    text = f"Training has used {describe_usage(record, config.cost)}."
+    estimate = " Part of the energy or all of it is an estimate." if "estimate" in (record.energy_source or "") else ""
+    return text + estimate
+
+
+def _hub_id(name: str | None) -> str | None:
+    """Give a name that is one of the Hub; a path of this machine says nothing to others."""
+    is_of_hub = name is not None and not Path(name).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+    return name if is_of_hub else None
+
+
+def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> str:
+    model = config.model
+    kind = "reward model" if config.task.name is TaskName.reward else "causal language model"
+    what = f"An adapter of a {kind}" if is_adapter else f"A {kind}"
+    if model.init is Init.random:
+        return f"{what}, trained from random weights ({model.type or redact(model.name or '')})."
+    name = redact(model.name or "")
+    link = f"[{name}](https://huggingface.co/{name})" if _hub_id(model.name) else f"`{Path(name).name}`"
+    file = f", file `{model.gguf_file}`" if model.gguf_file else ""
+    return f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}."
+
+
+def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
+    def public(path: str) -> str:
+        # An address or a Hub id; of a file of this machine, its name.
+        return redact(path) if scheme_of(path) or _hub_id(path) else Path(path).name
+
+    sources = [
+        f"- {name}: {source.kind.value}" + (f" `{public(source.path)}`" if source.path else "")
+        for name, source in config.data.sources.items()
+    ]
+    rows = [f"| {r.name} | {r.sequences:,} | {r.share:.1%} | {r.tokens:,} | {r.epochs:.2f} |" for r in reports]
+    table = ["| pool | sequences | share | tokens | epochs |", "|---|---|---|---|---|", *rows]
+    return "\n".join([*sources, *(["", *table] if rows else [])])
+
+
+def _describe_losses(lines: Sequence[Mapping[str, object]], task: TaskName, exported: Exported) -> str:
+    title, name, sign = ("Rewards", "reward", -1) if task.is_reinforcement else ("Losses", "loss", 1)
+    loss = exported.held_out_loss
+    measured = "" if loss is None else f", with a held-out {name} of {sign * loss:.4f}"
+    return f"## {title}\n\n{describe_progress(lines, task)}\n\nThese weights are of step {exported.step:,}{measured}."
+
+
+def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
+    # To whoever reads this, the same start, and none of the writer's repositories and budgets.
+    model = replace(config.model, revision=commit or config.model.revision)
+    no_budgets: dict[str, Any] = dict.fromkeys(BUDGETS)
+    config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **no_budgets))
+    recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
+    recipe = recipe if config.task.name is TaskName.causal_lm else "tune"
+    launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
+    values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
+    said = " model.trust_remote_code=true" if model.trust_remote_code else ""
+    return (
+        "Save this as `config.yaml`, then:\n\n"
+        f"```\n{launch} recipes/{recipe}.py --config-dir . --config-name config{said}\n"
+        f"```\n\n<details><summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
+    )
+
+
+def public_values(value: object) -> Any:
+    """Give the same values without users, passwords and queries of addresses. A config holds no other secrets."""
+    if isinstance(value, dict):
+        return {key: public_values(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [public_values(item) for item in value]
+    return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value

@@ -1,0 +1,69 @@
+"""What a run asks of its Trainer besides TrainingArguments, and what the optimizer of an island is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hfdist.checkpoint import Keep
+from hfdist.config.composition.compose import to_values
+from hfdist.config.islands import IslandMethod
+from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskName
+from hfdist.config.train import TrainConfig
+from hfdist.islands.parameter_client import GradientRecorder
+from hfdist.islands.parameter_store import find_slots
+from hfdist.models.loss import choose_loss
+from hfdist.optim.registry import ClassAndSettings, find_optimizer
+from hfdist.run.state import RunState
+from hfdist.trainer.checkpointing.start import open_replicas
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
+from hfdist.trainer.islands import ServerOptimizer
+from hfdist.trainer.trainer import RunOptions
+
+_UNCLIPPED = 1e30
+"""A norm that no finite gradient reaches."""
+
+
+def own_train(config: RunConfig) -> TrainConfig:
+    """Give `train.*` as this process does it.
+
+    Raises:
+        ConfigError: a parameter server that cannot step this optimizer.
+    """
+    if config.islands.method is not IslandMethod.parameter_server:
+        return config.train
+    find_slots(config.optimizer)
+    # The server clips, by the norm of all islands' gradients.
+    return replace(config.train, max_grad_norm=_UNCLIPPED)
+
+
+def own_optimizer(config: RunConfig, *, warmup_steps: int) -> ClassAndSettings:
+    """Give the optimizer that steps in this process."""
+    if config.islands.method is IslandMethod.parameter_server:
+        return GradientRecorder, {"lr": config.optimizer.lr}
+    return find_optimizer(config.optimizer, warmup_steps=warmup_steps)
+
+
+def make_options(run: RunState) -> RunOptions:
+    """Make them of the config, and of what the parts of the run measure."""
+    config, checkpoint, train = run.config, run.config.checkpoint, run.config.train
+    scores = config.task.name is TaskName.reward
+    return RunOptions(
+        run_values=to_values(config),
+        keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
+        replicas=open_replicas(config),
+        replicate_every=checkpoint.replicate_every,
+        save_in_background=checkpoint.background,
+        objective=run.objective,
+        loss_head=None if scores else choose_loss(config, run.model, run.strategy),
+        base_width=config.optimizer.base_width,
+        limits=Limits(
+            skipped_steps=train.max_skipped_steps,
+            rollbacks=train.max_rollbacks,
+            compare_replicas_every=train.compare_replicas_every,
+        ),
+        measures=run.measures,
+        figures=run.usage.figures,
+        islands=config.islands if config.islands.is_used else None,
+        server_optimizer=ServerOptimizer(config=config.optimizer, max_grad_norm=train.max_grad_norm),
+    )

@@ -1,0 +1,78 @@
+"""What the trained model writes after a prompt, as a user would ask it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from hfdist.config.task import TaskName
+from hfdist.data.documents.held_out import Example, take_examples
+from hfdist.run.parts.part import Part, warning_of_failure
+from hfdist.run.state import RunState
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS = 600
+
+
+class SamplePart(Part):
+    """Logs how the model continues `report.sample_prompt`, or answers a held-out example."""
+
+    def finish(self, run: RunState) -> None:
+        """Do so, unless a budget has stopped the run: it takes long."""
+        report, folder, strategy = run.config.report, run.outcome.folder, run.trainer.strategy
+        if report.sample_tokens == 0 or run.budget.stopped_by is not None:
+            return
+        tokenizer, ids = run.data.tokenizer, None
+        what = f"{folder} continues {report.sample_prompt!r}"
+        if report.sample_prompt is not None:
+            ids = tokenizer(report.sample_prompt)["input_ids"]
+        elif (example := held_out_example(run)) is not None and not run.config.task.name.is_reinforcement:
+            # Of a policy, rollouts.jsonl has answers.
+            ids = example.prompt
+            asked, answer = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, example.reference))
+            what = f"{folder} is asked {_shortened(asked)!r}; the data answer {_shortened(answer)!r}, it"
+        if ids is None:
+            return
+        assert strategy is not None
+        with strategy.without_partitioning(run.trainer.args), warning_of_failure("sample"):
+            logger.info("%s:\n%s", what, sample(folder, tokenizer, ids, report.sample_tokens))
+
+
+def held_out_example(run: RunState) -> Example | None:
+    """The first held-out example of what the model has learned to answer; None: its data are plain text."""
+    data = run.data
+    if run.config.task.name is TaskName.reward or data.held_out is None or not data.corpus.has_examples:
+        return None
+    return next(iter(take_examples(data.held_out, 1)), None)
+
+
+def _shortened(text: str) -> str:
+    """Its last characters, where a prompt asks."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"...{text[-_SHOWN_CHARACTERS:]}"
+
+
+def sample(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], num_tokens: int) -> str:
+    """Open the exported folder as any user would, and let the model continue `prompt` (top-k sampling, fixed seed).
+
+    Gives what it has written.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    inputs = torch.tensor([prompt])
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        output = model.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            top_k=40,
+            temperature=0.8,
+            use_cache=True,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))

@@ -1,0 +1,104 @@
+"""Tells of alerts on rank 0: on the console, in events.jsonl, to the trackers, and to a command of the user's."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfdist.config.run import CheckpointConfig
+from hfdist.errors import HfdistError
+from hfdist.records import Event, RunRecorder
+from hfdist.records.lines import Line
+from hfdist.tools.alerts import Alert, Monitor
+from hfdist.tools.alerts.command import AlertCommand
+
+logger = logging.getLogger(__name__)
+
+
+class Alerts(TrainerCallback):
+    """Watches the lines of metrics and of ranks.
+
+    Args:
+        recorder: of this process, which is rank 0.
+        checkpoint: how often the run saves, and how much stays.
+        command: `report.alert_command`.
+        log: the Trainer's, for the trackers.
+    """
+
+    def __init__(
+        self,
+        recorder: RunRecorder,
+        checkpoint: CheckpointConfig,
+        command: str | None,
+        log: Callable[[dict[str, float]], None],
+    ) -> None:
+        self._recorder, self._checkpoint, self._log = recorder, checkpoint, log
+        self._command = None if command is None else AlertCommand(command)
+        self._to_log: dict[str, float] = {}
+
+    @cached_property
+    def _monitor(self) -> Monitor:
+        """Made when the first line comes: by then the record knows hosts and steps."""
+        record, checkpoint = self._recorder.record, self._checkpoint
+        return Monitor(
+            max_steps=record.max_steps,
+            save_every=checkpoint.every,
+            num_kept=checkpoint.keep + checkpoint.keep_best,
+            num_stages=int(record.layout.get("pipeline", 1)),
+            hosts=record.hosts,
+        )
+
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Judge a line of training or of a save."""
+        logs = logs or {}
+        is_save = "checkpoint/step" in logs
+        if not is_save and "step_seconds" not in logs:
+            return
+        free_bytes = None
+        if is_save:
+            with suppress(OSError):
+                free_bytes = shutil.disk_usage(self._recorder.run_dir).free
+        line = {"step": logs.get("checkpoint/step", state.global_step)} | logs
+        self._tell(self._monitor.see_metrics(line, free_bytes))
+
+    def see_ranks(self, line: Line) -> None:
+        """Judge a line of ranks.jsonl."""
+        self._tell(self._monitor.see_ranks(line))
+
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Tell the trackers, outside of the line that they are being given."""
+        if self._to_log:
+            to_log, self._to_log = self._to_log, {}
+            self._log(to_log)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Tell what is left, and let commands end."""
+        self.on_step_begin(args, state, control)
+        if self._command is not None:
+            self._command.wait()
+
+    def _tell(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            logger.warning("step %d: %s", alert.step, alert.text)
+            self._to_log[f"alert/{alert.kind.value}"] = 1
+            try:
+                self._recorder.add(Event.alert, **alert.to_json())
+            except HfdistError as error:
+                # Such as a full disk: it may be what the alert is about.
+                logger.warning("events.jsonl lacks this alert: %s", error)
+            if self._command is not None:
+                self._command.start({"run": str(self._recorder.run_dir)} | alert.to_json())

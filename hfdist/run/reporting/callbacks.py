@@ -1,0 +1,179 @@
+"""What people and scripts see of a run, on rank 0 only: metrics.jsonl, a progress bar, pictures."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from statistics import fmean
+
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.config.task import TaskName
+from hfdist.pipeline.timeline import Event, write_chrome_trace
+from hfdist.records import RunFolder, read_lines
+from hfdist.strategies.base import Engine
+from hfdist.tools.report.drawing.schedule import busy_share
+from hfdist.tools.report.reading.run_files import Span
+from hfdist.trainer.step.step_lines import StepLines
+
+logger = logging.getLogger(__name__)
+
+_WRITTEN = ("data/", "checkpoint/", "lm_eval/")
+_SHOWN = (
+    ("loss", "loss", "{:.3f}"),
+    ("eval_loss", "held-out", "{:.3f}"),
+    ("eval_perplexity", "ppl", "{:.1f}"),
+    ("reward", "reward", "{:.3f}"),
+    ("eval_reward", "held-out", "{:.3f}"),
+    ("eval_rewards/accuracies", "accuracy", "{:.1%}"),
+    ("eval_accuracies", "accuracy", "{:.1%}"),
+    ("eval_rewards/margins", "margin", "{:.3f}"),
+    ("eval_margins", "margin", "{:.3f}"),
+    ("expert_load_max", "most loaded", "{:.2f}"),
+    ("expert_load_min", "least loaded", "{:.2f}"),
+    ("tokens_per_second", "tok/s", "{:,.0f}"),
+    ("mfu", "mfu", "{:.1%}"),
+)
+
+
+class MetricsWriter(StepLines):
+    """Writes training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
+
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Write a line.
+
+        The line of a save is of the step that was saved, also where it has ended some steps later: a run that goes on
+        from this step keeps it.
+        """
+        logs = logs or {}
+        if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs):
+            self.write({"step": logs.get("checkpoint/step", state.global_step)} | logs)
+
+
+class TimelineWriter(TrainerCallback):
+    """Writes the measured schedule of the third step, which is past all warming up, for the report to draw."""
+
+    def __init__(self, folder: RunFolder, engine: Engine) -> None:
+        self._folder, self._engine = folder, engine
+        self._steps_until = 2
+
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Ask for the record of the step that begins."""
+        if self._steps_until == 0 and self._engine.schedule_trace is not None:
+            self._engine.schedule_trace.ask()
+        self._steps_until -= 1
+
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Write it, if there were three steps and they had a schedule."""
+        record = self._engine.schedule_trace
+        if record is None or not record.events or not state.is_world_process_zero:
+            return
+        try:
+            write_chrome_trace(record.events, self._folder.timeline)
+        except OSError as error:
+            # The model is still to be exported, and matters more.
+            logger.warning("no record of the schedule: %s", error)
+            return
+        measured, expected = 100 * idle_share(record.events), 100 * record.formula
+        words = "schedule: %s, %.1f %% idle, %.1f %% by the formula; %s"
+        logger.info(words, record.title, measured, expected, self._folder.timeline)
+
+
+def idle_share(events: Sequence[Event]) -> float:
+    """Give the share of a schedule in which ranks do not compute, from 0 to 1, as the report has it."""
+    spans = (
+        Span(rank, action.name, microbatch, 1e3 * start, 1e3 * (stop - start))
+        for rank, _, action, microbatch, start, stop in events
+    )
+    return 1 - fmean(busy_share([*spans]).values())
+
+
+class ProgressBar(TrainerCallback):
+    """A bar with loss, held-out loss, its perplexity and tokens/s; of preferences accuracy and margin, or rewards."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[object] | None = None
+        self._shown: dict[str, str] = {}
+
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Show the bar, from the step at which the run goes on."""
+        if state.is_world_process_zero:
+            known = {"total": state.max_steps, "initial": state.global_step, "desc": "train", "unit": "step"}
+            self._bar = tqdm(**known, file=sys.stderr, dynamic_ncols=True, mininterval=0.5)
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Advance."""
+        self.on_rollback(state)
+
+    def on_rollback(self, state: TrainerState) -> None:
+        """Show the present step."""
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Show the newest figures."""
+        if self._bar is None or logs is None:
+            return
+        for key, label, form in _SHOWN:
+            if logs.get(key) is not None:
+                self._shown[label] = form.format(logs[key])
+        if "reward" in logs:
+            # It is near 0 whatever the model can do.
+            self._shown.pop("loss", None)
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Leave the full bar on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def plot_losses(folder: RunFolder, task: TaskName = TaskName.causal_lm) -> None:
+    """Draw `loss.png` from `metrics.jsonl`, where matplotlib is; of reinforcement learning, it has the rewards."""
+    try:
+        # Here: a run begins without it.
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("no loss.png: pip install 'hfdist[plot]', or report.plot=false; `hfdist report` draws without it")
+        return
+    lines = read_lines(folder.metrics)
+    name, unit = ("reward", "mean of answers") if task.is_reinforcement else ("loss", task.loss_unit)
+    train = [(line["tokens"], line[name]) for line in lines if line.get(name) is not None and "tokens" in line]
+    # An evaluation before the first step stands at the left edge.
+    tokens_at = {0: 0} | {line["step"]: line["tokens"] for line in lines if "tokens" in line}
+    held_out = [
+        (tokens_at[line["step"]], line[f"eval_{name}"])
+        for line in lines
+        if line.get(f"eval_{name}") is not None and line["step"] in tokens_at
+    ]
+    # A Figure of its own, without pyplot, needs no display and leaves no state.
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if train:
+        axes.plot(*zip(*train, strict=True), linewidth=1, color="tab:blue", label="training, each logged step")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), marker="o", markersize=4, color="tab:orange", label="held out")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(f"{name} ({unit})")
+    axes.set_title(folder.path.name)
+    axes.grid(alpha=0.3)
+    if train or held_out:
+        axes.legend()
+    figure.savefig(folder.loss_picture, dpi=120)

@@ -1,0 +1,135 @@
+"""ranks.jsonl: for each logged step, the seconds and the memory of each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hfdist.collectives import control_group, rank, world_size
+from hfdist.records import RankColumn
+from hfdist.records.lines import Line
+from hfdist.run.peak_memory import PeakMemory
+from hfdist.trainer.step.step_lines import StepLines
+from hfdist.trainer.step.throughput import Throughput
+
+_COLUMNS = tuple(column.value for column in RankColumn)
+_GATHER_SECONDS = 0.5
+"""Seconds between two gathers of short steps: a gather costs a tenth of a millisecond, and a step may take a few."""
+_MOST_LINES = 64
+
+
+class _Gathering(NamedTuple):
+    """Lines that travel: of each rank, [steps, columns]."""
+
+    steps: list[int]
+    by_rank: list[torch.Tensor]
+    work: dist.Work | None
+
+
+class RankTimes(StepLines):
+    """Writes on rank 0 what all ranks have measured; all ranks have this callback.
+
+    Lines of long steps are gathered one by one, and those of short steps together. No rank waits for that: it ends
+    with the step that follows.
+
+    Args:
+        path: of the file.
+        throughput: of the Trainer; its clock has measured the steps.
+        use: gets each line that was written, on rank 0.
+    """
+
+    def __init__(self, path: Path, throughput: Throughput, use: Callable[[Line], None] = lambda line: None) -> None:
+        super().__init__(path)
+        self._throughput, self._use = throughput, use
+        self._steps: list[int] = []
+        self._figures: list[list[float]] = []
+        """Figures of this rank for each of `_steps`; they have not been sent yet."""
+        self._last_step, self._lines_together = 0, 1
+        self._gathering: _Gathering | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Open the file, and count memory from here on. A collective."""
+        super().on_rollback(state)
+        self._last_step, self._lines_together = state.global_step, 1
+        self._group, self._memory = control_group(), PeakMemory(args.device)
+
+    def on_log(
+        self,
+        args: object,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Note the figures of this rank after a training line of the Trainer, which all ranks have alike."""
+        if "step_seconds" in (logs or {}):
+            self._steps.append(state.global_step)
+            figures = [*self._throughput.of_rank, self._memory.read()]
+            self._figures.append([math.nan if value is None else value for value in figures])
+            if len(self._steps) >= self._lines_together:
+                self._gather()
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Write the lines that have arrived."""
+        self._finish()
+
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Write the last lines. A collective."""
+        self._finish()
+        self._gather()
+        self._finish()
+
+    def on_rollback(self, state: TrainerState) -> None:
+        """Set the lines of later steps aside. A collective, where lines are under way."""
+        self._finish()
+        self._gather()
+        self._finish()
+        self._last_step = state.global_step
+        super().on_rollback(state)
+
+    def _gather(self) -> None:
+        if not self._steps:
+            return
+        own = torch.tensor(self._figures, dtype=torch.float64)
+        by_rank, work = [own], None
+        if self._group is not None:
+            by_rank = [torch.empty_like(own) for _ in range(world_size())]
+            work = dist.all_gather(by_rank, own, group=self._group, async_op=True)
+        self._gathering = _Gathering(self._steps, by_rank, work)
+        self._steps, self._figures = [], []
+
+    def _finish(self) -> None:
+        if self._gathering is None:
+            return
+        steps, by_rank, work = self._gathering
+        self._gathering = None
+        if work is not None:
+            work.wait()
+        gathered = torch.stack(by_rank)
+        # All ranks have the same figures, and decide the same: torch's mean would depend on the processor.
+        mean = fmean(gathered[:, :, 0].flatten().tolist())
+        line_seconds = mean * max(steps[-1] - self._last_step, 1) / len(steps)
+        self._last_step, self._lines_together = steps[-1], min(max(int(_GATHER_SECONDS / line_seconds), 1), _MOST_LINES)
+        if rank() == 0:
+            for step, columns in zip(steps, gathered.permute(1, 2, 0).tolist(), strict=True):
+                line = _to_line(step, columns)
+                self.write(line)
+                self._use(line)
+
+
+def _to_line(step: int, columns: list[list[float]]) -> dict[str, object]:
+    *seconds, peaks = columns
+    # More digits are noise, and a line has a number for each rank.
+    values: list[Sequence[float | None]] = [
+        [None if math.isnan(value) else round(value, 6) for value in of] for of in seconds
+    ]
+    return {"step": step} | dict(zip(_COLUMNS, [*values, [int(value) for value in peaks]], strict=True))

@@ -1,0 +1,79 @@
+"""What the steps of a run have made so far, for its later steps and for its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Event
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
+
+from hfdist.config.run import RunConfig
+from hfdist.data import PoolReport
+from hfdist.errors import HfdistError
+from hfdist.planning.plan import Plan
+from hfdist.records import RunRecorder
+from hfdist.run.budget import Budget
+from hfdist.run.data import RunData
+from hfdist.run.own_plan import OwnPlan
+from hfdist.run.usage import Usage
+from hfdist.strategies.base import Strategy
+from hfdist.topology import Topology
+from hfdist.trainer.checkpointing.start import Start
+from hfdist.trainer.evaluation.loop import Measure
+from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.step.objective import Objective
+from hfdist.trainer.trainer import Trainer
+
+
+class Outcome(NamedTuple):
+    """A model that was trained, measured and written."""
+
+    folder: Path
+    """What a user opens."""
+    step: int
+    """Step of the weights in the folder."""
+    loss: float | None
+    """Theirs on held-out data; None: there are none."""
+    pools: Sequence[PoolReport]
+    """What was read of the data."""
+    peak_bytes: Sequence[Mapping[str, float]]
+    """The most memory that each rank has used, by kind."""
+
+
+class RunState:
+    """The attributes of a run. Each step sets some; before its step, an attribute without a value is not there."""
+
+    config: RunConfig
+    topology: Topology
+    strategy: Strategy
+    architecture: PreTrainedConfig
+    """By `find_model`."""
+    data: RunData
+    """By `open_data`."""
+    recorder: RunRecorder | None = None
+    """By `open_folder`, on rank 0."""
+    arguments: TrainingArguments
+    """By `start_ranks`, as the next one."""
+    own_plan: OwnPlan | None = None
+    """A plan that is being made, on rank 0."""
+    model: PreTrainedModel
+    """By `build_model`."""
+    objective: Objective | None
+    """By `build_trainer`, as the next four; None: that of the next token."""
+    measures: Sequence[Measure] = ()
+    """What evaluations measure besides the loss."""
+    usage: Usage
+    trainer: Trainer
+    plan: Plan | None = None
+    """On rank 0."""
+    start: Start
+    """By `train`, as all that follow."""
+    preemption: Preemption
+    budget: Budget
+    first_step: Event
+    """To be set when the first step has ended."""
+    outcome: Outcome
+    not_uploaded: HfdistError | None = None
+    """Why the upload of the model has failed, on rank 0."""

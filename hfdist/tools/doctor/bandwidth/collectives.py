@@ -1,0 +1,139 @@
+"""Times each collective of the present process group at each size; all ranks of the group call it together."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import profile
+
+from hfdist.tools.doctor.bandwidth.figures import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    KINDS,
+    POINT_TO_POINT,
+    REDUCE_SCATTER,
+    Figure,
+)
+
+_NUM_ROUNDS = 5
+_ROUND_SECONDS = 0.03
+"""Seconds of a round: so many that a short call is timed many times in a row."""
+_MOST_CALLS = 50
+_ITEM_BYTES = 4
+_LONG_SECONDS = 2.0
+"""A call that takes so long is timed once a round, and larger ones are left out: the link is known by then."""
+
+
+@dataclass
+class _Case:
+    kind: str
+    size_bytes: int
+    call: Callable[[], object]
+    num_calls: int
+    runs_as: str
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+
+
+def sizes_up_to(largest_bytes: int) -> list[int]:
+    """Give the sizes that are measured: from 1 KiB each 16 times the one before, and the largest."""
+    sizes = [size for power in range(10, 41, 4) if (size := 1 << power) < largest_bytes]
+    return [*sizes, largest_bytes]
+
+
+def measure(group: str, sizes: Sequence[int], device: torch.device) -> list[Figure]:
+    """Give the figures of this rank. A collective over the default process group.
+
+    Rounds of all collectives follow each other, so that a disturbance of seconds does not decide about one of them.
+    """
+    cases = list(_warmed_up(sizes, device))
+    for _ in range(_NUM_ROUNDS):
+        for case in cases:
+            seconds, cpu_seconds = _time(case.call, case.num_calls, device)
+            case.seconds.append(seconds)
+            case.cpu_seconds.append(cpu_seconds)
+    return [
+        Figure(
+            group=group,
+            kind=case.kind,
+            num_ranks=dist.get_world_size(),
+            size_bytes=case.size_bytes,
+            seconds=statistics.median(case.seconds),
+            low_seconds=min(case.seconds),
+            high_seconds=max(case.seconds),
+            cpu_seconds=statistics.median(case.cpu_seconds),
+            runs_as=case.runs_as,
+        )
+        for case in cases
+    ]
+
+
+def _warmed_up(sizes: Sequence[int], device: torch.device) -> Iterator[_Case]:
+    """Call each once or twice, and agree on how often it is called in a round."""
+    whole, other = (torch.ones(max(sizes) // _ITEM_BYTES + dist.get_world_size(), device=device) for _ in range(2))
+    for kind in KINDS:
+        runs_as = ""
+        for size in sizes:
+            num_ranks = dist.get_world_size()
+            # Shares of the same length.
+            count = max(num_ranks, size // _ITEM_BYTES // num_ranks * num_ranks)
+            call = _make_call(kind, whole[:count], other[:count])
+            runs_as = runs_as or _name_of(call)
+            seconds = torch.tensor(_time(call, 1, device)[0], device=device)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            num_calls = min(max(int(_ROUND_SECONDS / float(seconds)), 1), _MOST_CALLS)
+            yield _Case(kind, count * _ITEM_BYTES, call, num_calls, runs_as)
+            if float(seconds) > _LONG_SECONDS:
+                break
+
+
+def _make_call(kind: str, whole: torch.Tensor, other: torch.Tensor) -> Callable[[], object]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    share = other[: len(other) // num_ranks]
+    calls: dict[str, Callable[[], object]] = {
+        # Of the mean, so that numbers stay what they are.
+        ALL_REDUCE: lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
+        REDUCE_SCATTER: lambda: dist.reduce_scatter_single(share, whole, dist.ReduceOp.MAX),
+        ALL_GATHER: lambda: dist.all_gather_single(whole, share),
+        ALL_TO_ALL: lambda: dist.all_to_all_single(other, whole),
+        BROADCAST: lambda: dist.broadcast(whole, group_src=0),
+        POINT_TO_POINT: lambda: _pass_on(whole, other, (rank + 1) % num_ranks, (rank - 1) % num_ranks),
+    }
+    return calls[kind]
+
+
+def _pass_on(sent: torch.Tensor, received: torch.Tensor, to: int, by: int) -> None:
+    """Send to the next rank and receive from the one before, as NCCL's test does."""
+    ops = [dist.P2POp(dist.isend, sent, group_peer=to), dist.P2POp(dist.irecv, received, group_peer=by)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def _time(call: Callable[[], object], num_calls: int, device: torch.device) -> tuple[float, float]:
+    """Give seconds and CPU seconds of one call, once all ranks have come."""
+    dist.barrier()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    for _ in range(num_calls):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) / num_calls, (time.process_time() - cpu_begin) / num_calls
+
+
+def _name_of(call: Callable[[], object]) -> str:
+    """Give the backend's own name of what it does in a call, as it tells the profiler: gloo:all_reduce."""
+    # Kineto announces each start on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile() as recorded:
+        call()
+    backend = f"{dist.get_backend()}:"
+    names = dict.fromkeys(event.name for event in recorded.function_events or () if event.name.startswith(backend))
+    return ", ".join(names)

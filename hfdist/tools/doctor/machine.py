@@ -1,0 +1,140 @@
+"""What the kernel gives the processes of a run: memory, files, processes, threads, and a name. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+
+from hfdist.host_memory import group_memory, of_cgroup
+from hfdist.launch.address import is_loopback, own_interfaces
+from hfdist.tools.doctor.finding import Finding
+from hfdist.units import size
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_SHM = "/dev/shm"
+_LEAST_SHM, _ENOUGH_SHM = 64 * _MIB, 1 * _GIB
+_LEAST_FILES, _ENOUGH_FILES = 1024, 4096
+_LEAST_PROCESSES, _ENOUGH_PROCESSES = 512, 4096
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def check_machine(num_hosts: int) -> list[Finding]:
+    """Check what every process of this machine meets."""
+    return [
+        _check_memory(),
+        _check_shared_memory(),
+        _check_open_files(),
+        _check_processes(),
+        _check_locked_memory(),
+        check_name(num_hosts),
+    ]
+
+
+def _check_memory() -> Finding:
+    ram, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    group = group_memory()
+    limit = None if group is None else group.limit
+    if group is None or group.limit >= ram:
+        text = f"{ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
+    else:
+        free = min(free, max(group.limit - group.used, 0))
+        text = f"a cgroup gives {group.limit / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
+    low = free < 0.1 * min(ram, limit or ram)
+    return Finding.of("memory", text, warning=low, hint="end what uses it, or ask the scheduler for more memory")
+
+
+def _check_shared_memory() -> Finding:
+    check = "shared memory"
+    try:
+        usage = shutil.disk_usage(_SHM)
+    except OSError as error:
+        hint = f"mount -t tmpfs tmpfs {_SHM}, or data.workers=0"
+        return Finding.of(check, f"{_SHM}: {error.strerror}", error=True, hint=hint)
+    text = f"{_SHM} has {size(usage.total)}, {size(usage.free)} free; data workers and NCCL put tensors there"
+    is_small, is_tight = usage.free < _LEAST_SHM, usage.free < _ENOUGH_SHM
+    hint = f"mount -o remount,size=8G {_SHM}; of a container: --shm-size=8g; or data.workers=0"
+    return Finding.of(check, text, error=is_small, warning=is_tight, hint=hint)
+
+
+def _check_open_files() -> Finding:
+    # The soft limit is raised to this one by each run.
+    _, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
+    hint = "nofile in /etc/security/limits.conf, LimitNOFILE of the service; of a container: --ulimit nofile=65536"
+    text = f"a process may open {hard}" if hard < 1 << 30 else "a process may open any number"
+    return Finding.of("open files", text, error=hard < _LEAST_FILES, warning=hard < _ENOUGH_FILES, hint=hint)
+
+
+def _check_processes() -> Finding:
+    soft, _ = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NPROC))
+    own_limit = of_cgroup("pids.max", "pids.max", controller="pids")
+    least = min(soft, own_limit if own_limit is not None else soft)
+    who = "a cgroup" if own_limit is not None and own_limit < soft else "the user"
+    text = f"{who} may have {least} processes and threads" if least < 1 << 30 else "any number"
+    hint = "ulimit -u 65536; of a container: --pids-limit=-1"
+    is_few, is_tight = least < _LEAST_PROCESSES, least < _ENOUGH_PROCESSES
+    return Finding.of("processes", text, error=is_few, warning=is_tight, hint=hint)
+
+
+def _check_locked_memory() -> Finding:
+    soft, _ = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    text = "any amount" if soft >= 1 << 40 else f"{size(soft)} a process"
+    text += f"; {', '.join(adapters)} needs it" if adapters else "; not needed: there is no RDMA adapter"
+    hint = "ulimit -l unlimited; of a container: --ulimit memlock=-1"
+    return Finding.of("locked memory", text, warning=bool(adapters) and soft < 1 << 40, hint=hint)
+
+
+def check_name(num_hosts: int) -> Finding:
+    """Check whether others find this machine by the address that gloo tells them: that of its name."""
+    name, check = platform.node(), "host name"
+    interfaces = own_interfaces()
+    known = ", ".join(f"{one} {address}" for one, address in interfaces.items()) or "none but the loopback"
+    chosen = os.environ.get(_INTERFACES[0])
+    if chosen is not None:
+        wrong = [one for one in chosen.split(",") if one not in psutil.net_if_addrs()]
+        text = f"{_INTERFACES[0]}={chosen}; interfaces: {known}"
+        hint = f"export {_INTERFACES[0]}={next(iter(interfaces), 'lo')}"
+        return Finding.of(check, text, error=bool(wrong), hint=hint)
+    best = next(iter(interfaces), None)
+    hint = "export " + " ".join(f"{variable}={best}" for variable in _INTERFACES)
+    if best is None:
+        hint = "a network interface with an address"
+    try:
+        addresses = sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
+        text, looped = f"{name} is {', '.join(addresses[:3])}", all(map(is_loopback, addresses))
+    except OSError:
+        text, looped = f"{name} has no address, so that gloo takes the loopback", True
+    if looped:
+        text += ", which other machines cannot reach"
+    if looped and best is not None and num_hosts == 1:
+        text += f"; a run on several machines connects by {best}, or by what leads to the first of them"
+    error = looped and num_hosts > 1
+    return Finding.of(check, f"{text}; interfaces: {known}", error=error, warning=looped and best is None, hint=hint)
+
+
+def count_cores() -> int:
+    """How many cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def check_threads(threads: int, cores: int, ranks: int) -> Finding:
+    """Check whether the ranks of a machine would take each other's cores."""
+    text = f"{ranks} rank{'s' * (ranks > 1)} x {threads} threads on {cores} cores"
+    hint = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
+    # One each is the least there is.
+    return Finding.of("threads", text, warning=threads > 1 and threads * ranks > cores, hint=hint)
+
+
+def _limit(value: int) -> int:
+    return 1 << 62 if value == resource.RLIM_INFINITY else value

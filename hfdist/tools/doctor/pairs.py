@@ -1,0 +1,169 @@
+"""What two ranks measure of the link between them, and what all pairs together tell. Loads no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from hfdist.tools.doctor.finding import ERROR, WARNING, Finding
+
+SIZES_MIB = (1, 16)
+_LARGEST = str(SIZES_MIB[-1])
+_LEAST_LOCAL_GBS = 0.1
+"""Within a machine: less, and its processes have no core to themselves."""
+_MOST_OF_ONE_STREAM_GBS = 1.0
+"""What a connection of gloo fills of a faster link."""
+_MOST_OFFSET_SECONDS = 1.0
+_NAMED_PAIRS = 6
+_MOST_SLOW = 32
+"""Pairs that are measured again, one at a time."""
+
+
+@dataclass(kw_only=True)
+class Pair:
+    """Two ranks, and what came of them."""
+
+    ranks: tuple[int, int]
+    hosts: tuple[str, str]
+    backend: str
+    error: str | None = None
+    """None: they have spoken to each other."""
+    latency_seconds: float = 0.0
+    """Seconds of a small message, one way."""
+    gbs: dict[str, float] = field(default_factory=dict)
+    """10^9 bytes a second of a message, by its MiB."""
+    all_reduce_gbs: dict[str, float] = field(default_factory=dict)
+    offset_seconds: float = 0.0
+    """How far the second's clock is ahead."""
+
+    @property
+    def speed(self) -> float:
+        """At the largest size; 0: it was not measured here."""
+        return self.gbs.get(_LARGEST, 0.0)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both are on one machine."""
+        return self.hosts[0] == self.hosts[1]
+
+    def to_json(self) -> dict[str, object]:
+        """Give it as JSON values."""
+        return asdict(self)
+
+
+def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Divide all pairs into rounds, in each of which a rank is in one pair at most."""
+    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    found = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        couples = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in couples if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+def find_slow(pairs: Sequence[Pair]) -> list[Pair]:
+    """Find the pairs below half of the median of their kind, the slowest first."""
+    found = []
+    for is_local in (True, False):
+        kind = [pair for pair in pairs if pair.error is None and pair.is_local is is_local]
+        if len(kind) > 2:
+            median = statistics.median(pair.speed for pair in kind)
+            found += [pair for pair in kind if pair.speed < median / 2]
+    return sorted(found, key=lambda pair: pair.speed)[:_MOST_SLOW]
+
+
+def judge_pairs(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> list[Finding]:
+    """Say which pairs are dead or slow, and how fast the others are.
+
+    Args:
+        pairs: of one backend.
+        link_gbs: speed of each host's link, where it is known.
+    """
+    backend = pairs[0].backend
+    alive = [pair for pair in pairs if pair.error is None]
+    found = _judge_dead([pair for pair in pairs if pair.error is not None])
+    for is_local in (True, False):
+        kind = [pair for pair in alive if pair.is_local is is_local]
+        if kind:
+            found += _judge_speed(kind, link_gbs, f"{backend} {'in a machine' if is_local else 'between machines'}")
+    return found
+
+
+def judge_clocks(pairs: Sequence[Pair]) -> list[Finding]:
+    """Compare the clocks of hosts with that of the first, as each pair has seen them."""
+    alive = [pair for pair in pairs if pair.error is None and not pair.is_local]
+    worst: dict[str, float] = {}
+    for pair in alive:
+        if pair.hosts[0] == alive[0].hosts[0]:
+            worst[pair.hosts[1]] = max(worst.get(pair.hosts[1], 0.0), pair.offset_seconds, key=abs)
+    far = {host: seconds for host, seconds in worst.items() if abs(seconds) > _MOST_OFFSET_SECONDS}
+    hint = "start NTP there, as chronyd: records and logs of machines are compared by time"
+    found = []
+    for host, seconds in far.items():
+        side = "ahead of" if seconds > 0 else "behind"
+        text = f"{host}'s clock is {abs(seconds):.1f} s {side} {alive[0].hosts[0]}'s"
+        found.append(Finding("clocks", WARNING, text, hint))
+    if worst and not far:
+        most = 1000 * max(map(abs, worst.values()))
+        found.append(Finding.of("clocks", f"{len(worst) + 1} machines agree within {most:.0f} ms"))
+    return found
+
+
+def _judge_dead(dead: Sequence[Pair]) -> list[Finding]:
+    """One finding for each two hosts."""
+    by_hosts: dict[tuple[str, str], list[Pair]] = {}
+    for pair in dead:
+        by_hosts.setdefault(pair.hosts, []).append(pair)
+    found = []
+    for (a, b), pairs in by_hosts.items():
+        names = ", ".join(f"{pair.ranks[0]}-{pair.ranks[1]}" for pair in pairs[:_NAMED_PAIRS])
+        more = f" and {len(pairs) - _NAMED_PAIRS} more" if len(pairs) > _NAMED_PAIRS else ""
+        place = f"on {a}" if a == b else f"on {a} and {b}"
+        text = f"ranks {names}{more} ({place}) cannot speak to each other: {pairs[0].error}"
+        if a == b:
+            hint = "free the machine's memory and ports; NCCL_DEBUG=INFO tells more of NCCL"
+        else:
+            hint = (
+                f"`ip route get` and `ping` from {a} to {b}; a firewall must leave their ports above 1023 open; "
+                "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface that both share"
+            )
+        found.append(Finding(f"{pairs[0].backend} links", ERROR, text, hint))
+    return found
+
+
+def _judge_speed(pairs: Sequence[Pair], link_gbs: Mapping[str, float], check: str) -> list[Finding]:
+    speeds = {pair.ranks: pair.speed for pair in pairs}
+    median = statistics.median(speeds.values())
+    found = []
+    for pair in find_slow(pairs):
+        text = (
+            f"ranks {pair.ranks[0]}-{pair.ranks[1]} ({pair.hosts[0]}, {pair.hosts[1]}) reach {speeds[pair.ranks]:.3f} "
+            f"GB/s at {_LARGEST} MiB, where the median of {len(pairs)} pairs is {median:.3f}"
+        )
+        hint = f"`ethtool` of both interfaces, their cables and switch ports; else leave {pair.hosts[1]} out"
+        found.append(Finding(check, WARNING, text, hint))
+    low, high = min(speeds.values()), max(speeds.values())
+    reduced = statistics.median(pair.all_reduce_gbs[_LARGEST] for pair in pairs)
+    small = statistics.median(pair.gbs[str(SIZES_MIB[0])] for pair in pairs)
+    latency = statistics.median(pair.latency_seconds for pair in pairs)
+    expected, of_what = _expect(pairs, link_gbs)
+    text = (
+        f"{len(pairs)} pair{'s' * (len(pairs) > 1)}: {_LARGEST} MiB at {low:.2f} to {high:.2f} GB/s (median "
+        f"{median:.2f}, all-reduce {reduced:.2f}), {SIZES_MIB[0]} MiB at {small:.2f}, "
+        f"{1e6 * latency:.0f} us; expected: {expected:.2f}, {of_what}"
+    )
+    hint = "an interface that is faster: GLOO_SOCKET_IFNAME; or nothing else on these machines meanwhile"
+    return [*found, Finding.of(check, text, warning=median < expected, hint=hint)]
+
+
+def _expect(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> tuple[float, str]:
+    """Give the least that is expected, and why."""
+    known = [link_gbs[host] for pair in pairs for host in pair.hosts if host in link_gbs]
+    if pairs[0].is_local:
+        return _LEAST_LOCAL_GBS, "the least within a machine"
+    if known:
+        return min(min(known), _MOST_OF_ONE_STREAM_GBS) / 2, f"half of what one stream fills of {min(known):.2f}"
+    return 0.0, "the speed of the links is not known"

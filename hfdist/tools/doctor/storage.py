@@ -1,0 +1,105 @@
+"""Whether folders take a run's files, and whether the Hub answers. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from hfdist.errors import first_line, printable
+from hfdist.tools.doctor.finding import Finding
+
+_GIB = 1 << 30
+_LEAST_FREE, _ENOUGH_FREE = 1 * _GIB, 20 * _GIB
+_SLOW_SYNC_SECONDS = 1.0
+_PROBE_BYTES = 1 << 20
+_HUB_SECONDS = 5.0
+
+
+def check_folders(run_dir: Path) -> list[Finding]:
+    """Check the folder of runs and that of what is downloaded."""
+    from huggingface_hub import constants
+
+    return [
+        _check_folder("run.dir", run_dir, "run.dir=FOLDER on a disk that can be written"),
+        _check_folder("Hub cache", Path(constants.HF_HUB_CACHE), "export HF_HOME=FOLDER on a disk that can be written"),
+    ]
+
+
+def existing_part(folder: Path) -> Path:
+    """Give the folder, or the first one above it that is there."""
+    path = folder.expanduser().absolute()
+    return next(part for part in (path, *path.parents) if os.path.lexists(part))
+
+
+def _check_folder(check: str, folder: Path, hint: str) -> Finding:
+    """Do what a save does: write, fsync, rename, and fsync the folder."""
+    there = existing_part(folder)
+    try:
+        free = shutil.disk_usage(there).free
+        seconds = _save(there)
+    except OSError as error:
+        return Finding.of(check, f"{folder} cannot hold a save: {error.strerror}", error=True, hint=hint)
+    text = f"{folder}: {free / _GIB:.1f} GiB free; written, synced and renamed in {1000 * seconds:.0f} ms"
+    if free < _ENOUGH_FREE:
+        hint = "free space, a smaller checkpoint.keep, or another disk"
+    elif seconds > _SLOW_SYNC_SECONDS:
+        hint = "another disk: each save waits for this one"
+    is_tight = free < _ENOUGH_FREE or seconds > _SLOW_SYNC_SECONDS
+    return Finding.of(check, text, error=free < _LEAST_FREE, warning=is_tight, hint=hint)
+
+
+def _save(there: Path) -> float:
+    with tempfile.TemporaryDirectory(prefix=".hfdist-doctor-", dir=there) as name:
+        folder, content = Path(name), os.urandom(_PROBE_BYTES)
+        begun = time.monotonic()
+        with (folder / "unfinished").open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        (folder / "unfinished").rename(folder / "whole")
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if (folder / "whole").read_bytes() != content:
+            raise OSError(0, "it gives back other bytes than were written")
+        return time.monotonic() - begun
+
+
+def check_hub() -> Finding:
+    """Ask the Hub who this is: its answer tells that it is reached, and whether it takes the token."""
+    from huggingface_hub import constants, get_session, get_token
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # its __all__ lacks it
+
+    check, has_token = "Hub", get_token() is not None
+    if constants.HF_HUB_OFFLINE:
+        return Finding.of(check, "switched off (HF_HUB_OFFLINE): models and data come from this machine")
+    answer: dict[str, Any] = {"found": f"no answer within {_HUB_SECONDS:.0f} s"}
+
+    def ask() -> None:
+        url = f"{constants.ENDPOINT}/api/whoami-v2"
+        try:
+            answer["status"] = get_session().get(url, headers=build_hf_headers(), timeout=_HUB_SECONDS).status_code
+        except Exception as error:
+            answer["found"] = printable(first_line(error), 200)
+
+    # The time limit of the request does not hold for the search of the address, which may take a minute.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS + 1)
+    offline = "HF_HUB_OFFLINE=1, with models and data from `hf download` on a connected machine"
+    status = answer.get("status")
+    if status is None:
+        text = f"{constants.ENDPOINT} is not reached: {answer['found']}"
+        return Finding.of(check, text, warning=True, hint=offline)
+    if status in (401, 403) and has_token:
+        return Finding.of(check, "the Hub refuses the token", error=True, hint="`hf auth login`, or another HF_TOKEN")
+    if status >= 500 or status == 429:
+        return Finding.of(check, f"{constants.ENDPOINT} answers {status}", warning=True, hint=f"wait, or {offline}")
+    return Finding.of(check, f"{constants.ENDPOINT} answers, {'with' if has_token else 'without'} a token")

@@ -1,0 +1,158 @@
+"""The command line of `hfdist job`: for which cluster, which run, and where the file goes. Nothing is submitted."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hfdist.config.checks.preflight import check_offline, check_run, plan_run
+from hfdist.config.cli.about_run import MEANINGS, choose, read_line
+from hfdist.config.cli.arguments import as_command
+from hfdist.config.composition.files import list_options, shipped_folder
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.run import AUTO, RunConfig
+from hfdist.config.strategy import simple_layout
+from hfdist.errors import ConfigError
+from hfdist.records import RunFolder, read_lines
+from hfdist.tools.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster, describe_keys
+from hfdist.tools.jobs.job import MARK, STANDARD_OUTPUT, Job, JobFiles
+from hfdist.tools.jobs.kubernetes import write_kubernetes
+from hfdist.tools.jobs.parallelcluster import write_parallelcluster
+from hfdist.tools.jobs.ray import write_ray
+from hfdist.tools.jobs.skypilot import write_skypilot
+from hfdist.tools.jobs.slurm import write_slurm
+
+TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
+    "slurm": ("sbatch", write_slurm),
+    "kubernetes": ("kubernetes.yaml", write_kubernetes),
+    "ray": ("ray.py", write_ray),
+    "skypilot": ("skypilot.yaml", write_skypilot),
+    "parallelcluster": ("sbatch", write_parallelcluster),
+}
+"""The ending of each one's file, and what writes it."""
+_HELP = """\
+Write the job file of a run for a cluster. It submits nothing.
+
+hfdist job to=slurm cluster=slurm cluster.nodes=2 +experiment=demo strategy=ddp    writes demo.sbatch
+hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                   goes on with that run
+
+to=TARGET           {targets}; the name alone means the same
+cluster=NAME|FILE   the machines: {clusters}; or a file of your own
+cluster.KEY=VALUE   a key of the cluster:
+{keys}
+
+{meanings}
+out=FILE            default: the run's name in this folder; out=-: standard output
+--offline, --config-dir DIR and --config-name NAME mean what they mean for the recipe. All other arguments are overrides
+of the run's config, as `hfdist pretrain` takes them.
+
+Exit codes: 0 written, 2 a mistake in the run's config, in the cluster, or in how they fit each other.
+"""
+
+
+def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
+    """Read the command line, compose the run's config and the cluster, and check both; ConfigError: the first mistake.
+
+    Returns:
+        The target, and the job.
+    """
+    arguments = [f"to={argument}" if argument in TARGETS else argument for argument in arguments]
+    line = read_line(arguments, GROUP, cluster_keys(), ("to", "cluster", "out"))
+    target = choose("to", line.own.get("to"), tuple(TARGETS))
+    config = line.compose()
+    of_user = None if line.config_dir is None else Path(line.config_dir).expanduser()
+    cluster = compose_cluster(line.own.get("cluster", "default"), line.of_group, of_user)
+    check_job(config, cluster, is_offline=line.is_offline)
+    out = line.own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
+    job = Job(
+        recipe=line.recipe,
+        arguments=line.recipe_arguments,
+        config=config,
+        cluster=cluster,
+        command=["hfdist", "job", *arguments],
+        path=Path(out).expanduser(),
+    )
+    return target, job
+
+
+def write_job(target: str, job: Job) -> None:
+    """Write the files, and say how they are submitted; ConfigError: another file is in their place."""
+    made = TARGETS[target][1](job)
+    if job.path == STANDARD_OUTPUT:
+        sys.stdout.write("".join(file.text for file in made.files))
+        return
+    for file in made.files:
+        _check_place(file.path)
+    made.write()
+    sys.stdout.write("".join(f"written: {file.path}\n" for file in made.files))
+    sys.stdout.write("".join(f"to submit it: {line}\n" for line in made.submit))
+
+
+def _write(arguments: list[str]) -> None:
+    write_job(*parse_job(arguments))
+
+
+main = as_command(
+    _HELP.format(
+        targets=" | ".join(TARGETS),
+        keys=describe_keys(),
+        meanings=MEANINGS,
+        clusters=", ".join(list_options(shipped_folder(), GROUP)),
+    ),
+    _write,
+)
+
+
+def check_job(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> None:
+    """Check the run as its own processes will, for as many as there will be; ConfigError: the first mistake."""
+    asked = config.launch.processes
+    if asked not in (AUTO, "1", str(cluster.world_size)):
+        what = "the job's launcher starts another number of processes"
+        found = f"{asked}, and {cluster.nodes} x {cluster.processes} of the cluster"
+        hint = f"launch.processes=1 leaves it to the launcher; or cluster.nodes=1 cluster.processes={asked}"
+        raise ConfigError(what, where="launch.processes", found=found, hint=hint)
+    if is_offline:
+        check_offline(config)
+    try:
+        (check_run if cluster.same_files else plan_run)(config, world_size=cluster.world_size)
+    except ConfigError as error:
+        if error.where in ("strategy", "strategy.data"):
+            # Its own hint says how processes are started by hand.
+            fewest = config.strategy.mesh.world_size
+            layout = simple_layout(config.strategy, cluster.world_size)
+            error.hint = f"cluster.nodes=1 cluster.processes={fewest}, or another layout, such as {layout}"
+        raise
+    _check_grace(config.run.folder, cluster)
+
+
+def _check_grace(folder: RunFolder, cluster: ClusterConfig) -> None:
+    """Compare the time after a signal with what steps and saves of this run have taken, where it has begun before."""
+    longest = {
+        "step": _longest(folder.metrics, "step_seconds"),
+        "save": _longest(folder.events, "seconds", event="save"),
+    }
+    # Once more for what they may take longer, and for what the launcher and the scheduler take.
+    needed = 60 * math.ceil(2 * sum(longest.values()) / 60 + 1)
+    if sum(longest.values()) > 0 and cluster.grace_seconds < needed:
+        what = "the run would be ended by force before it has saved"
+        took = f"a step took {longest['step']:.1f} s, a save {longest['save']:.1f} s"
+        found = f"{cluster.grace_seconds}; in {folder.path} {took}"
+        hint = f"cluster.grace_seconds={needed}"
+        raise ConfigError(what, where="cluster.grace_seconds", found=found, allowed=f">= {needed}", hint=hint)
+
+
+def _longest(path: Path, key: str, event: str | None = None) -> float:
+    values = (line.get(key) for line in read_lines(path) if event is None or line.get("event") == event)
+    return max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
+
+
+def _check_place(path: Path) -> None:
+    if path.exists() and not (path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace")[:500]):
+        what, hint = "another file is there, which no `hfdist job` has written", f"out={path.stem}-job{path.suffix}"
+        raise ConfigError(what, where=f"out ({COMMAND_LINE})", found=str(path), hint=hint)
+    if not path.absolute().parent.is_dir():
+        hint = f"mkdir -p {shlex.quote(str(path.parent))}, or out={path.name} for this folder"
+        raise ConfigError("there is no such folder", where=f"out ({COMMAND_LINE})", found=str(path.parent), hint=hint)

@@ -1,0 +1,128 @@
+"""A batch script for SLURM: torchrun on each machine, and the job requeued by what the run's record says."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+
+from hfdist.tools.jobs.job import Job, JobFile, JobFiles
+from hfdist.tools.jobs.shell import node_function, setup_lines
+
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+"""Below those that systems give out by themselves."""
+
+_SCRIPT = """\
+#!/bin/bash
+{head}{directives}
+# Without -e: what a command ends with is looked at.
+set -uo pipefail
+{setup}
+{node_function}
+# A signal to the whole job reaches this script, too, which has to see the end of the run: bash acts on it after srun.
+trap : TERM INT USR1
+
+run_dir={run_dir}
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export FIRST="${{hosts[0]}}" LAST="${{hosts[-1]}}" PORT=$(({first_port} + SLURM_JOB_ID % {num_ports}))
+export ID="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
+
+verdict() {{
+    {verdict} -P -m hfdist.tools.jobs.verdict "$run_dir" "$@"
+}}
+node() {{
+    {in_container}local peer="$FIRST"
+    [ "$SLURM_NODEID" -eq 0 ] && peer="$LAST"
+    start_ranks "$FIRST" "$peer" "$SLURM_NODEID" "$SLURM_JOB_NUM_NODES" "$PORT" "$ID"
+}}
+
+start=$(verdict) || exit 1
+# A machine whose ranks have ended must not end the others while they save, whatever the site's own setting is.
+srun {cpus}--ntasks-per-node=1 --kill-on-bad-exit=0 --wait={wait} {container}\\
+    bash -c "$(declare -f start_ranks node); node"
+launcher=$?
+answer=$(verdict "$start" "$launcher" {max_restarts}) || exit 1
+read -r code next <<<"$answer"
+echo "hfdist: the run has ended with exit code $code, $next (srun: $launcher)"
+{requeue}exit "$code"
+"""
+_REQUEUE = """
+# A job that was cancelled, or that SLURM requeues by itself, is not running any more.
+if [ "$next" = again ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    echo "hfdist: requeued"
+    scontrol requeue "$SLURM_JOB_ID" && sleep {wait}  # SLURM ends this script
+fi
+"""
+
+
+def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
+    """Give the batch script.
+
+    Args:
+        job: what it starts.
+        requeues: whether a run that can go on is started again by its job, or by SLURM where that has ended the job.
+    """
+    submit = f"sbatch {job.shell_path}"
+    cluster, options = job.cluster, job.cluster.slurm
+    setup, python = setup_lines(job), shlex.quote(cluster.python)
+    container, in_container, verdict = "", "", python
+    if cluster.image is not None:
+        words = [f"--container-image={cluster.image}"]
+        words += [f"--container-mounts={','.join(options.mounts)}"] if options.mounts else []
+        container = f"{shlex.join(words)} "
+        # The image has hfdist, the machine need not: all that needs it is done there.
+        verdict = f"srun --nodes=1 --ntasks=1 {container}{python}"
+        setup, in_container = "", "".join(f"{line}\n    " for line in setup.splitlines())
+    text = _SCRIPT.format(
+        head=job.head(submit),
+        directives="".join(f"#SBATCH {line}\n" for line in _directives(job, requeues)),
+        setup=setup,
+        node_function=node_function(job),
+        # A step in a container begins in the image's own folder.
+        run_dir=shlex.quote(os.path.join(job.folder or "", job.config.run.dir)),
+        first_port=_FIRST_PORT,
+        num_ports=_NUM_PORTS,
+        verdict=verdict,
+        in_container=in_container,
+        container=container,
+        # srun does not take it over from the job.
+        cpus="" if cluster.cpus is None else f"--cpus-per-task={cluster.cpus * cluster.processes} ",
+        wait=cluster.grace_seconds,
+        requeue=_REQUEUE.format(wait=cluster.grace_seconds) if requeues else "",
+        max_restarts=cluster.max_restarts,
+    )
+    return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])
+
+
+def _directives(job: Job, requeues: bool) -> list[str]:
+    cluster, slurm = job.cluster, job.cluster.slurm
+    lines = [
+        f"--job-name={job.name}",
+        f"--output={job.name}-%j.out",
+        "--open-mode=append",  # a start after a requeue writes after the last one
+        f"--nodes={cluster.nodes}",
+        "--ntasks-per-node=1",
+        # Where SLURM itself ends the job: a lost machine, a job of higher priority.
+        *(["--requeue"] if requeues else []),
+        # To the processes of srun, not to this script: they save.
+        f"--signal=TERM@{cluster.grace_seconds}",
+    ]
+    if cluster.hours is not None:
+        lines.append(f"--time={_duration(cluster.hours)}")
+    if cluster.gpus:
+        lines.append(f"--gpus-per-node={cluster.processes}")
+    if cluster.cpus is not None:
+        lines.append(f"--cpus-per-task={cluster.cpus * cluster.processes}")
+    if cluster.memory_gib is not None:
+        lines.append(f"--mem={cluster.memory_gib}G")
+    for name in ("partition", "account", "qos"):
+        value = getattr(slurm, name)
+        if value is not None:
+            lines.append(f"--{name}={value}")
+    return [*lines, *slurm.options]
+
+
+def _duration(hours: float) -> str:
+    """As SLURM has it: days-hours:minutes:seconds."""
+    minutes = math.ceil(hours * 60)
+    return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"

@@ -1,0 +1,329 @@
+"""The loop of a sweep: it starts trials in free slots, notes what they have reached, and asks what comes next.
+
+It keeps nothing that is not in the folder. Whoever is killed, the same command goes on: trials that still run are found
+again, and dead ones go on from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+from hfdist.atomic_write import write_atomically
+from hfdist.config.optimizer import Schedule
+from hfdist.config.run import RunConfig
+from hfdist.config.sweep import Sampler, SweepConfig
+from hfdist.errors import BudgetError, ConfigError, PeerError
+from hfdist.records import RunFolder, RunRecord, State, read_lines, read_run
+from hfdist.records.trials import Result, Trial, TrialLog, rank_trials
+from hfdist.tools.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
+from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, Launcher
+from hfdist.tools.sweep.population import generation_of, next_member
+from hfdist.tools.sweep.sampling import choose_values
+from hfdist.tools.sweep.space import Space, as_overrides
+
+_AIM = "aim.json"
+"""File in the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
+_SIGNALS = 128
+"""A shell's exit code of what a signal has ended is higher."""
+_MOST_KILLS = 3
+"""Number of kills on the way to one rung after which a trial has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What is swept."""
+
+    folder: Path
+    config: SweepConfig
+    space: Space
+    base: Sequence[str]
+    """The recipe and its arguments, without a trial's own."""
+    compose: Callable[[Sequence[str]], RunConfig]
+    """Gives the config of a run with these overrides."""
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether trials train for several lengths, and go on from checkpoints."""
+        return self.config.sampler is Sampler.pbt or self.config.rungs > 1
+
+    def folder_of(self, trial: Trial) -> Path:
+        """The run folder of a trial."""
+        return self.folder / f"trial-{trial.number:04d}"
+
+    def overrides_of(self, trial: Trial, rung: int) -> list[str]:
+        """What is the trial's own, on the way to the end of a rung."""
+        own = [*as_overrides(trial.values), f"run.dir={self.folder_of(trial)}"]
+        if not self.has_lengths:
+            return own
+        own += [*self.length_of(trial, rung), "checkpoint.allow_changes=true"]
+        if trial.parent is None:
+            return own
+        # Names of steps are as long as each other, and one that is not complete has another ending.
+        steps_of_parent = RunFolder(self.folder / f"trial-{trial.parent:04d}").checkpoints.glob("step-????????")
+        return [*own, f"checkpoint.resume={max(steps_of_parent)}"]
+
+    def length_of(self, trial: Trial, rung: int) -> list[str]:
+        """Give the overrides that end the trial at the end of a rung."""
+        config = self.compose(as_overrides(trial.values))
+        if self.config.sampler is Sampler.pbt:
+            whole = _tokens(config)
+            ends = [round(share / self.config.generations * whole) for share in range(1, self.config.generations + 1)]
+            rung = generation_of(self.config, trial.number)
+        else:
+            ends = tokens_of_rungs(self.config, trial.number, _tokens(config))
+        steps = max(1, math.ceil(ends[rung] / tokens_per_step(config)))
+        own = [f"train.max_steps={steps}"]
+        if config.optimizer.schedule is Schedule.wsd and rung < len(ends) - 1:
+            # So the decay would begin after the last step: that of the whole run is still to come.
+            own += ["optimizer.decay_fraction=1e-9"]
+        return own
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Tokens of an optimizer step."""
+    return config.train.global_batch_size * config.data.sequence_length
+
+
+def _tokens(config: RunConfig) -> int:
+    assert config.train.max_steps is not None
+    return config.train.max_steps * tokens_per_step(config)
+
+
+class Controller:
+    """Runs a sweep to its end.
+
+    Args:
+        sweep: what.
+        launcher: starts the trials.
+        say: takes a line for people.
+    """
+
+    def __init__(self, sweep: Sweep, launcher: Launcher, say: Callable[[str], None]) -> None:
+        self.sweep, self._launcher, self._say = sweep, launcher, say
+        self._config = sweep.config
+        self.log = TrialLog(sweep.folder)
+        for trial in self.log.trials:
+            self._check(trial)
+        self.most = self._config.trials
+        if self._config.sampler is Sampler.grid:
+            self.most = min(self.most, len(sweep.space.grid()))
+        self.most *= self._config.generations
+        self._running: dict[int, LaunchedTrial] = {}
+        """Trials that run, by their numbers."""
+        self._kills: dict[tuple[int, int], int] = {}
+        """How often this controller has seen a trial killed, by trial and rung."""
+        self._is_told_to_stop = False
+        still_running = launcher.find_all()
+        for trial in self.log.trials:
+            folder = sweep.folder_of(trial).resolve()
+            if trial.failure is None and folder in still_running:
+                self._running[trial.number] = still_running[folder]
+                self._say(f"trial {trial.number} still runs")
+            elif self._is_begun(trial) and self._record_of(trial) is not None:
+                # It has ended while nobody looked.
+                self._note(trial, len(trial.results), None)
+
+    def _check(self, trial: Trial) -> None:
+        """Refuse a line that this sweep has not written: whoever reaches the folder may have."""
+        where = f"{self.log.path}, line {trial.line}"
+        # They become words of a command line.
+        self.sweep.space.check(trial.values, where)
+        generation = generation_of(self._config, trial.number) if self._config.sampler is Sampler.pbt else 0
+        parent = None if trial.parent is None else generation_of(self._config, trial.parent)
+        if parent not in (None, generation - 1):
+            what, found = "this sweep has written no such trial", f"parent {trial.parent}"
+            raise ConfigError(what, where=where, found=found, allowed="a trial of the generation before")
+        if len(trial.results) > rungs_of(self._config, trial.number):
+            what, found = "this trial has more results than rungs", f"{len(trial.results)} results"
+            allowed = f"{rungs_of(self._config, trial.number)} lines of trial {trial.number} with a value"
+            raise ConfigError(what, where=str(self.log.path), found=found, allowed=allowed)
+
+    def stop(self) -> None:
+        """Tell all trials to save and to stop, each once, and start no other ones."""
+        if self._is_told_to_stop:
+            return
+        self._is_told_to_stop = True
+        for number, process in self._running.items():
+            process.stop(can_save=self._record_of(self.log.trials[number]) is not None)
+
+    def run(self, look: Callable[[Controller], None] = lambda _: None) -> bool:
+        """Run until nothing is left to do, or until told to stop; give whether the sweep has ended.
+
+        Args:
+            look: called again and again meanwhile.
+        """
+        while True:
+            for number, process in list(self._running.items()):
+                if process.has_ended:
+                    del self._running[number]
+                    self._note(self.log.trials[number], process.rung, process.exit_code)
+            while not self._is_told_to_stop and (slot := self._free_slot()) is not None:
+                if not self._start_next(slot):
+                    break
+            look(self)
+            if not self._running:
+                return not self._is_told_to_stop
+            time.sleep(self._launcher.poll_seconds)
+
+    def running(self) -> list[Trial]:
+        """Give the trials that run, by their numbers."""
+        return [self.log.trials[number] for number in sorted(self._running)]
+
+    @cached_property
+    def planned_tokens(self) -> float | None:
+        """Give the tokens of the whole sweep, if the best share of each rung goes on; None: other limits end trials."""
+        config, run = self._config, self.sweep.compose([])
+        if run.train.max_steps is None:
+            return None
+        if config.sampler is Sampler.pbt:
+            return float(config.trials * _tokens(run))
+        planned = 0.0
+        for number in range(self.most):
+            ends = tokens_of_rungs(config, number, _tokens(run))
+            planned += ends[0] + sum((b - a) / config.factor**k for k, (a, b) in enumerate(pairwise(ends), 1))
+        return planned
+
+    def _free_slot(self) -> int | None:
+        taken = {process.slot for process in self._running.values()}
+        return next((slot for slot in range(self._config.slots) if slot not in taken), None)
+
+    def _start_next(self, slot: int) -> bool:
+        """Start what comes next; False: nothing does, before others have ended."""
+        trials = self.log.trials
+        begun = next((one for one in trials if self._is_begun(one)), None)
+        trial = begun or next_promotion(self._config, trials, self._running.keys())
+        if trial is None and len(trials) < self.most:
+            trial = self._begin_trial()
+        if trial is None:
+            return False
+        rung, folder = len(trial.results), self.sweep.folder_of(trial)
+        folder.mkdir(parents=True, exist_ok=True)
+        before = read_run(folder)
+        aim = {"rung": rung, "start": 0 if before is None else before.start}
+        write_atomically(folder / _AIM, json.dumps(aim).encode())
+        overrides = self.sweep.overrides_of(trial, rung)
+        started = self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
+        if self._is_told_to_stop:
+            # Meanwhile.
+            started.stop(can_save=False)
+        values = " ".join(as_overrides(trial.values))
+        start = "" if trial.parent is None else f" at the checkpoint of trial {trial.parent}"
+        self._say(f"trial {trial.number}{self._rung_text(rung)} begins{start}: {values}")
+        return True
+
+    def _begin_trial(self) -> Trial | None:
+        """Begin the next trial; None: its values depend on trials that run."""
+        trials, space = self.log.trials, self.sweep.space
+        if self._config.sampler is not Sampler.pbt:
+            return self.log.begin(choose_values(self._config, space, trials))
+        member = next_member(self._config, space, trials)
+        return None if member is None else self.log.begin(*member)
+
+    def _is_begun(self, trial: Trial) -> bool:
+        """Whether a trial was on its way to the end of a rung when it was ended."""
+        if trial.failure is not None or trial.number in self._running or self._is_whole(trial):
+            return False
+        rung, _ = self._aim_of(trial)
+        return rung == len(trial.results)
+
+    def _is_whole(self, trial: Trial) -> bool:
+        return len(trial.results) == rungs_of(self._config, trial.number)
+
+    def _aim_of(self, trial: Trial) -> tuple[int, int]:
+        """Give to the end of which rung a trial was started last, and how many starts it had had before."""
+        try:
+            aim = json.loads((self.sweep.folder_of(trial) / _AIM).read_text(encoding="utf-8"))
+            return int(aim["rung"]), int(aim["start"])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            # It was chosen, and not started.
+            return 0, 0
+
+    def _record_of(self, trial: Trial) -> RunRecord | None:
+        """Give the record of the trial's last start; None: it has not come so far as to write one."""
+        record = read_run(self.sweep.folder_of(trial))
+        return None if record is None or record.start <= self._aim_of(trial)[1] else record
+
+    def _note(self, trial: Trial, rung: int, exit_code: int | None) -> None:
+        """Note how a trial stands whose process has ended, with this code if it is known."""
+        folder, record = self.sweep.folder_of(trial), self._record_of(trial)
+        name = f"trial {trial.number}{self._rung_text(rung)}"
+        # A trial whose own budget is used up has come as far as it may.
+        is_done = record is not None and (record.state is State.finished or record.exit_code == BudgetError.exit_code)
+        if record is not None and is_done:
+            result = Result(step=record.step, tokens=record.tokens, value=last_value(folder, self._config.metric))
+            self.log.reach(trial, result)
+            shown = "no value" if result.value is None else f"{self._config.metric} {result.value:.4f}"
+            self._say(f"{name}: {shown}, {result.tokens:,} tokens")
+            if result.value is None:
+                self.log.fail(trial, f"metrics.jsonl has no {self._config.metric}")
+        elif self._is_told_to_stop or (record is not None and record.state is State.stopped):
+            self._say(f"{name} has stopped")
+        elif record is not None and record.state is State.failed and not _was_killed(record):
+            self.log.fail(trial, record.error or f"exit code {record.exit_code}")
+            self._say(f"{name} has failed: {record.error}; {folder / LOG}")
+        elif record is None and exit_code is not None and exit_code > 0:
+            self.log.fail(trial, f"exit code {exit_code} before the run had begun")
+            self._say(f"{name} has failed before it had begun, with {exit_code}: {folder / LOG}")
+        else:
+            kills = self._kills[trial.number, rung] = self._kills.get((trial.number, rung), 0) + 1
+            if kills >= _MOST_KILLS:
+                self.log.fail(trial, f"it was killed {kills} times")
+                self._say(f"{name} was killed {kills} times: {folder / LOG}")
+            else:
+                self._say(f"{name} was killed, and goes on")
+
+    def _rung_text(self, rung: int) -> str:
+        return "" if self._config.rungs == 1 else f" (rung {rung})"
+
+    def best(self) -> Trial | None:
+        """Give the best of the trials that have come furthest; None: none has a value."""
+        trials = [trial for trial in self.log.trials if trial.value is not None]
+        if trials and self._config.sampler is Sampler.pbt:
+            newest = generation_of(self._config, trials[-1].number)
+            trials = [trial for trial in trials if generation_of(self._config, trial.number) == newest]
+        return next(iter(self._ranked(trials)), None)
+
+    def _ranked(self, trials: Sequence[Trial]) -> list[Trial]:
+        return rank_trials(trials, sign=self._config.direction.sign, has_lengths=self.sweep.has_lengths)
+
+    def history(self, trial: Trial) -> list[Trial]:
+        """Give a trial after its parents, the earliest first: its steps had the values of these, in this order."""
+        line = [trial]
+        while (parent := line[0].parent) is not None:
+            line.insert(0, self.log.trials[parent])
+        return line
+
+    def table(self) -> str:
+        """All trials, the best first."""
+        # Without rungs each trial has one.
+        rungs = ["rung"] if self.sweep.has_lengths else []
+        rows: list[list[str]] = [["trial", self._config.metric, "tokens", *rungs, "values"]]
+        for trial in self._ranked(self.log.trials):
+            shown = "failed" if trial.failure is not None else "-"
+            value = shown if trial.value is None else f"{trial.value:.4f}"
+            values = " ".join(as_overrides(trial.values))
+            reached = [str(len(trial.results)) for _ in rungs]
+            rows.append([str(trial.number), value, f"{trial.tokens:,}", *reached, values])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+        return "\n".join(
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+        )
+
+
+def _was_killed(record: RunRecord) -> bool:
+    """Whether the run was ended from outside: a rank was lost, or a signal came before it could save."""
+    return record.exit_code == PeerError.exit_code or (record.exit_code or 0) > _SIGNALS
+
+
+def last_value(folder: Path, metric: str) -> float | None:
+    """Give the last value of a metric of a run; None: there is none, or it is not finite."""
+    found: list[float | None] = [line[metric] for line in read_lines(RunFolder(folder).metrics) if metric in line]
+    value = found[-1] if found else None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -1,0 +1,61 @@
+"""What a sweep says at its end: the best trial, what was used, whether better values may lie outside, what is next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hfdist.config.schema import find_key
+from hfdist.records import RunFolder, read_run
+from hfdist.records.run_file import SUMMED
+from hfdist.records.trials import Trial
+from hfdist.tools.sweep.controller import Controller, Sweep
+from hfdist.tools.sweep.launchers.base import LOG
+from hfdist.tools.sweep.space import as_overrides
+from hfdist.units import duration, energy, money
+
+
+def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str) -> str:
+    """Give the screen after the table of trials; `again` is the command that trains the best one anew."""
+    folder = sweep.folder_of(best)
+    lines = [f"best: {folder}: {' '.join(as_overrides(best.values))}"]
+    for trial in controller.history(best)[:-1]:
+        values = " ".join(as_overrides(trial.values))
+        lines.append(f"  up to step {trial.results[-1].step}, trial {trial.number}: {values}")
+    lines += [f"  {words}" for words in _warnings(sweep, controller.log.trials, best)]
+    run = RunFolder(folder)
+    delivered = [path for path in (run.model, run.adapter) if path.is_dir()]
+    lines += [f"its {path.name}: {path}" for path in delivered]
+    if delivered and (folder / LOG).is_file():
+        lines.append(f"how to use it: the last lines of {folder / LOG}")
+    lines += _used(sweep, controller.log.trials)
+    steps = [(f"hfdist report {sweep.folder}", "makes a page of all trials"), (again, "trains the best one again")]
+    width = max(len(command) for command, _ in steps)
+    return "\n".join([*lines, "what comes next:", *(f"  {command:<{width}}  # {why}" for command, why in steps)])
+
+
+def _warnings(sweep: Sweep, trials: list[Trial], best: Trial) -> Iterator[str]:
+    for dimension in sweep.space.dimensions:
+        key, value = dimension.key, best.values.get(dimension.key)
+        tried = [one for one in dimension.choices if isinstance(one, int | float) and not isinstance(one, bool)]
+        if key.endswith("seed") or len({*tried}) < 2 or value not in (min(tried), max(tried)):
+            continue
+        is_largest, limit = value == max(tried), getattr(find_key(key), "limit", None)
+        # A key's own limit is no edge of what was tried.
+        if limit is None or limit.accepts(2 * value if is_largest else value / 2 if value else -1):
+            end, further = ("largest", "larger") if is_largest else ("smallest", "smaller")
+            (shown,) = as_overrides({key: value})
+            yield f"{shown} is the {end} that was tried: a {further} one may be better"
+    tokens = [trial.tokens for trial in trials if trial.value is not None]
+    if not sweep.has_lengths and min(tokens) != max(tokens):
+        yield f"trials have read {min(tokens):,} to {max(tokens):,} tokens: in as many steps a larger batch reads more"
+
+
+def _used(sweep: Sweep, trials: list[Trial]) -> list[str]:
+    """Say what all trials have used; nothing where no trial's record is there."""
+    records = [record for record in (read_run(sweep.folder_of(trial)) for trial in trials) if record is not None]
+    totals = [[record.total(name) for record in records] for name in ("seconds", *SUMMED[:2])]
+    seconds, kwh, spent = (sum(one for one in total if one is not None) for total in totals)
+    currency = sweep.compose([]).cost.currency
+    parts = [*([duration(seconds)] if seconds else []), *([energy(kwh)] if kwh else [])]
+    parts += [money(spent, currency)] if spent else []
+    return [f"used by all trials: {', '.join(parts)}"] if parts else []

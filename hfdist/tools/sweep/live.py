@@ -1,0 +1,100 @@
+"""What a sweep does now, as a table in the terminal that is drawn anew: the trials that run, and how long still."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hfdist.records import RunRecord, read_run
+from hfdist.records.trials import Trial
+from hfdist.tools.sweep.controller import Controller
+from hfdist.tools.sweep.space import as_overrides
+
+_SECONDS = 1.0
+"""Between two drawings."""
+
+
+class LiveTable:
+    """Draws the table below the lines that a sweep says. Text of trials is shown as it is.
+
+    Args:
+        console: where.
+        metric: of the sweep.
+    """
+
+    def __init__(self, console: Console, metric: str) -> None:
+        self._console, self._metric = console, metric
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._first_seen: dict[tuple[int, int], tuple[float, int]] = {}
+        """By trial and rung: when, and its step."""
+        self._begun: tuple[float, int] | None = None
+        """When this sweep's process has begun, and the tokens that were read by then."""
+        self._drawn_at = 0.0
+
+    def __enter__(self) -> LiveTable:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line above the table."""
+        self._console.print(Text(line), soft_wrap=True)
+
+    def look(self, controller: Controller) -> None:
+        """Draw how things stand, if a second has passed."""
+        if time.monotonic() - self._drawn_at >= _SECONDS:
+            self._drawn_at = time.monotonic()
+            self._live.update(self.render(controller), refresh=True)
+
+    def render(self, controller: Controller) -> RenderableType:
+        """Give the table of the trials that run, and a line about all."""
+        table = Table(box=None, pad_edge=False)
+        for name in ("trial", "rung", "step", self._metric, "left", "values"):
+            table.add_column(name, justify="left" if name == "values" else "right", no_wrap=True, overflow="ellipsis")
+        trials = controller.log.trials
+        read = {trial.number: trial.tokens for trial in trials}
+        for trial in controller.running():
+            record = read_run(controller.sweep.folder_of(trial)) or RunRecord(start=0)
+            step, last = record.step, record.max_steps or 0
+            read[trial.number] = max(record.tokens, trial.tokens)
+            value = "" if trial.value is None else f"{trial.value:.4f}"
+            values = " ".join(as_overrides(trial.values))
+            left = self._left(trial, step, last)
+            cells = (str(trial.number), str(len(trial.results)), f"{step}/{last or '?'}", value, left, values)
+            table.add_row(*map(Text, cells))
+        # Who goes on from another one's checkpoint has not read what that has.
+        before = {trial.number: 0 if trial.parent is None else trials[trial.parent].tokens for trial in trials}
+        tokens = sum(max(end - before[number], 0) for number, end in read.items())
+        return Group(table, Text(self._about_all(controller, tokens)))
+
+    def _left(self, trial: Trial, step: int, last: int) -> str:
+        now = time.monotonic()
+        begin, first_step = self._first_seen.setdefault((trial.number, len(trial.results)), (now, step))
+        done = step - first_step
+        return _as_time((now - begin) / done * (last - step)) if done > 0 and last >= step else ""
+
+    def _about_all(self, controller: Controller, tokens: int) -> str:
+        trials, most = controller.log.trials, controller.most
+        ended = sum(bool(trial.results) or trial.failure is not None for trial in trials)
+        words = [f"{ended} of {most} trials have a result"]
+        best = controller.best()
+        if best is not None:
+            words.append(f"best: trial {best.number}, {self._metric} {best.value:.4f}")
+        now, planned = time.monotonic(), controller.planned_tokens
+        self._begun = self._begun or (now, tokens)
+        begin, first_tokens = self._begun
+        if planned is not None and tokens > first_tokens:
+            left = (now - begin) * max(planned - tokens, 0) / (tokens - first_tokens)
+            words.append(f"about {_as_time(left)} left")
+        return "; ".join(words)
+
+
+def _as_time(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

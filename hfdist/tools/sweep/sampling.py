@@ -1,0 +1,139 @@
+"""Which values the next trial gets: of a grid, at random, or by Optuna's tree-structured Parzen estimator."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hfdist.config.sweep import Sampler, SweepConfig
+from hfdist.records.trials import Trial
+from hfdist.tools.sweep.halving import rungs_of
+from hfdist.tools.sweep.space import Dimension, Space, as_text
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
+    from optuna.trial import Trial as OptunaTrial
+
+_MOST_STARTS = 10
+"""Trials at random before TPE chooses."""
+_LEAST_FOR_IMPORTANCE = 8
+"""Trials that have come to their end."""
+
+
+def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, object]:
+    """Give the values of the trial after these: a function of them, of the seed and of the number alone.
+
+    Trials without a result count as bad ones, so that those that run side by side differ.
+    """
+    number = len(trials)
+    if config.sampler is Sampler.grid:
+        return space.grid()[number]
+    # Imported here: only a sweep that chooses needs it.
+    import optuna
+
+    # A sampler with one seed would begin anew after each restart, and draw what it has drawn.
+    digest = hashlib.blake2b(f"{config.seed} {number}".encode(), digest_size=4).digest()
+    seed = int.from_bytes(digest, "little")
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+    if config.sampler is Sampler.tpe:
+        starts = min(_MOST_STARTS, max(config.trials // 4, 1))
+        # Each key by itself: with tens of trials that was better than all together (`multivariate`).
+        with warnings.catch_warnings(category=optuna.exceptions.ExperimentalWarning, action="ignore"):
+            sampler = optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=starts, multivariate=False, constant_liar=True
+            )
+    study = make_study(config, space, trials, sampler=sampler)
+    asked = study.ask()
+    values: dict[str, object] = {}
+    for one in space.dimensions:
+        if one.holds(values):
+            values[one.key] = _suggest(asked, one)
+    return values
+
+
+def write_study(config: SweepConfig, space: Space, trials: Sequence[Trial], path: Path) -> None:
+    """Write the trials as a journal of Optuna, for its dashboard and its plots; one that is there is replaced."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.unlink(missing_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(unfinished)))
+    make_study(config, space, trials, storage=storage, study_name=path.parent.name)
+    unfinished.replace(path)
+
+
+def importances(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, float]:
+    """Give how much each key decides of the metric (PED-ANOVA), the most first; empty: there are too few trials."""
+    import optuna
+
+    done = [
+        trial for trial in trials if len(trial.results) == rungs_of(config, trial.number) and trial.value is not None
+    ]
+    keys = [one.key for one in space.dimensions if all(one.key in trial.values for trial in done)]
+    if len(done) < _LEAST_FOR_IMPORTANCE or len(keys) < 2:
+        return {}
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    shares = optuna.importance.get_param_importances(make_study(config, space, done), evaluator=evaluator, params=keys)
+    return {key: float(share) for key, share in shares.items()}
+
+
+def make_study(config: SweepConfig, space: Space, trials: Sequence[Trial], **options: Any) -> Study:
+    """Give an Optuna study of the trials."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction=config.direction.value, **options)
+    for trial in trials:
+        study.add_trial(_as_optuna(config, space, trial))
+    return study
+
+
+def _as_optuna(config: SweepConfig, space: Space, trial: Trial) -> FrozenTrial:
+    import optuna
+
+    dimensions = {one.key: one for one in space.dimensions if one.key in trial.values}
+    values = {result.tokens: result.value for result in trial.results if result.value is not None}
+    state, last = optuna.trial.TrialState.RUNNING, trial.value
+    if trial.failure is not None or (trial.results and last is None):
+        state = optuna.trial.TrialState.FAIL
+    elif last is not None:
+        is_whole = len(trial.results) == rungs_of(config, trial.number)
+        state = optuna.trial.TrialState.COMPLETE if is_whole else optuna.trial.TrialState.PRUNED
+    return optuna.trial.create_trial(
+        state=state,
+        value=last if state is optuna.trial.TrialState.COMPLETE else None,
+        params={
+            key: as_text(trial.values[key]) if one.choices else trial.values[key] for key, one in dimensions.items()
+        },
+        distributions={key: _distribution(one) for key, one in dimensions.items()},
+        intermediate_values=values,
+    )
+
+
+def _distribution(one: Dimension) -> BaseDistribution:
+    from optuna import distributions
+
+    if one.choices:
+        # As text: a choice may be a list, which Optuna does not take.
+        return distributions.CategoricalDistribution([as_text(choice) for choice in one.choices])
+    if one.is_whole:
+        return distributions.IntDistribution(int(one.low), int(one.high), log=one.is_log)
+    return distributions.FloatDistribution(one.low, one.high, log=one.is_log)
+
+
+def _suggest(asked: OptunaTrial, one: Dimension) -> object:
+    if one.choices:
+        texts = [as_text(choice) for choice in one.choices]
+        return one.choices[texts.index(asked.suggest_categorical(one.key, texts))]
+    if one.is_whole:
+        return asked.suggest_int(one.key, int(one.low), int(one.high), log=one.is_log)
+    value = float(f"{asked.suggest_float(one.key, one.low, one.high, log=one.is_log):.6g}")
+    # Rounded, as it will be written.
+    return min(max(value, one.low), one.high)

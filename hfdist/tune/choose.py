@@ -1,0 +1,100 @@
+"""From `task.*` to an objective, and what all objectives want of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import plain
+from hfdist.config.task import REWARD_MODEL, TaskName
+from hfdist.data.documents.held_out import take_examples
+from hfdist.errors import ConfigError
+from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
+from hfdist.rewards import Generation, Reward, load_rewards
+from hfdist.rewards.code import SANDBOXED
+from hfdist.strategies.base import Strategy
+from hfdist.trainer.step.objective import Objective
+from hfdist.tune.learned_reward import LearnedReward
+from hfdist.tune.policy import PolicyGradient
+from hfdist.tune.preference import DirectPreference
+from hfdist.tune.reference import ReferenceTable
+from hfdist.tune.reward import RewardPairs
+from hfdist.tune.rollout import RolloutLines, Rollouts
+from hfdist.tune.unpaired import KahnemanTversky
+
+
+def make_objective(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: object,
+    *,
+    strategy: Strategy,
+    arguments: TrainingArguments,
+) -> Objective | None:
+    """Make the objective of a run; None: it trains next tokens."""
+    task = config.task
+    match task.name:
+        case TaskName.dpo:
+            return DirectPreference(task, _table(config))
+        case TaskName.kto:
+            return KahnemanTversky(task, _table(config))
+        case TaskName.reward:
+            return RewardPairs()
+        case TaskName.grpo | TaskName.rloo:
+            rollouts = Rollouts(
+                config,
+                _rewards(config, tokenizer, strategy, arguments),
+                tokenizer,
+                examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
+                lines=RolloutLines(config.run.folder.rollouts, config.report.log_every, task.num_generations),
+            )
+            return PolicyGradient(task, rollouts)
+    return None
+
+
+def check_rewards(names: Mapping[str, float]) -> None:
+    """Raise a ConfigError on a reward that nobody offers, or that runs programs where they cannot be confined."""
+    made = {REWARD_MODEL: lambda generations: [0.0] * len(generations)}
+    for reward in load_rewards(names, where="task.rewards", made=made):
+        if reward.name in SANDBOXED:
+            reward([Generation(prompt="", text="", reference="assert True")])
+
+
+def _rewards(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, strategy: Strategy, arguments: TrainingArguments
+) -> list[Reward]:
+    path, made = config.task.reward_model, {}
+    if path is not None:
+        made[REWARD_MODEL] = LearnedReward(path, tokenizer, layout=strategy, arguments=arguments)
+    return load_rewards(config.task.rewards, where="task.rewards", made=made)
+
+
+def _table(config: RunConfig) -> ReferenceTable:
+    return ReferenceTable(config.run.folder.reference, plain([config.model, config.adapter.path, config.train.seed]))
+
+
+def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Switch dropout off, in place: answers are compared, and must not differ by chance.
+
+    Raises:
+        ConfigError: the model sees through from one packed answer to the next, or its positions do not begin with 0.
+    """
+    if class_keeps_documents_apart(model) is False:
+        what = "answers are packed, and this model sees through from one to the next"
+        hint = "a model that masks by positions, with model.attention=auto"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+    if not counts_from_zero(model):
+        what = "answers are packed at positions from 0, and this model counts otherwise in one answer"
+        hint = "a model whose positions begin with 0"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+    if model.config.pad_token_id is None:
+        # A model that scores sequences asks for it, though none is padded.
+        model.config.pad_token_id = tokenizer.eos_token_id
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)

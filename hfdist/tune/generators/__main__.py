@@ -1,0 +1,40 @@
+"""The process of a generator: `python -m hfdist.tune.generators SETTINGS INDEX NAME PARENT`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+from hfdist.processes.stop_signals import STOP_SIGNALS
+
+_ALIVE_SECONDS = 1.0
+
+
+def _end_with(parent: int) -> None:
+    """End as soon as the rank has ended, for whatever reason."""
+    while os.getppid() == parent:
+        time.sleep(_ALIVE_SECONDS)
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve the run of the rank that has started this process."""
+    settings, index, name, parent = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    # The rank itself says who it is: it may have ended already.
+    threading.Thread(target=partial(_end_with, parent), daemon=True).start()
+    # A launcher may tell all processes of a run to stop, and the ranks still have steps to end.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # Here: it imports torch, which takes seconds.
+    from hfdist.tune.generators.generator import Settings, serve
+
+    serve(Settings.read(settings), settings.parent, index, name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The broker: a thread of rank 0 that passes prompts of all data ranks to generators, and answers back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+
+from hfdist.errors import PeerError, printable
+from hfdist.messages.message import Message, NotAMessageError
+from hfdist.tune.generators.dispatcher import Dispatcher
+from hfdist.tune.generators.messages import RANK, Socket, pack, unpack
+from hfdist.tune.generators.policy_files import PolicyFiles
+from hfdist.tune.generators.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+_POLL_MILLISECONDS = 50
+_MOST_SAID = 100
+_NOT_UNDERSTOOD = -1
+"""Number that stands in place of a prompt's number."""
+
+
+class Broker:
+    """Runs until `stop`.
+
+    Args:
+        socket: of `open_broker`; from here on, only the thread uses it.
+        processes: the generators.
+        files: where they read the policy.
+        max_staleness, answer_seconds: see `Dispatcher`.
+        most_prompts: that a generator answers at once.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        processes: Processes,
+        files: PolicyFiles,
+        *,
+        max_staleness: int,
+        answer_seconds: float,
+        most_prompts: int,
+    ) -> None:
+        self._socket, self._processes, self._files = socket, processes, files
+        self._answer_seconds, self._most_prompts = answer_seconds, most_prompts
+        self._dispatcher = Dispatcher(max_staleness=max_staleness, answer_seconds=answer_seconds)
+        self._rollback = 0
+        """The newest; see `PolicyFiles`."""
+        self._idle: list[str] = []
+        self._ended: set[str] = set()
+        """Names of generators that are no more: what they have sent may come late. A new start has a new name."""
+        self._needed: dict[int, tuple[bytes, int]] = {}
+        """The rank that waits for the answers of a prompt, and the step, by the prompt's number."""
+        self._error: PeerError | None = None
+        self._heard_seconds = time.monotonic()
+        self.num_tokens = 0
+        """Number of tokens that generators have given so far."""
+        self._stops = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="generators", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_thrown_away(self) -> int:
+        """Prompts whose answers were not used."""
+        return self._dispatcher.num_thrown_away
+
+    def stop(self) -> None:
+        """End the thread and the generators."""
+        self._stops.set()
+        self._thread.join()
+        self._processes.end()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._stops.is_set():
+            try:
+                # A pause only where nothing has come: a burst is taken at once.
+                pause = _POLL_MILLISECONDS
+                while self._socket.poll(pause):
+                    sender, *contents = self._socket.recv_multipart()
+                    self._hear_or_drop(sender, b"".join(contents))
+                    pause = 0
+                self._go_on()
+                if self._error is None:
+                    self._answer_ranks()
+            except PeerError as error:
+                self._error = error
+            except Exception as error:
+                # The ranks would wait for ever for a thread that has ended.
+                logger.exception("the broker of the generators has failed")
+                self._error = PeerError("prompts cannot be passed to generators any more", found=repr(error))
+            if self._error is not None:
+                self._tell_ranks(self._error)
+
+    def _hear_or_drop(self, sender: bytes, content: bytes) -> None:
+        name = sender.decode(errors="replace")
+        try:
+            self._hear(sender, name, unpack(content))
+        except NotAMessageError as error:
+            if name.startswith(RANK):
+                # It is no stranger, and would wait for ever.
+                self._needed[_NOT_UNDERSTOOD] = sender, 0
+                raise PeerError(f"the broker of the generators does not understand {name}", found=str(error)) from error
+            logger.warning("%s is not heard any more: %s", printable(name, _MOST_SAID), error)
+            self._drop(name)
+
+    def _hear(self, sender: bytes, name: str, message: Message) -> None:
+        now, kind, rollback = time.monotonic(), message.text("kind"), message.integer("rollback", default=0)
+        if kind in ("ready", "answers"):
+            self._take_answers(name, message, rollback)
+            self._heard_seconds = now
+            if name not in self._ended and name not in self._idle:
+                self._idle.append(name)
+            return
+        if kind not in ("publish", "want", "need") or not name.startswith(RANK):
+            raise NotAMessageError("nobody says that here")
+        if rollback > self._rollback:
+            self._rollback, self._needed = rollback, {}
+            self._dispatcher.forget()
+        if rollback < self._rollback:
+            return
+        if kind == "publish":
+            self._dispatcher.publish(message.integer("version"))
+            self._files.remove_others(self._rollback, self._dispatcher.versions_in_use())
+        elif kind == "want":
+            for prompt in map(_as_message, message.list("prompts")):
+                self._dispatcher.add(prompt.integer("number"), prompt.integer("step"), prompt)
+        else:
+            numbers = {f"{place}": number for place, number in enumerate(message.list("numbers"))}
+            asked = [Message(numbers).integer(place) for place in numbers]
+            step, first = message.integer("step"), message.integer("first")
+            # Whoever had nothing to wait for was not late.
+            self._heard_seconds = max(self._heard_seconds, now) if not self._needed else self._heard_seconds
+            self._needed |= dict.fromkeys(asked, (sender, step))
+            # All ranks have left the step before by now.
+            self._dispatcher.drop_before(first)
+
+    def _take_answers(self, generator: str, message: Message, rollback: int) -> None:
+        given = [_as_message(one) for one in message.list("answers")] if "answers" in message else []
+        numbers = [answers.integer("number") for answers in given]
+        num_tokens = sum(_count_tokens(answers) for answers in given)
+        version = message.integer("version") if given else 0
+        self.num_tokens += num_tokens
+        for number, answers in zip(numbers, given, strict=True):
+            if rollback == self._rollback:
+                self._dispatcher.answer(generator, number, version, answers)
+        # Of a generator that could not read its policy, or that was started anew.
+        self._dispatcher.lose(generator)
+
+    def _drop(self, name: str) -> None:
+        self._ended.add(name)
+        self._dispatcher.lose(name)
+        self._idle = [one for one in self._idle if one != name]
+
+    def _go_on(self) -> None:
+        now = time.monotonic()
+        for name in self._processes.restart_dead():
+            logger.warning("%s has ended: its prompts go to others", name)
+            self._drop(name)
+        if self._needed and now - self._heard_seconds > 2 * self._answer_seconds:
+            what = f"no generator has answered for {now - self._heard_seconds:.0f} s"
+            hint = f"a longer time, as task.answer_seconds={2 * self._answer_seconds:g}"
+            raise PeerError(what, where="task.answer_seconds", found=f"{self._answer_seconds:g}", hint=hint)
+        for generator in list(self._idle):
+            given = self._dispatcher.hand_out(generator, self._most_prompts, now)
+            if not given:
+                break
+            self._idle.remove(generator)
+            version, prompts = self._dispatcher.version, [prompt for _, prompt in given]
+            self._send(generator.encode(), {"rollback": self._rollback, "version": version, "prompts": prompts})
+
+    def _tell_ranks(self, error: PeerError) -> None:
+        said = {"what": error.what, "where": error.where, "found": error.found, "hint": error.hint}
+        for rank in {rank for rank, _ in self._needed.values()}:
+            self._send(rank, {"error": said})
+        self._needed = {}
+
+    def _answer_ranks(self) -> None:
+        for number, (rank, step) in list(self._needed.items()):
+            answers = self._dispatcher.take(number, step)
+            if answers is not None:
+                del self._needed[number]
+                self._send(rank, {"rollback": self._rollback, "version": answers.version} | answers.content)
+
+    def _send(self, receiver: bytes, message: Mapping[str, object]) -> None:
+        self._socket.send_multipart([receiver, pack(message)])
+
+
+def _as_message(value: object) -> Message:
+    if not isinstance(value, dict):
+        raise NotAMessageError("a list holds what is no object")
+    return Message(value)
+
+
+def _count_tokens(answers: Message) -> int:
+    """Count those of a prompt's completions; NotAMessageError: they are none."""
+    completions = answers.list("completions")
+    if not all(isinstance(own, list) and all(type(token) is int for token in own) for own in completions):
+        raise NotAMessageError("completions are no tokens")
+    return sum(map(len, completions))

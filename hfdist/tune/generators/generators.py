@@ -1,0 +1,231 @@
+"""Answers to the prompts of a step by generators, as the ranks see them: what is asked, awaited, and used.
+
+    step s       the policy's version s is written      prompts of the steps up to s + max_staleness go to generators
+                 the answers to the prompts of step s, of versions s - max_staleness to s, are awaited and trained on
+
+An answer is used once: a line of the ledger names it. Lines of steps after a checkpoint are set aside at a resume.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
+from hfdist.config.composition.compose import to_values
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError, PeerError
+from hfdist.processes.child_python import module
+from hfdist.strategies.base import Batch
+from hfdist.topology import read_launcher
+from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.step.step_lines import StepLines
+from hfdist.trainer.training import Training
+from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.generator import Settings
+from hfdist.tune.generators.lookahead import Lookahead
+from hfdist.tune.generators.messages import RANK, connect, open_broker, pack, unpack
+from hfdist.tune.generators.policy_files import PolicyFiles
+from hfdist.tune.generators.processes import Processes
+from hfdist.watch.diagnosis import GENERATING
+
+_Answers = dict[int, dict[str, Any]]
+"""Completions of each prompt, their log-probabilities and the policy's version, by the prompt's number."""
+
+
+class Generators(TrainerCallback):
+    """The generators of one Trainer. As a callback it ends them with the training.
+
+    Args:
+        config: of the run.
+        read_prompts: gives the prompts of a batch, as tokens.
+        seeds_of: gives a seed for each completion of the prompt with a number.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        read_prompts: Callable[[Batch], list[list[int]]],
+        seeds_of: Callable[[int], list[int]],
+    ) -> None:
+        self._config, self._task = config, config.task
+        self._read_prompts, self._seeds_of = read_prompts, seeds_of
+        self.ledger = StepLines(config.run.folder.rollouts_ledger.absolute())
+        self._folder = config.run.folder.generators.absolute()
+        self._files = PolicyFiles(self._folder / "policy")
+        self._broker: Broker | None = None
+        """Broker on rank 0, from the first step on; None elsewhere."""
+        self._used = [0.0, 0.0, 0.0]
+        """Prompts with answers since the last reading, the sum of their staleness, and the most of it."""
+        self._wait_seconds = 0.0
+        self._read_seconds, self._read_tokens, self._read_thrown_away = time.monotonic(), 0, 0
+
+    def begin(self, training: Training, limits: Limits) -> None:
+        """Start the processes. A collective; ConfigError: the ranks are on several machines."""
+        self._training, self._topology = training, training.strategy.topology
+        if read_launcher().has_other_machines:
+            what = "generators run on one machine, with all ranks, in this version"
+            raise ConfigError(what, where="task.generators", found=self._task.generators, hint="task.generators=0")
+        self._rollback, self._step, self._published = 0, -1, -1
+        self._asked: set[int] = set()
+        assert training.stream is not None
+        self._ahead = Lookahead(training.stream, data_rank=self._topology.data_rank, data_size=self._topology.data)
+        self._sockets = Path(on_rank_zero(lambda: self._start(limits)))
+        self._socket = connect(self._sockets, f"{RANK}{self._topology.rank}")
+
+    def _start(self, limits: Limits) -> str:
+        sockets = Path(tempfile.mkdtemp(prefix="hfdist-generators-"))
+        atexit.register(shutil.rmtree, sockets, ignore_errors=True)
+        # What an earlier start has left, but for what its generators have printed.
+        shutil.rmtree(self._files.folder, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        settings = Settings(
+            config=self._config,
+            vocabulary=cast(PreTrainedModel, self._training.model).config.get_text_config().vocab_size,
+            limits=limits,
+            policy=self._files.folder,
+            first_device=self._topology.world_size,
+        )
+        settings.write(sockets / "settings.json", to_values(self._config))
+        command = module(__package__, str(sockets / "settings.json"))
+        self._processes = Processes(self._task.generators, command, self._folder)
+        return str(sockets)
+
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """End the generators."""
+        if self._broker is not None:
+            self._broker.stop()
+            self._broker = None
+        elif self._topology.is_main:
+            # A training that is over at its start.
+            self._processes.end()
+        if self._topology.is_main:
+            shutil.rmtree(self._files.folder, ignore_errors=True)
+
+    # ---- a step ----
+
+    def answer(self, numbers: Sequence[int], prompts: Sequence[list[int]]) -> _Answers:
+        """Give the answers to the prompts of a step of this data rank. A collective.
+
+        Args:
+            numbers: in the run's data, ascending.
+            prompts: as tokens.
+
+        Raises:
+            PeerError: no generator is left, or none answers; on all ranks alike.
+        """
+        step = self._training.state.global_step
+        if step < self._step:
+            # The run has gone back: what was answered since was by weights that are no more.
+            self._rollback, self._published, self._asked = self._rollback + 1, -1, set()
+            self._ahead.restart()
+        self._step = step
+        self._publish(step)
+        answers: _Answers = {}
+        begin = time.monotonic()
+        with self._training.waiting(GENERATING):
+            used = on_all_ranks(lambda: self._exchange(numbers, prompts, step, answers))
+        self._wait_seconds += time.monotonic() - begin
+        if self._topology.world_size > self._topology.data:
+            # The ranks of a model replica train on the same.
+            given = gather_json([self._topology.data_rank, list(answers.items())])
+            own = next(items for rank, items in given if items and rank == self._topology.data_rank)
+            answers = dict(own)
+        self._write_down(step, sorted(line for of_rank in used for line in of_rank))
+        return answers
+
+    def _publish(self, step: int) -> None:
+        """Let generators read the weights, if that is due. A collective."""
+        if step == self._published or (self._published >= 0 and step % self._task.sync_every != 0):
+            return
+        with self._training.paused():
+            self._files.write(self._rollback, step, self._training.model, self._training.engine)
+        self._published = step
+        if self._topology.is_main:
+            # Not before: the loader's workers are forks of a process that must have no thread yet.
+            self._broker = self._broker or self._open_broker()
+            self._send(kind="publish", version=step)
+
+    def _open_broker(self) -> Broker:
+        return Broker(
+            open_broker(self._sockets),
+            self._processes,
+            self._files,
+            max_staleness=self._task.max_staleness,
+            answer_seconds=self._task.answer_seconds,
+            most_prompts=self._config.train.micro_batch_size,
+        )
+
+    def _exchange(
+        self, numbers: Sequence[int], prompts: Sequence[list[int]], step: int, answers: _Answers
+    ) -> list[list[int]]:
+        """Ask and wait, on one rank of each model replica; give number and version of all that was answered."""
+        if not self._topology.is_first_of_replica:
+            return []
+        own = dict(zip(numbers, prompts, strict=True))
+        asked = [number for number in numbers if own[number]]
+        wanted = [self._describe(number, step, own[number]) for number in asked]
+        wanted += self._read_ahead(numbers, step)
+        wanted = [one for one in wanted if one["number"] not in self._asked]
+        self._asked = {number for number in self._asked if number >= numbers[0]} | {one["number"] for one in wanted}
+        self._send(kind="want", prompts=wanted)
+        first = numbers[0] - self._topology.data_rank
+        self._send(kind="need", step=step, numbers=asked, first=first)
+        while len(answers) < len(asked):
+            message = unpack(self._socket.recv())
+            if "error" in message:
+                raise PeerError(**message["error"])
+            if message["rollback"] == self._rollback and message["number"] in own:
+                answers[message["number"]] = message
+        used = [[number, one["version"]] for number, one in answers.items()]
+        # Of a lane that has ended.
+        nothing: list[list[object]] = [[] for _ in range(self._task.num_generations)]
+        answers |= {n: {"completions": nothing, "log_probabilities": nothing} for n in numbers if not own[n]}
+        return used
+
+    def _read_ahead(self, numbers: Sequence[int], step: int) -> list[dict[str, Any]]:
+        per_step = len(numbers) * self._topology.data
+        steps = min(self._task.max_staleness, self._training.state.max_steps - 1 - step)
+        rows = self._ahead.read(numbers[-1], numbers[-1] + steps * per_step)
+        return [
+            self._describe(number, step + (number - numbers[0]) // per_step, tokens)
+            for number, row in rows
+            for tokens in self._read_prompts(row)
+        ]
+
+    def _describe(self, number: int, step: int, tokens: list[int]) -> dict[str, Any]:
+        return {"number": number, "step": step, "tokens": tokens, "seeds": self._seeds_of(number)}
+
+    def _send(self, **message: object) -> None:
+        self._socket.send(pack({"rollback": self._rollback, **message}))
+
+    def _write_down(self, step: int, used: Sequence[list[int]]) -> None:
+        for group, (number, version) in enumerate(used):
+            self.ledger.write({"step": step + 1, "number": number, "group": group, "version": version})
+            staleness = step - version
+            self._used = [self._used[0] + 1, self._used[1] + staleness, max(self._used[2], staleness)]
+
+    # ---- figures ----
+
+    def figures(self) -> dict[str, float]:
+        """Give what has happened since the last call; some of it on rank 0 alone."""
+        (count, staleness, most), now = self._used, time.monotonic()
+        figures = {"answer_wait_seconds": self._wait_seconds}
+        if count:
+            figures |= {"staleness": staleness / count, "staleness_max": most}
+        if self._broker is not None:
+            tokens, thrown_away = self._broker.num_tokens, self._broker.num_thrown_away
+            seconds = max(now - self._read_seconds, 1e-9)
+            figures["generator_tokens_per_second"] = (tokens - self._read_tokens) / seconds
+            figures["answers_thrown_away"] = thrown_away - self._read_thrown_away
+            self._read_tokens, self._read_thrown_away = tokens, thrown_away
+        self._used, self._wait_seconds, self._read_seconds = [0.0, 0.0, 0.0], 0.0, now
+        return figures

@@ -1,0 +1,121 @@
+"""A reward model as a reward: its score of an answer, at the last token of prompt and answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+from hfdist.config.task import SCORE
+from hfdist.data.tokenization.encoders import Encoder
+from hfdist.errors import ConfigError
+from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.names.weight_names import read_names
+from hfdist.models.partitioning import Partitioning
+from hfdist.rewards import Generation
+from hfdist.tune.reward import token_scores
+
+_KEY = "task.reward_model"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
+_ALLOWED = "the folder of a model for sequence classification with one label, in safetensors"
+_HINT = f"{_KEY}=RUN/model, of a run with task=reward and without an adapter"
+
+
+def check_reward_model(path: str) -> None:
+    """Check the small files of a reward model, before there is a process group.
+
+    Raises:
+        ConfigError: the folder holds no model in safetensors, or one without a layer that gives one score.
+    """
+    folder = Path(path).expanduser()
+    is_there = {"config.json": (folder / "config.json").is_file()}
+    is_there[_SINGLE] = (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
+    for missing in (file for file, there in is_there.items() if not there):
+        what, found = "the folder holds no reward model", f"{path}, without {missing}"
+        raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
+    with reading_from_hub(_KEY, path):
+        num_labels = AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels
+    names = read_names(AutoModelForSequenceClassification, folder, where=_KEY, **_SAFELY)
+    if any(name.startswith(f"{SCORE}.") for name in names.missing):
+        what, found = "the model has no layer that scores an answer", f"{path}, without {SCORE}.weight"
+        raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
+    names.check(where=_KEY, name=path, hint=_HINT)
+    if num_labels != 1:
+        what, found = "the model tells classes apart, and gives no score", f"{path}, of {num_labels} labels"
+        raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
+
+
+class LearnedReward:
+    """The frozen model, whole on each rank that scores: it is read when it first does.
+
+    Args:
+        path: folder of the model and its tokenizer, which `check_reward_model` has passed.
+        tokenizer: of the model that answers.
+        layout: in which that one is trained.
+        arguments: of the run: device, precision, and rows of a forward.
+    """
+
+    def __init__(
+        self, path: str, tokenizer: PreTrainedTokenizerBase, *, layout: Partitioning, arguments: TrainingArguments
+    ) -> None:
+        self._folder, self._tokenizer = Path(path).expanduser(), tokenizer
+        self._layout, self._arguments = layout, arguments
+
+    def __call__(self, generations: Sequence[Generation]) -> list[float]:
+        """Give the score of each: a `hfdist.rewards.registry.Score`."""
+        rows = [self._encode(one) for one in generations]
+        size = self._arguments.per_device_eval_batch_size
+        return [score for start in range(0, len(rows), size) for score in self._score_rows(rows[start : start + size])]
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        arguments = self._arguments
+        dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
+        with reading_from_hub(_KEY, str(self._folder)), self._layout.without_partitioning(arguments):
+            model: Any = AutoModelForSequenceClassification.from_pretrained(self._folder, dtype=dtype, **_SAFELY)
+        if model.config.pad_token_id is None:
+            # The model asks for it, though padding comes after the token that is read.
+            model.config.pad_token_id = 0
+        frozen: PreTrainedModel = model.requires_grad_(False).eval().to(arguments.device)
+        return frozen
+
+    @cached_property
+    def _own_encoder(self) -> Encoder | None:
+        """Encodes texts anew; None: the tokens mean the same to both models."""
+        with reading_from_hub(_KEY, str(self._folder)):
+            self._own_tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        is_same = self._own_tokenizer.get_vocab() == self._tokenizer.get_vocab()
+        return None if is_same else Encoder(self._own_tokenizer)
+
+    def _encode(self, generation: Generation) -> list[int]:
+        encoder, tokens = self._own_encoder, list(generation.token_ids)
+        if encoder is None:
+            return tokens
+        end = self._own_tokenizer.eos_token_id
+        [prompt] = encoder.raw([generation.prompt])
+        # Some tokenizers put an end-of-text token after each text.
+        prompt = prompt[:-1] if prompt and prompt[-1] == end else prompt
+        has_ended = end is not None and bool(tokens) and tokens[-1] in self._tokenizer.all_special_ids
+        return [*prompt, *encoder.inside(generation.text), *([end] if has_ended else [])]
+
+    @torch.no_grad()
+    def _score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        device, width = self._arguments.device, max(map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+        places = torch.arange(width, device=device).expand_as(ids)
+        scores = token_scores(self._model, {"input_ids": ids, "position_ids": places})
+        last = torch.tensor([[len(row) - 1] for row in rows], device=device)
+        found: list[float] = scores.gather(1, last)[:, 0].float().tolist()
+        return found

@@ -1,0 +1,64 @@
+"""Reward models: a layer scores the last token of an answer, and a chosen answer should score above a rejected one.
+
+loss = -log sigmoid(score(chosen) - score(rejected)), as of Bradley and Terry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import logsigmoid
+from transformers import PreTrainedModel
+
+from hfdist.config.task import SCORE
+from hfdist.errors import ConfigError
+from hfdist.strategies.base import Batch
+from hfdist.trainer.step.objective import Documents, Objective
+from hfdist.tune.preference import are_pairs, next_of
+
+
+class RewardPairs(Objective):
+    """Pairs for a model with one label. An item is a pair."""
+
+    names = ("margins", "accuracies")
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Count the pairs."""
+        return are_pairs(Documents.of(batch)).sum()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Sum the losses of the pairs."""
+        documents = Documents.of(batch)
+        scores = token_scores(model, batch).float()
+        is_last = nn.functional.pad(documents.is_first[:, 1:], (0, 1), value=True)
+        scores = documents.sum(torch.where(is_last, scores, 0))
+        is_pair = are_pairs(documents)
+        margins = torch.where(is_pair, scores - next_of(scores), 0)
+        self._note(is_pair, {"margins": margins, "accuracies": (margins > 0).float()})
+        return torch.where(is_pair, -logsigmoid(margins), 0).sum()
+
+
+def token_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Give the score at each token; shape [rows, tokens].
+
+    The model itself only gives that of a row's last token, so what its layer gives is taken.
+    """
+    base: Any = model
+    while not isinstance(base, PreTrainedModel):
+        base = base.module
+    scorer = getattr(base, SCORE, None)
+    found: list[torch.Tensor] = []
+    handle = None
+    if isinstance(scorer, nn.Module):
+        handle = scorer.register_forward_hook(lambda module, args, output: found.append(output))
+    try:
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    finally:
+        if handle is not None:
+            handle.remove()
+    if not found:
+        what, hint = "the model has no layer `score`, as sequence classification has in transformers", "another model.*"
+        raise ConfigError(what, where="model.name", found=type(base).__name__, hint=hint)
+    return found[0].squeeze(-1)
