@@ -17,7 +17,7 @@ from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.strategies.base import Batch, Function
 from hfdist.topology import Topology
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 
 OURS, GENERATE, GREEDY, RECOMPUTE = "hfdist", "generate", "generate, greedy", "hfdist, no cache"
@@ -81,7 +81,7 @@ def _contenders(size: Size) -> dict[str, Callable[[], float]]:
             prompts.tolist(),
             range(size.rows),
             forward,
-            Limits(max_new_tokens=size.new_tokens, end_ids=frozenset(), most_tokens=None),
+            GenerationLimits(max_new_tokens=size.new_tokens, end_ids=frozenset(), most_tokens=None),
             Sampling(),
             topology=Topology(),
             rows_at_once=size.rows,

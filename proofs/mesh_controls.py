@@ -25,7 +25,7 @@ def unsummed_norms_of_queries() -> None:
     """Each tensor rank keeps the gradient of its own heads."""
     make_plan = plan.make_plan
 
-    def forgetful(*arguments: Any) -> plan.Plan:
+    def forgetful(*arguments: Any) -> plan.TensorPlan:
         made = make_plan(*arguments)
         return dataclasses.replace(made, partial=frozenset(name for name in made.partial if "q_norm" not in name))
 

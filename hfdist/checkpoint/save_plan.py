@@ -77,7 +77,7 @@ class PieceRows(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SavePlan:
     """What a save writes; equal on all ranks but for `items`, `sources` and `transfers`."""
 
     files: dict[str, FilePlan]
@@ -126,13 +126,13 @@ class Planner:
         self._weights_only = weights_only
         self._stem = stem
         self._names = names
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._held: tuple[list[Region], dict[str, list[str]]] | None = None
         """What this rank held when the plan was made: regions, and by key the parameters that have a number."""
         self._numbered: list[dict[str, list[str]]] = []
         """These parameters, for each rank."""
 
-    def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[torch.Tensor], _Numbers]:
+    def plan(self, pieces: Iterable[Piece]) -> tuple[SavePlan, list[torch.Tensor], _Numbers]:
         """Give the plan, the live elements of each of its sources, and the optimizer's numbers. A collective.
 
         The plan is the same object as before where nothing has changed. The numbers are equal on all ranks.
@@ -164,7 +164,7 @@ class Planner:
         """Whether it is a tensor of the files of weights: transformers leaves out what a constructor computes."""
         return key == WEIGHT and (self._names is None or name in self._names.shapes)
 
-    def _make(self, own: list[Region], own_numbered: dict[str, list[str]]) -> Plan:
+    def _make(self, own: list[Region], own_numbered: dict[str, list[str]]) -> SavePlan:
         gathered = gather_json([own, own_numbered])
         declared = [[Region.from_json(values) for values in regions] for regions, _ in gathered]
         self._numbered = [names for _, names in gathered]
@@ -197,7 +197,7 @@ class Planner:
             for number, (segment, writer, column, sender, window) in enumerate(transfers)
             if rank() in (sender, writer)
         ]
-        return Plan(
+        return SavePlan(
             files=files,
             index=index,
             items=list(items.values()),

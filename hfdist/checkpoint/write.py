@@ -25,7 +25,7 @@ from hfdist.checkpoint.manifest import Manifest, Part, hash_file, read_hashes, w
 from hfdist.checkpoint.memories import Memories, move_parts
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
-from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Plan, Planner, WriteItem
+from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Planner, SavePlan, WriteItem
 from hfdist.collectives import gloo_group, on_all_ranks, rank
 from hfdist.errors import NumericsError, ResourceError
 from hfdist.failures import is_full_disk
@@ -51,7 +51,7 @@ _Write = tuple[WriteItem, torch.Tensor]
 class Contents:
     """All that a save needs of this rank."""
 
-    plan: Plan
+    plan: SavePlan
     elements: list[torch.Tensor]
     """For each source of the plan; live, or copies."""
     write_files: Callable[[Path], object]

@@ -31,7 +31,7 @@ from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.experts import first_number, num_active
 from hfdist.models.flops import HIDDEN_SIZES, attention_width
-from hfdist.pipeline.stage_module import Block, Place, copy_structure, preserve_state
+from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure, preserve_state
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class _Timer:
         self._half = half
         self._known: dict[str, tuple[float, Any]] = {}
 
-    def call(self, place: Place, block: nn.Module, *args: object, **kwargs: object) -> Any:
+    def call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> Any:
         """Stand in for a block: time it, or take the time and the output of another one of its kind."""
         kind = kind_of_block(block)
         if kind not in self._known:

@@ -33,7 +33,7 @@ Block = tuple[nn.Module, ...]
 """The modules that make one transformer block: nearly always one."""
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """The place of a module: its block, and its part of the block. Most blocks have a single part."""
 
     block: int
@@ -107,7 +107,7 @@ class StageModule(nn.Module):
             return value
         raise PartitionError("the model ends before it has called all its blocks", found=f"blocks up to {self.stage}")
 
-    def _call(self, place: Place, block: nn.Module, *args: object, **kwargs: object) -> Any:
+    def _call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> Any:
         if self._stage_forward is None:
             # Gradient checkpointing runs the block again during backward.
             return block(*args, **kwargs)
@@ -127,7 +127,7 @@ def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callab
                 memo[id(shared)] = shared
     for index, block in enumerate(blocks):
         for part, module in enumerate(block):
-            memo[id(module)] = stand_in(module, partial(call, Place(index, part), module))
+            memo[id(module)] = stand_in(module, partial(call, BlockPlace(index, part), module))
     copied = copy.deepcopy(model, memo)
     for number, hook in list(copied._forward_pre_hooks.items()):
         if hook is refuse_call:
@@ -187,14 +187,14 @@ class StageForward:
         self._is_last = is_last
         self._carry = carry
         self._incoming = Activations() if incoming is None else incoming
-        self._last_called = Place(-1, 0)
+        self._last_called = BlockPlace(-1, 0)
         self._outputs: dict[str, Any] = {}
         self._versions: dict[str, list[int]] = {}
         self._entries: dict[str, dict[str | int, Any]] = {}
         self._entries_are_delivered = False
 
     def call(
-        self, place: Place, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+        self, place: BlockPlace, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Any:
         """Do what the module at `place` does in this stage.
 
@@ -216,7 +216,7 @@ class StageForward:
         if place.block < self._blocks.start:
             return self._earlier(place, args, kwargs)
         output = self._own(place, block, args, kwargs)
-        if place == Place(self._blocks.stop - 1, self._last_part) and not self._is_last:
+        if place == BlockPlace(self._blocks.stop - 1, self._last_part) and not self._is_last:
             # Stop at once: the model may write into the output next, and that is for the next stage.
             raise StageEnd
         return output
@@ -238,7 +238,7 @@ class StageForward:
             outputs = self._incoming.outputs | outputs
         return Activations(outputs, entries)
 
-    def _earlier(self, place: Place, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    def _earlier(self, place: BlockPlace, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = hidden.device
         sent = self._incoming.outputs.get(str(place))
@@ -254,7 +254,7 @@ class StageForward:
         return tree_map_only((torch.Tensor, Absent), lambda leaf: _poisoned(leaf, device), next(alike, hidden))
 
     def _own(
-        self, place: Place, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+        self, place: BlockPlace, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
         before = {name: dict(_items(container)) for name, container in _containers(args, kwargs)}
         output = block(*args, **kwargs)
@@ -266,7 +266,7 @@ class StageForward:
         self._remember(place, output)
         return output
 
-    def _remember(self, place: Place, output: object) -> None:
+    def _remember(self, place: BlockPlace, output: object) -> None:
         if self._carry.outputs is not Outputs.history:
             block = f"{place.block}."
             self._outputs = {at: value for at, value in self._outputs.items() if at.startswith(block)}

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hfdist.planning.advice import advise
-from hfdist.planning.calibrate_here import run_steps
+from transformers import PreTrainedConfig
+
+from hfdist.config.cli.about_run import LineAboutRun
+from hfdist.config.layout import Layout
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Offload, Sharding
+from hfdist.config.train import Recompute
+from hfdist.errors import ResourceError
+from hfdist.pipeline.schedule import stages_per_rank
 from hfdist.planning.describe import describe_plan
 from hfdist.planning.machines import find_machines
 from hfdist.planning.make_plan import find_planned_architecture, make_plan
+from hfdist.planning.plan import Plan
 from hfdist.planning.request import PlanRequest
-from hfdist.planning.searching.evaluate import Candidate, Machines
-from hfdist.planning.searching.search import fewest_processes, search
+from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.searching.layout_space import passes_checks
+from hfdist.planning.searching.search import fewest_processes, measure, search
+from hfdist.processes.child_python import module
+from hfdist.topology import OWN_AXES
 from hfdist.units import duration, share, short, size
 
 
@@ -113,3 +126,100 @@ def _to_json(one: Candidate, request: PlanRequest) -> dict[str, object]:
         "memory": asdict(one.memory.use) | {"total": one.memory.use.total, "rank": one.memory.rank},
         "sent_bytes": {sent.axis: sent.sent_bytes for sent in one.traffic},
     }
+
+
+_STEPS = (
+    "train.max_steps=7",
+    "train.epochs=null",
+    "train.eval_every=null",
+    "optimizer.warmup_steps=1",
+    "optimizer.warmup_tokens=null",
+    "optimizer.warmup_fraction=null",
+    "data.eval_sequences=1",
+    "checkpoint.every=null",
+    "checkpoint.resume=auto",
+    "evaluate.at_start=false",
+    "evaluate.lm_eval=[]",
+    "report.to=[]",
+    "report.progress=false",
+    "report.plot=false",
+    "report.plan=true",
+    "report.sample_tokens=0",
+    "export.push_to=null",
+)
+"""Two that also warm up, and five."""
+
+
+def run_steps(line: LineAboutRun, processes: int) -> None:
+    """Run them; ResourceError: they failed."""
+    with tempfile.TemporaryDirectory(prefix="hfdist-plan-") as folder:
+        own = (*_STEPS, f"run.dir={folder}", f"launch.processes={processes}")
+        command = module("hfdist", line.recipe, *line.recipe_arguments, *own)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        what = "the steps that were to calibrate the plan have failed"
+        found = tuple(ended.stderr.strip().splitlines()[-6:])
+        hint = "plan.calibrate=false plans without them"
+        raise ResourceError(what, where="plan.calibrate", found=found, hint=hint)
+
+
+_WORTH = 0.95
+"""A step of a neighbour must be shorter than this share of the asked layout's."""
+
+
+def advise(plan: Plan, config: RunConfig, architecture: PreTrainedConfig, machines: Machines) -> str | None:
+    """Give the overrides of the change that makes a run fit, or fastest, with its figures; None: none does.
+
+    Args:
+        plan: of the run as it is asked.
+        config: of the run.
+        architecture: of the model.
+        machines: see `find_machines`.
+    """
+    model = measure(config, architecture, machines, processes=plan.processes)
+    evaluator = Evaluator(config, model, machines)
+    strategy = config.strategy
+    per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank) if strategy.pipeline > 1 else 1
+    asked = Layout.of(config, plan.processes, per_rank)
+    found = [one for layout in _neighbours(asked) if (one := _evaluate(evaluator, layout)) is not None]
+    if not found:
+        return None
+    best = min(found, key=lambda one: one.time.seconds)
+    # Formulas are compared with formulas.
+    as_asked = _evaluate(evaluator, asked)
+    if plan.fits and as_asked is not None and best.time.seconds > _WORTH * as_asked.time.seconds:
+        return None
+    before = plan.time.seconds if as_asked is None else as_asked.time.seconds
+    words = f"about {duration(best.time.seconds)} a step in place of {duration(before)}"
+    return f"{' '.join(best.overrides)}: {words}, and {size(best.memory.use.total)}"
+
+
+def _evaluate(evaluator: Evaluator, layout: Layout) -> Candidate | None:
+    # Tensor ranks of several machines are not measured.
+    is_known = (layout.tensor, layout.expert) in evaluator.model.shares
+    return evaluator.evaluate(layout) if is_known and passes_checks(layout.apply(evaluator.config)) else None
+
+
+def _neighbours(layout: Layout) -> Iterator[Layout]:
+    """Layouts on as many processes that differ in one thing."""
+    for recompute in (None, *Recompute):
+        if recompute is not layout.recompute:
+            yield replace(layout, recompute=recompute)
+    for sharding in Sharding:
+        if sharding is not layout.sharding and layout.data > 1:
+            yield replace(layout, sharding=sharding)
+    if layout.offload is Offload.none:
+        yield replace(layout, offload=Offload.cpu)
+    sequences = layout.micro_batch_size * layout.num_microbatches
+    for micro in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
+        if micro and sequences % micro == 0:
+            yield replace(layout, micro_batch_size=micro, num_microbatches=sequences // micro)
+    for axis in OWN_AXES:
+        degree = getattr(layout, axis)
+        # Each of twice as many data ranks has half of the sequences, and the other way round.
+        if layout.data % 2 == 0:
+            fewer = {axis: 2 * degree, "data": layout.data // 2, "num_microbatches": 2 * layout.num_microbatches}
+            yield replace(layout, **fewer)
+        if degree % 2 == 0 and layout.num_microbatches % 2 == 0:
+            more = {axis: degree // 2, "data": 2 * layout.data, "num_microbatches": layout.num_microbatches // 2}
+            yield replace(layout, **more)

@@ -4,8 +4,7 @@ Loads no torch, so that a tool may read them anywhere.
 """
 
 from hfdist.records.events import Event, add_event
-from hfdist.records.lines import read_lines
-from hfdist.records.rank_lines import RankColumn
+from hfdist.records.lines import RankColumn, read_lines
 from hfdist.records.recorder import PACKAGES, RunRecorder, find_versions, record_ranks, recording_end
 from hfdist.records.run_file import RunRecord, State, read_run
 from hfdist.records.run_folder import RunFolder

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -102,3 +103,18 @@ def reporting_full_disk(path: Path) -> Iterator[None]:
             found += f"; {shutil.disk_usage(path.parent).free:,} bytes free"
         hint = "free space, or another disk for run.dir"
         raise ResourceError("a line cannot be written", where=str(path), found=found, hint=hint) from error
+
+
+class RankColumn(Enum):
+    """The columns. Seconds are means of a step since the last line; null: not known."""
+
+    step_seconds = "step_seconds"
+    """Without evaluations and saves."""
+    data_seconds = "data_seconds"
+    """In the loader."""
+    compute_seconds = "compute_seconds"
+    """Busy, or ready to run without a CPU core; null on a GPU."""
+    wait_seconds = "wait_seconds"
+    """Blocked, as a rank is that waits for others; null on a GPU."""
+    peak_bytes = "peak_bytes"
+    """The most memory since the last line: allocated on a GPU, or resident on the host."""

@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 from hfdist.errors import DataError
 from hfdist.rewards.generation import Generation
-from hfdist.rewards.sandbox.start import WITHOUT_LANDLOCK, Limits, count_passed
+from hfdist.rewards.sandbox.start import WITHOUT_LANDLOCK, SandboxLimits, count_passed
 from hfdist.topology import read_launcher
 
 _BLOCK = re.compile(r"^[ \t]*```(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def code(
-    generations: Sequence[Generation], *, limits: Limits | None = None, without_landlock: bool = False
+    generations: Sequence[Generation], *, limits: SandboxLimits | None = None, without_landlock: bool = False
 ) -> list[float]:
     """Give the share of each reference's tests that pass, from 0.0 to 1.0.
 
@@ -38,7 +38,9 @@ def code(
 
     def share(one: Generation, num_tests: int) -> float:
         program = find_program(one.text)
-        passed = count_passed(program, one.reference, num_tests, limits or Limits(), without_landlock=without_landlock)
+        passed = count_passed(
+            program, one.reference, num_tests, limits or SandboxLimits(), without_landlock=without_landlock
+        )
         return passed / num_tests
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,7 +16,7 @@ from hfdist.models.loss import choose_loss
 from hfdist.optim.registry import ClassAndSettings, find_optimizer
 from hfdist.run.state import RunState
 from hfdist.trainer.checkpointing.start import open_replicas
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Tolerance
 from hfdist.trainer.islands import ServerOptimizer
 from hfdist.trainer.trainer import RunOptions
 
@@ -57,7 +57,7 @@ def make_options(run: RunState) -> RunOptions:
         objective=run.objective,
         loss_head=None if scores else choose_loss(config, run.model, run.strategy),
         base_width=config.optimizer.base_width,
-        limits=Limits(
+        limits=Tolerance(
             skipped_steps=train.max_skipped_steps,
             rollbacks=train.max_rollbacks,
             compare_replicas_every=train.compare_replicas_every,

@@ -24,7 +24,7 @@ from hfdist.strategies.experts import make_expert_plan, spread_experts
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import Groups, ModelParts
 from hfdist.strategies.self_check import BatchSharding, LayoutHooks, find_problem
-from hfdist.strategies.tensor.plan import Plan, PlanKind, apply_plan, list_plans, make_plan
+from hfdist.strategies.tensor.plan import PlanKind, TensorPlan, apply_plan, list_plans, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Plans:
     """What is shared out over which axis of the mesh; None: nothing."""
 
-    tensor: Plan | None = None
+    tensor: TensorPlan | None = None
     expert: dict[str, str] | None = None
 
     @property
@@ -64,7 +64,7 @@ def make_plans(model: PreTrainedModel, *, tensor: int, expert: int) -> list[Plan
     return [_join(plan, of_expert) for plan in list_plans(model, tensor)]
 
 
-def _join(plan: Plan, of_expert: dict[str, str] | None) -> Plans:
+def _join(plan: TensorPlan, of_expert: dict[str, str] | None) -> Plans:
     """Leave experts to the expert ranks."""
     experts = of_expert or {}
     modules = [name for name in experts if not any(name.startswith(f"{other}.") for other in experts)]

@@ -38,7 +38,7 @@ class ServerOptimizer:
 
 def make_island(
     training: Training, checkpointer: Checkpointer, config: IslandsConfig, server: ServerOptimizer | None
-) -> Island:
+) -> IslandCallback:
     """Make what leads a Trainer; `server` is how a parameter server steps, if there is one."""
     if config.method is not IslandMethod.parameter_server:
         return RoundIsland(training, checkpointer, config)
@@ -46,7 +46,7 @@ def make_island(
     return ParameterIsland(training, checkpointer, config, server)
 
 
-class Island(TrainerCallback):
+class IslandCallback(TrainerCallback):
     """Leads one Trainer. All ranks call its methods together."""
 
     def __init__(self, training: Training, checkpointer: Checkpointer, config: IslandsConfig) -> None:
@@ -105,7 +105,7 @@ class Island(TrainerCallback):
         return job | {"train.global_batch_size": strategy.batch.global_batch_size, "data": data}
 
 
-class RoundIsland(Island):
+class RoundIsland(IslandCallback):
     """Leads it through rounds."""
 
     def __init__(self, training: Training, checkpointer: Checkpointer, config: IslandsConfig) -> None:
@@ -227,7 +227,7 @@ class RoundIsland(Island):
         return {**keeper.progress_state(), "step": state.global_step, "cursor": cursor}
 
 
-class ParameterIsland(Island):
+class ParameterIsland(IslandCallback):
     """Lets a parameter server step."""
 
     def __init__(

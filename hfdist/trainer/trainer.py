@@ -42,10 +42,10 @@ from hfdist.trainer.engine_setup import (
 )
 from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.evaluation.loop import Evaluator, Measure
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
+from hfdist.trainer.fault_tolerance.nonfinite_steps import NonfiniteGuard, Tolerance, propagate_nan
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.hooks import owner_of
-from hfdist.trainer.islands import Island, ServerOptimizer, make_island
+from hfdist.trainer.islands import IslandCallback, ServerOptimizer, make_island
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.step.lean_step import LeanStep
@@ -74,7 +74,7 @@ class RunOptions(SaveOptions):
     """Computes training losses without whole logits; None: the model computes them."""
     base_width: int | None = None
     """Width (`hidden_size`) of the model in which the learning rate was found; None: it was found in this one."""
-    limits: Limits = field(default_factory=Limits)
+    limits: Tolerance = field(default_factory=Tolerance)
     """How many steps may be skipped, and how often the run goes back."""
     measures: Sequence[Measure] = ()
     """What each evaluation measures besides the loss."""
@@ -119,7 +119,7 @@ class DistributedTrainerMixin(_Trainer):
         self.options = options or RunOptions()
         self.training = self._make_training()
         self.checkpointer = Checkpointer(self.training, self.options)
-        self.islands: Island | None = None
+        self.islands: IslandCallback | None = None
         self.weighted_loss = WeightedLoss(self.training)
         self.router_loss = RouterLoss(self.training, self.weighted_loss, sums_targets=self._sums_targets)
         self._evaluator = self._make_evaluator()

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -23,11 +23,12 @@ import transformers
 from torch import nn
 
 from hfdist.atomic_write import write_atomically
+from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
 from hfdist.errors import CheckpointError
 from hfdist.models.loss import LossHead
-from hfdist.strategies.base import Batch, Forward
+from hfdist.strategies.base import Batch, Engine, Forward
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, reduce_answers
 from hfdist.trainer.training import Training
@@ -158,3 +159,41 @@ def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:
             if (labels[row, start:stop] != IGNORED).any():
                 content = ids[row, start:stop].tobytes() + (labels[row, start:stop] == IGNORED).tobytes()
                 yield row, start, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class ReferenceWeights:
+    """What this rank holds of the trained weights, as they are now. Each call is a collective.
+
+    Args:
+        engine: that has its optimizer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._kept = [piece.view.to("cpu", copy=True) for piece in self._pieces()]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model have them meanwhile, and then its own ones again, bit by bit; no weights are gathered."""
+        self._exchange()
+        yield
+        # What fails in between ends the run on all ranks: no rank may wait here for the others.
+        self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for piece, kept in zip(self._pieces(), self._kept, strict=True):
+            present = piece.view.clone()
+            piece.view.copy_(kept)
+            kept.copy_(present)
+        self._engine.after_load()
+
+    def _pieces(self) -> list[Piece]:
+        """List what is trained; of half precision with float32 copies these alone, from which `after_load` makes it."""
+        trained = {name for name, parameter in self._engine.model.named_parameters() if parameter.requires_grad}
+        pieces = [p for p in self._engine.pieces() if p.name in trained and p.key in (WEIGHT, MASTER)]
+        has_copies = any(piece.key == MASTER for piece in pieces)
+        return [p for p in pieces if p.key == MASTER or not (has_copies and p.view.dtype in _HALF)]

@@ -26,7 +26,7 @@ from hfdist.rewards import Generation, Reward
 from hfdist.strategies.base import Batch, Forward
 from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
-from hfdist.trainer.generation.limits import Limits, find_limits
+from hfdist.trainer.generation.limits import GenerationLimits, find_limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
@@ -78,7 +78,7 @@ class Rollouts:
         """Find the limits of answers; ConfigError: they leave no room for a prompt."""
         self._training, self._topology = training, training.strategy.topology
         where, own = "task.max_new_tokens", self._task.max_new_tokens
-        self._limits: Limits = find_limits(training.model, self._tokenizer, own, where=where)
+        self._limits: GenerationLimits = find_limits(training.model, self._tokenizer, own, where=where)
         self._uses_cache = can_generate(cast(PreTrainedModel, training.model), self._topology)
         if self.generators is not None:
             self.generators.begin(training, self._limits)

@@ -16,7 +16,7 @@ from hfdist.models.build import initialize_by_name
 from hfdist.records import RunFolder, read_lines
 from hfdist.rewards import Generation, load_rewards
 from hfdist.topology import Topology
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from tests.distributed.preference_runs import EPSILON, GLOBAL_BATCH, RATE, STEPS
 
@@ -98,7 +98,7 @@ class _OurAnswers:
                 prompt_ids,
                 seeds,
                 lambda batch, function: [function(self.model, batch)],
-                Limits(max_new_tokens=NEW_TOKENS, end_ids=frozenset({1}), most_tokens=None),
+                GenerationLimits(max_new_tokens=NEW_TOKENS, end_ids=frozenset({1}), most_tokens=None),
                 Sampling(temperature=self.args.temperature),
                 topology=Topology(),
                 rows_at_once=len(prompt_ids),

@@ -15,7 +15,7 @@ from hfdist.sent_bytes import ALL_GATHER, SentBytes
 from hfdist.testing import run_ranks
 from hfdist.trainer.generation import continuation
 from hfdist.trainer.generation.greedy import continue_prompts
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from hfdist.trainer.step.forwards import evaluating
 from tests.distributed.trainers import TINY, history, make_strategy, make_trainer
@@ -28,7 +28,7 @@ PROMPTS = [[5, 6, 7], [9], list(range(20, 31)), [4, 4]]
 NUM_TOKENS = 12
 # Weights so large that what is drawn depends on them.
 LIVELY = TINY | {"initializer_range": 0.3}
-LIMITS = Limits(max_new_tokens=NUM_TOKENS, end_ids=frozenset(range(60, 64)), most_tokens=None)
+LIMITS = GenerationLimits(max_new_tokens=NUM_TOKENS, end_ids=frozenset(range(60, 64)), most_tokens=None)
 FIELDS = {
     "llama": LIVELY,
     "gpt2": LIVELY | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},

@@ -19,7 +19,7 @@ from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.tensor import linear, plan
 from hfdist.strategies.tensor.plan import ALL_GATHERED
 from hfdist.testing import run_ranks
-from hfdist.trainer.fault_tolerance.replicas import find_differences
+from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
 from hfdist.trainer.trainer import RunOptions
 from tests.distributed.test_optimizers import saved
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, history, uneven_items

@@ -28,7 +28,7 @@ from hfdist.trainer.evaluation.generation import (
 )
 from hfdist.trainer.generation.continuation import next_tokens
 from hfdist.trainer.generation.greedy import continue_prompts
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 from tests.packages import install_package
 
 
@@ -99,7 +99,7 @@ def continued(model, prompts, rows_at_once=2, uses_cache=True, **limits):
         with torch.no_grad():
             return [function(model, batch)]
 
-    limits = Limits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits)
+    limits = GenerationLimits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits)
     return continue_prompts(
         prompts, forward, limits, topology=Topology(), rows_at_once=rows_at_once, uses_cache=uses_cache
     )
@@ -151,7 +151,7 @@ def test_a_prompt_that_is_too_long_loses_its_beginning():
 
 def test_no_room_for_a_prompt_is_said():
     with pytest.raises(ConfigError, match="no room for a prompt") as caught:
-        Limits(max_new_tokens=40, end_ids=frozenset(), most_tokens=40).room()
+        GenerationLimits(max_new_tokens=40, end_ids=frozenset(), most_tokens=40).room()
     assert caught.value.where == "evaluate.max_new_tokens"
 
 

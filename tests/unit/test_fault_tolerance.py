@@ -12,8 +12,8 @@ from hfdist.errors import ConfigError
 from hfdist.launch import gloo_interface
 from hfdist.run.process_group import agree_on_start, start_group_under_torchrun
 from hfdist.testing import run_ranks
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, SkipCounter, Skipped, propagate_nan
-from hfdist.trainer.fault_tolerance.replicas import Difference, find_differences, sum_bits, vote
+from hfdist.trainer.fault_tolerance.bit_comparison import Difference, find_differences, sum_bits, vote
+from hfdist.trainer.fault_tolerance.nonfinite_steps import SkipCounter, Skipped, Tolerance, propagate_nan
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def skip(step):
 
 
 def test_skipped_steps_count_in_a_row():
-    tally = SkipCounter(Limits(skipped_steps=2))
+    tally = SkipCounter(Tolerance(skipped_steps=2))
     assert not tally.skip(skip(1))
     tally.take(2)
     assert not tally.skip(skip(3))
@@ -86,7 +86,7 @@ def test_skipped_steps_count_in_a_row():
 
 
 def test_only_a_step_beyond_the_one_that_failed_is_progress():
-    tally = SkipCounter(Limits(rollbacks=2))
+    tally = SkipCounter(Tolerance(rollbacks=2))
     tally.roll_back(10)
     for step in range(5, 11):
         tally.take(step)

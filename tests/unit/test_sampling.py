@@ -12,7 +12,7 @@ from transformers import (
 from hfdist.errors import ConfigError
 from hfdist.topology import Topology
 from hfdist.trainer.generation.gumbel import gumbel_noise, philox, split_seeds
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, perturb, sample_completions
 from tests.unit.test_evaluators import PROMPTS, make_model
 
@@ -95,7 +95,7 @@ def sampled(model, prompts=PROMPTS, seeds=SEEDS, rows_at_once=4, uses_cache=True
         prompts,
         seeds,
         forward,
-        Limits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits),
+        GenerationLimits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits),
         sampling or Sampling(temperature=3.0, top_k=20, top_p=0.95),
         topology=Topology(),
         rows_at_once=rows_at_once,

@@ -40,7 +40,7 @@ Packed = tuple[int, int | None, sequence.Sequence]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LanePlan:
     """What all lanes share: the order of each pool, the mixture of pools, and how sequences are packed."""
 
     pools: Sequence[Pool]
@@ -65,7 +65,7 @@ class Plan:
 class Lane:
     """Gives the sequences of one lane: see `open_lanes`."""
 
-    def __init__(self, plan: Plan, lane: int, sequences: Mapping[int, Iterator[sequence.Sequence]]) -> None:
+    def __init__(self, plan: LanePlan, lane: int, sequences: Mapping[int, Iterator[sequence.Sequence]]) -> None:
         self._plan, self._lane = plan, lane
         self._sequences = dict(sequences)
         self._available = tuple(self._sequences)
@@ -85,7 +85,7 @@ class Lane:
         return self._lane, pool, packed
 
 
-def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence[Progress]]) -> dict[int, Lane]:
+def open_lanes(plan: LanePlan, documents: Documents, progress: Mapping[int, Sequence[Progress]]) -> dict[int, Lane]:
     """Open lanes, in the order of their turns, at the place that `progress` gives for each pool."""
     sequences: dict[int, dict[int, Iterator[sequence.Sequence]]] = {lane: {} for lane in progress}
     for pool in range(len(plan.pools)):
@@ -103,7 +103,7 @@ def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence
     return {lane: Lane(plan, lane, own) for lane, own in sequences.items()}
 
 
-def _pack(plan: Plan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[sequence.Sequence]:
+def _pack(plan: LanePlan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[sequence.Sequence]:
     chunks = _chunks(plan.documents(pool, lane, place), documents)
     key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)
     match plan.packing:

@@ -34,7 +34,7 @@ from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
 from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, unbundle
 from hfdist.data.packing.windows import RULE
-from hfdist.data.stream.lane import Packed, Plan, open_lanes
+from hfdist.data.stream.lane import LanePlan, Packed, open_lanes
 from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.workers import Vitals, forward_to_rank, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
@@ -494,7 +494,7 @@ def _shown(lanes: list[int]) -> str:
 
 def _make_plan(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, global_batch_size: int | None
-) -> Plan:
+) -> LanePlan:
     if config.anneal and global_batch_size is None:
         raise ConfigError(
             "weights that change at a step need the number of sequences in one",
@@ -509,7 +509,7 @@ def _make_plan(
             (change.step * (global_batch_size or 0), tuple(change.weights[pool.name] for pool in corpus.pools))
         )
     fill_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return Plan(
+    return LanePlan(
         pools=corpus.pools,
         orders=[
             LaneOrder(
@@ -616,7 +616,7 @@ class PoolReport(NamedTuple):
     """Share of its sequences' places that held tokens."""
 
 
-def report(cursor: Cursor, plan: Plan) -> list[PoolReport]:
+def report(cursor: Cursor, plan: LanePlan) -> list[PoolReport]:
     """Sum up a merged cursor, by pool."""
     num_sequences = sum(progress.sequences for state in cursor.lanes.values() for progress in state.pools)
     reports = []

@@ -8,8 +8,10 @@ best ones takes.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop
 from math import inf
@@ -21,11 +23,11 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Sharding
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.pipeline.schedule import stages_per_rank
-from hfdist.planning.searching.confirm import confirm
 from hfdist.planning.searching.constants import MODES, ModelConstants
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
 from hfdist.planning.searching.short_traces import measure_constants
+from hfdist.planning.tracing.memory import fullest_pipeline, trace_rank
 
 _MOST_TRACED, _MOST_TRACED_BLOCKS = 3, 40
 """Layouts that are traced, and all blocks of these."""
@@ -226,3 +228,65 @@ def _as_asked(evaluator: Evaluator, processes: int) -> Candidate | None:
     except ConfigError:
         return None
     return evaluator.evaluate(layout, is_exact=True)
+
+
+logger = logging.getLogger(__name__)
+
+
+def confirm(
+    candidates: Sequence[Candidate],
+    architecture: PreTrainedConfig,
+    model: ModelConstants,
+    machines: Machines,
+    *,
+    number: int,
+) -> tuple[Candidate, ...]:
+    """Trace the first layouts until so many fit, and give these, the fastest first, before those that were not traced.
+
+    Of a pipeline the rank that holds most by formula is traced.
+
+    Args:
+        candidates: from a search, the fastest first.
+        architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        model: from `measure`.
+        machines: where it is to run.
+        number: how many to trace at the least; of those that do not fit more.
+    """
+    traced: list[Candidate] = []
+    left = list(candidates)
+    while left and len(traced) < number:
+        with warnings.catch_warnings():
+            # What libraries say to developers.
+            warnings.simplefilter("ignore")
+            one = _trace(left.pop(0), architecture, model, machines)
+        if one is not None:
+            traced.append(one)
+    return (*sorted(traced, key=lambda one: one.time.seconds), *left)
+
+
+def _trace(
+    candidate: Candidate, architecture: PreTrainedConfig, model: ModelConstants, machines: Machines
+) -> Candidate | None:
+    """Give it with the memory and time of its trace; None: it does not fit, or the model cannot be run so."""
+    layout, evaluator = candidate.layout, Evaluator(candidate.config, model, machines)
+    try:
+        strategy = evaluator.strategy(layout, candidate.config)
+        pipeline = fullest_pipeline(candidate.config, architecture, strategy)
+        trace = trace_rank(
+            candidate.config,
+            architecture,
+            world_size=layout.world_size,
+            rank=pipeline[candidate.memory.rank // len(strategy.topology.pipelines)],
+            device_type=machines.hardware.device_type,
+        )
+    except ConfigError:
+        return None
+    except Exception as error:
+        # A model may ask for values that fake tensors lack; what a run would refuse is a ConfigError.
+        logger.info("not traced: %s: %s", layout, error)
+        return candidate
+    memory = trace.peak.with_runtime(machines.runtime_bytes)
+    if memory.use.total > machines.usable_bytes:
+        return None
+    time = evaluator.time(replace(trace.costs, traffic=candidate.traffic), strategy)
+    return replace(candidate, memory=memory, time=time, mfu=evaluator.mfu(layout, time), is_traced=True)

@@ -15,7 +15,7 @@ from hfdist.planning.searching.constants import ShareOfParts
 from hfdist.planning.searching.layout_space import divisors
 from hfdist.strategies.experts import make_expert_plan
 from hfdist.strategies.tensor.linear import split_dimensions
-from hfdist.strategies.tensor.plan import Plan, first_plan
+from hfdist.strategies.tensor.plan import TensorPlan, first_plan
 
 _DIVIDING = ("colwise", "rowwise", "packed")
 """How styles of transformers begin that leave a share of a parameter on a rank."""
@@ -28,7 +28,7 @@ def find_shares(
     model: PreTrainedModel,
     blocks: Sequence[Block],
     *,
-    tensor_plans: Mapping[int, Plan],
+    tensor_plans: Mapping[int, TensorPlan],
 ) -> dict[tuple[int, int], ShareOfParts]:
     """Give the shares by (tensor, expert) degree, of those that go with the model; (1, 1) is always there.
 
@@ -37,7 +37,7 @@ def find_shares(
         blocks: one of each kind.
         tensor_plans: by degree, from `find_tensor_plans`.
     """
-    by_tensor: dict[int, Plan | None] = {1: None, **tensor_plans}
+    by_tensor: dict[int, TensorPlan | None] = {1: None, **tensor_plans}
     experts = _expert_parameters(model)
     degrees = divisors(math.gcd(*experts.values())) if experts else [1]
     return {
@@ -48,9 +48,9 @@ def find_shares(
     }
 
 
-def find_tensor_plans(model: PreTrainedModel, degrees: Iterable[int]) -> dict[int, Plan]:
+def find_tensor_plans(model: PreTrainedModel, degrees: Iterable[int]) -> dict[int, TensorPlan]:
     """Give the plan that a run tries first, by degree, of those degrees that go with the model."""
-    plans: dict[int, Plan] = {}
+    plans: dict[int, TensorPlan] = {}
     for degree in degrees:
         if degree > 1:
             with suppress(ConfigError):
@@ -67,7 +67,7 @@ def _expert_parameters(model: PreTrainedModel) -> dict[str, int]:
     return {}
 
 
-def _divided(model: PreTrainedModel, plan: Plan | None, degree: int) -> dict[str, int]:
+def _divided(model: PreTrainedModel, plan: TensorPlan | None, degree: int) -> dict[str, int]:
     """Parameters of which a rank has one of so many shares, by name."""
     if plan is None:
         return {}

@@ -33,7 +33,7 @@ from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
-from hfdist.pipeline.stage_module import Block, Place, copy_structure
+from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure
 from hfdist.planning.costs import OpCosts
 from hfdist.planning.searching.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
 from hfdist.planning.searching.shares import find_shares, find_tensor_plans
@@ -256,7 +256,7 @@ class _Around:
     def __init__(self, measurement: _Measurement, number: int) -> None:
         self.calls: dict[int, list[_Call]] = {}
         self.prologue, self.epilogue = _Seen(), _Seen()
-        self._owner, self._last = measurement, Place(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
+        self._owner, self._last = measurement, BlockPlace(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
         self._outputs: dict[tuple[int, int], Any] = {}
         self._first: torch.Tensor | None = None
         trace = measurement.trace
@@ -282,9 +282,9 @@ class _Around:
         for parameter in copied.parameters():
             parameter.grad = None
 
-    def _call(self, place: Place, module: nn.Module, *args: object, **kwargs: object) -> Any:
+    def _call(self, place: BlockPlace, module: nn.Module, *args: object, **kwargs: object) -> Any:
         owner, kind = self._owner, self._owner.kind_of_block[place.block]
-        if place == Place(0, 0):
+        if place == BlockPlace(0, 0):
             self._first = next(_floats((args, kwargs)))
             owner.set_width(self._first)
             trace = owner.trace

@@ -16,7 +16,7 @@ from hfdist.models.flops import attention_width, num_trained
 from hfdist.planning.costs import AxisTraffic
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
-from hfdist.strategies.tensor.plan import Plan, first_plan
+from hfdist.strategies.tensor.plan import TensorPlan, first_plan
 from hfdist.strategies.traffic import StepSizes, TensorSizes
 
 _LARGEST_SMALL = 100_000
@@ -50,7 +50,7 @@ def traffic(strategy: Strategy, sizes: StepSizes, *, devices_per_machine: int) -
 
 
 def step_sizes(
-    model: PreTrainedModel, train: TrainConfig, *, tensor: int = 1, is_gpu: bool = True, plan: Plan | None = None
+    model: PreTrainedModel, train: TrainConfig, *, tensor: int = 1, is_gpu: bool = True, plan: TensorPlan | None = None
 ) -> StepSizes:
     """Measure a model for `traffic`.
 
@@ -106,7 +106,7 @@ def _blocks(model: PreTrainedModel) -> Iterable[nn.Module]:
         return []
 
 
-def _sizes_of_plan(model: PreTrainedModel, plan: Plan, num_ranks: int) -> TensorSizes:
+def _sizes_of_plan(model: PreTrainedModel, plan: TensorPlan, num_ranks: int) -> TensorSizes:
     """Add up what the layers of a plan divide and exchange."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     of_parents: dict[str, list[str]] = defaultdict(list)

@@ -23,7 +23,7 @@ _LONGEST_START = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What a program and its tests may use; each of the two has these CPU seconds and this memory."""
 
     cpu_seconds: int = 4
@@ -33,7 +33,7 @@ class Limits:
 
 
 def count_passed(
-    program: str, reference: str, num_tests: int, limits: Limits, *, without_landlock: bool = False
+    program: str, reference: str, num_tests: int, limits: SandboxLimits, *, without_landlock: bool = False
 ) -> int:
     """Run a program's tests in a sandbox of their own, and count those that pass.
 
@@ -93,7 +93,7 @@ def _read(file: int, most_bytes: int, seconds: float) -> bytes:
     return said
 
 
-def _refused(first: str, limits: Limits) -> ConfigError:
+def _refused(first: str, limits: SandboxLimits) -> ConfigError:
     what = "the reward `code` cannot confine a program on this machine"
     found = first.removeprefix("refused ") or f"no start within {limits.wall_seconds} s and {limits.memory_bytes} bytes"
     allowed = "Linux on x86_64 or aarch64 with CONFIG_SECCOMP_FILTER and CONFIG_SECURITY_LANDLOCK"

@@ -77,7 +77,7 @@ PLAN_KINDS = tuple(PlanKind(blocks, splits) for blocks in (OWN, OWN_GATHERED, AL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TensorPlan:
     """What becomes of which parameter; the others are whole on each rank."""
 
     kind: PlanKind
@@ -89,14 +89,14 @@ class Plan:
     """Parameters that are whole on each rank, and whose gradient is the sum of those of the ranks."""
 
 
-def list_plans(model: PreTrainedModel, num_ranks: int) -> list[Plan]:
+def list_plans(model: PreTrainedModel, num_ranks: int) -> list[TensorPlan]:
     """Give the plans whose sizes fit, the best first. Needs no process group.
 
     Raises:
         ConfigError: there is none.
     """
     check_is_of_transformers(model, TENSOR)
-    plans: list[Plan] = []
+    plans: list[TensorPlan] = []
     problems: list[ConfigError] = []
     for kind in PLAN_KINDS:
         if kind.blocks == OWN_GATHERED and any(plan.kind.blocks == OWN for plan in plans):
@@ -110,7 +110,7 @@ def list_plans(model: PreTrainedModel, num_ranks: int) -> list[Plan]:
     return plans
 
 
-def first_plan(model: PreTrainedModel, num_ranks: int) -> Plan:
+def first_plan(model: PreTrainedModel, num_ranks: int) -> TensorPlan:
     """Give the best plan whose sizes fit: the first of `list_plans`, in a fraction of its time.
 
     Raises:
@@ -124,7 +124,7 @@ def first_plan(model: PreTrainedModel, num_ranks: int) -> Plan:
     return make_plan(model, num_ranks, last)
 
 
-def make_plan(model: PreTrainedModel, num_ranks: int, kind: PlanKind) -> Plan:
+def make_plan(model: PreTrainedModel, num_ranks: int, kind: PlanKind) -> TensorPlan:
     """Make a plan of this kind. Needs no process group.
 
     Raises:
@@ -145,7 +145,7 @@ def make_plan(model: PreTrainedModel, num_ranks: int, kind: PlanKind) -> Plan:
     if not layers and not rules:
         what = "no layer of this model can be divided"
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT)
-    return Plan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial)
+    return TensorPlan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial)
 
 
 def _resolve(
@@ -227,7 +227,7 @@ def _sizes_to_divide(
             yield name, shape[-1]
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, ParameterShard]:
+def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> dict[str, ParameterShard]:
     """Leave this rank's part of each parameter in the model, in place, and say by name what it is.
 
     Args:

@@ -25,7 +25,7 @@ from hfdist.data.stream.ledger import read_records
 from hfdist.errors import NumericsError, printable
 from hfdist.records import RunFolder
 from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE, Checkpointer
-from hfdist.trainer.fault_tolerance.replicas import find_differences
+from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
 from hfdist.trainer.step.step_lines import OnRollback
 from hfdist.trainer.training import Training
 from hfdist.watch.callback import watches_among
@@ -43,7 +43,7 @@ _STATE_OF_STEPS = ("global_step", "epoch", "log_history", "num_input_tokens_seen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Tolerance:
     """How much a run bears; see `train.*`."""
 
     skipped_steps: int = 3
@@ -85,7 +85,7 @@ class SkipCounter:
     Progress: a step is taken that lies beyond every step at which the run went back.
     """
 
-    limits: Limits
+    limits: Tolerance
     skipped: list[Skipped] = field(default_factory=list)
     """Steps that were skipped in a row, up to now."""
     rollbacks: int = 0
@@ -130,7 +130,7 @@ class NonfiniteGuard:
         self,
         training: Training,
         checkpointer: Checkpointer,
-        limits: Limits,
+        limits: Tolerance,
         *,
         replicas: Replicas | None,
         came_from: Path | None,

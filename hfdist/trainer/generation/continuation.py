@@ -21,7 +21,7 @@ from hfdist.collectives import device_of, world_size
 from hfdist.strategies.base import Batch, Forward
 from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 
 _LENGTH_STEP_TOKENS = 64
 """Sequences are padded to a multiple of it, so that few shapes occur."""
@@ -41,7 +41,7 @@ def likeliest(logits: torch.Tensor, batch: Batch, num_before: int) -> torch.Tens
 def continue_rows(
     prompts: Sequence[Sequence[int]],
     forward: Forward,
-    limits: Limits,
+    limits: GenerationLimits,
     *,
     score: Score = likeliest,
     extras: Batch | None = None,
@@ -72,7 +72,7 @@ def continue_rows(
     return [_up_to_end(tokens, limits) for tokens in written]
 
 
-def _up_to_end(tokens: list[int], limits: Limits) -> list[int]:
+def _up_to_end(tokens: list[int], limits: GenerationLimits) -> list[int]:
     before = list(takewhile(lambda token: token not in limits.end_ids, tokens))
     return tokens[: len(before) + 1]
 
@@ -108,7 +108,7 @@ def can_generate(model: PreTrainedModel, topology: Topology) -> bool:
 
 
 def _generate_rows(
-    rows: list[list[int]], extras: Batch, forward: Forward, limits: Limits, score: Score, topology: Topology
+    rows: list[list[int]], extras: Batch, forward: Forward, limits: GenerationLimits, score: Score, topology: Topology
 ) -> list[list[int]]:
     """Let `generate` continue them; nothing comes of it in a pipeline that cannot."""
     longest = max(map(len, rows))
@@ -138,7 +138,7 @@ class _Scores(LogitsProcessor):
 
 
 def generate(
-    model: nn.Module, batch: Batch, *, limits: Limits, score: Score, exchanges_tokens: bool = False
+    model: nn.Module, batch: Batch, *, limits: GenerationLimits, score: Score, exchanges_tokens: bool = False
 ) -> torch.Tensor:
     """Give the tokens that continue each sequence; what comes after a token of `end_ids` does not matter.
 
@@ -182,7 +182,7 @@ def generate(
 
 
 def _recompute_rows(
-    rows: list[list[int]], extras: Batch, forward: Forward, limits: Limits, score: Score, topology: Topology
+    rows: list[list[int]], extras: Batch, forward: Forward, limits: GenerationLimits, score: Score, topology: Topology
 ) -> list[list[int]]:
     """Continue token by token, until the rows of all data ranks have ended."""
     whole = [list(ids) for ids in rows]

@@ -9,13 +9,13 @@ import torch
 from hfdist.strategies.base import Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows, exchange
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 
 
 def continue_prompts(
     prompts: Sequence[Sequence[int]],
     forward: Forward,
-    limits: Limits,
+    limits: GenerationLimits,
     *,
     topology: Topology,
     rows_at_once: int,

@@ -13,7 +13,7 @@ _KEY = "evaluate.max_new_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class GenerationLimits:
     """Where a continuation ends."""
 
     max_new_tokens: int
@@ -35,13 +35,17 @@ class Limits:
         return self.most_tokens - self.max_new_tokens
 
 
-def find_limits(model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, *, where: str = _KEY) -> Limits:
+def find_limits(
+    model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, *, where: str = _KEY
+) -> GenerationLimits:
     """Read the limits off a model and its tokenizer; ConfigError, of the key `where`: no room for a prompt."""
     # Chat models may end an answer with another token than a document.
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     end_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     most_tokens = positions if isinstance(positions, int) and positions > 0 else None
-    limits = Limits(max_new_tokens=max_new_tokens, end_ids=frozenset(end_ids), most_tokens=most_tokens, where=where)
+    limits = GenerationLimits(
+        max_new_tokens=max_new_tokens, end_ids=frozenset(end_ids), most_tokens=most_tokens, where=where
+    )
     limits.room()
     return limits

@@ -18,7 +18,7 @@ from hfdist.strategies.base import Batch, Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import Score, continue_rows
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 
 _KEYS = "keys"
 
@@ -50,7 +50,7 @@ def sample_completions(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     forward: Forward,
-    limits: Limits,
+    limits: GenerationLimits,
     sampling: Sampling,
     *,
     topology: Topology,

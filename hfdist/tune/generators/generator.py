@@ -25,7 +25,7 @@ from hfdist.models.resolve import resolve_model
 from hfdist.strategies.base import Batch, Function
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
-from hfdist.trainer.generation.limits import Limits
+from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
 from hfdist.tune.generators.messages import connect, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
@@ -38,7 +38,7 @@ class Settings:
     config: RunConfig
     vocabulary: int
     """Tokens that the model has."""
-    limits: Limits
+    limits: GenerationLimits
     policy: Path
     """The folder of `PolicyFiles`."""
     first_device: int
@@ -69,7 +69,7 @@ class Settings:
         return cls(
             config=complete(config),
             vocabulary=content["vocabulary"],
-            limits=Limits(end_ids=frozenset(content["end_ids"]), **{name: content[name] for name in names}),
+            limits=GenerationLimits(end_ids=frozenset(content["end_ids"]), **{name: content[name] for name in names}),
             policy=Path(content["policy"]),
             first_device=content["first_device"],
         )

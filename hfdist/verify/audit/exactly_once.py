@@ -21,7 +21,7 @@ from hfdist.config.data import Packing, TooLong
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.order.cursor import Cursor, LaneState, Place
 from hfdist.data.order.records import Records, Status, chain
-from hfdist.data.stream.lane import Plan
+from hfdist.data.stream.lane import LanePlan
 from hfdist.errors import DataError, printable
 
 Integers = NDArray[np.int64]
@@ -155,7 +155,7 @@ class Audit:
         self,
         ledger: Sequence[Records],
         corpus: Corpus,
-        plan: Plan,
+        plan: LanePlan,
         cursors: Iterable[tuple[int, Cursor]],
         *,
         identity: str,
@@ -377,7 +377,7 @@ class PoolAudit:
     """
 
     def __init__(
-        self, records: Records, plan: Plan, pool: int, lane: int, place: Place | None, *, begins_inside: bool
+        self, records: Records, plan: LanePlan, pool: int, lane: int, place: Place | None, *, begins_inside: bool
     ) -> None:
         self._order, self._epoch_limit, self._lane = plan.orders[pool], plan.pools[pool].epochs, lane
         self._plan, self._begins_inside = plan, begins_inside

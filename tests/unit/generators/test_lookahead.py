@@ -2,7 +2,7 @@
 
 from hfdist.config.data import Packing
 from hfdist.data import TokenStream
-from hfdist.tune.generators.lookahead import Lookahead
+from hfdist.tune.generators.generators import Lookahead
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import memory_config, memory_corpus
 

@@ -5,7 +5,7 @@ import torch
 
 from hfdist.errors import PartitionError
 from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
-from hfdist.pipeline.stage_module import Place, StageEnd, StageForward
+from hfdist.pipeline.stage_module import BlockPlace, StageEnd, StageForward
 
 HIDDEN = torch.ones(2, 3, 4)
 SENT = torch.full((2, 3, 4), 5.0, requires_grad=True)
@@ -24,7 +24,7 @@ def end(stage_forward, block, function, *args, part=0, **kwargs):
 
 def call(stage_forward, block, function=None, *args, part=0, **kwargs):
     """Call a block as a model does."""
-    return stage_forward.call(Place(block, part), function or unexpected, args or (HIDDEN,), kwargs)
+    return stage_forward.call(BlockPlace(block, part), function or unexpected, args or (HIDDEN,), kwargs)
 
 
 def unexpected(*args, **kwargs):

@@ -11,7 +11,7 @@ from hfdist.config.hardware import read_hardware
 from hfdist.config.layout import Layout
 from hfdist.config.strategy import Offload
 from hfdist.errors import ResourceError
-from hfdist.planning import advice
+from hfdist.planning import answer
 from hfdist.planning.searching import search
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
@@ -133,8 +133,8 @@ def test_an_asked_layout_is_read_from_its_config():
 
 
 def test_advice_keeps_tensor_ranks_within_a_machine(monkeypatch):
-    monkeypatch.setattr(advice, "measure", lambda *_, **__: MODEL)
+    monkeypatch.setattr(answer, "measure", lambda *_, **__: MODEL)
     config = compose_config([*BASE, "strategy=tensor", "strategy.tensor=8"])
-    words = advice.advise(replace(TOO_LARGE, processes=16), config, None, machines(20.0))
+    words = answer.advise(replace(TOO_LARGE, processes=16), config, None, machines(20.0))
     assert words is not None
     assert "strategy.tensor=16" not in words

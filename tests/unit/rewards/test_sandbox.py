@@ -13,7 +13,7 @@ import pytest
 
 from hfdist.errors import ConfigError
 from hfdist.rewards import Generation, load_rewards
-from hfdist.rewards.sandbox.start import Limits, count_passed
+from hfdist.rewards.sandbox.start import SandboxLimits, count_passed
 from hfdist.tune.choose import check_rewards
 
 # Each gives what it finds: a denied call gives its errno.
@@ -70,7 +70,7 @@ NAMES = [line.split('"')[1] for line in TRIES.splitlines() if line.startswith(' 
 
 def outcomes(program, tests, **limits):
     """Which tests pass; each is run alone, since only their number is known."""
-    return {test: bool(count_passed(program, f"assert {test}", 1, Limits(**limits))) for test in tests}
+    return {test: bool(count_passed(program, f"assert {test}", 1, SandboxLimits(**limits))) for test in tests}
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def test_system_calls_are_denied(first, python_with):
     python_with(first)
     denied = "in (1, 13, 38, 'not allowed to raise maximum limit')"  # EPERM, EACCES, ENOSYS
     reference = "\n".join(f"assert attempt({name!r}) {denied}" for name in NAMES)
-    passed = count_passed(TRIES, reference, len(NAMES), Limits(), without_landlock=bool(first))
+    passed = count_passed(TRIES, reference, len(NAMES), SandboxLimits(), without_landlock=bool(first))
     assert passed == len(NAMES) == 32, outcomes(TRIES, reference.replace("assert ", "").splitlines())
 
 
 def test_no_threads():
-    assert count_passed(TRIES, 'assert start_thread() == "can\'t start new thread"', 1, Limits()) == 1
+    assert count_passed(TRIES, 'assert start_thread() == "can\'t start new thread"', 1, SandboxLimits()) == 1
 
 
 READS = """
@@ -123,7 +123,7 @@ def test_only_libraries_are_read(tmp_path):
     paths += [str(next(Path(folder).glob("*/__init__.py"))) for folder in packages if Path(folder).is_dir()]
     assert len(paths) > 5
     reference = "\n".join([f"assert read({path!r}) == 13" for path in paths] + ["assert library() == '0.25'"])
-    assert count_passed(READS, reference, len(paths) + 1, Limits()) == len(paths) + 1
+    assert count_passed(READS, reference, len(paths) + 1, SandboxLimits()) == len(paths) + 1
 
 
 def test_without_landlock_the_tests_stay_unseen(python_with):
@@ -135,7 +135,7 @@ def test_without_landlock_the_tests_stay_unseen(python_with):
             except OSError as error: return error.errno
     """
     reference = "\n".join(f"assert look({name!r}) == 13" for name in ("mem", "environ", "maps", "fd/0"))
-    assert count_passed(textwrap.dedent(program), reference, 4, Limits(), without_landlock=True) == 4
+    assert count_passed(textwrap.dedent(program), reference, 4, SandboxLimits(), without_landlock=True) == 4
 
 
 def test_without_landlock_no_program_runs_unless_asked(python_with):
@@ -153,7 +153,7 @@ def test_without_landlock_no_program_runs_unless_asked(python_with):
 def test_it_has_no_environment_and_no_arguments():
     # Python itself sets its locale.
     program = "import os, sys\ndef seen(): return dict(os.environ), sys.argv[4:], os.getcwd()"
-    assert count_passed(program, "assert seen() == ({'LC_CTYPE': 'C.UTF-8'}, [], '/')", 1, Limits()) == 1
+    assert count_passed(program, "assert seen() == ({'LC_CTYPE': 'C.UTF-8'}, [], '/')", 1, SandboxLimits()) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,9 @@ def test_it_has_no_environment_and_no_arguments():
 def test_time_ends_and_earlier_tests_count(slow, limits):
     program = f"def f(x):\n    if x > 1: {slow}\n    return x"
     begin = time.monotonic()
-    assert count_passed(program, "assert f(1) == 1\nassert f(2) == 2\nassert f(1) == 1", 3, Limits(**limits)) == 1
+    assert (
+        count_passed(program, "assert f(1) == 1\nassert f(2) == 2\nassert f(1) == 1", 3, SandboxLimits(**limits)) == 1
+    )
     assert time.monotonic() - begin < 20
 
 
@@ -186,18 +188,18 @@ def test_time_ends_and_earlier_tests_count(slow, limits):
     ],
 )
 def test_too_much_is_a_failed_test(program):
-    assert count_passed(program, "assert f(1) == 1", 1, Limits(cpu_seconds=2, wall_seconds=4.0)) == 0
+    assert count_passed(program, "assert f(1) == 1", 1, SandboxLimits(cpu_seconds=2, wall_seconds=4.0)) == 0
 
 
 def test_printing_costs_no_test():
     program = "def f(x):\n    print('x' * 2**24)\n    return x"
-    assert count_passed(program, "print('+')\nassert f(1) == 1\nassert f(2) == 1", 2, Limits()) == 1
+    assert count_passed(program, "print('+')\nassert f(1) == 1\nassert f(2) == 1", 2, SandboxLimits()) == 1
 
 
 def test_the_sandbox_ends_with_the_process_that_has_started_it():
     starter = """
-        from hfdist.rewards.sandbox.start import Limits, count_passed
-        count_passed("import time; time.sleep(60)", "assert f(1) == 1", 1, Limits(wall_seconds=60.0))
+        from hfdist.rewards.sandbox.start import SandboxLimits, count_passed
+        count_passed("import time; time.sleep(60)", "assert f(1) == 1", 1, SandboxLimits(wall_seconds=60.0))
     """
     process = psutil.Popen([sys.executable, "-c", textwrap.dedent(starter)])
     end = time.monotonic() + 20
@@ -222,5 +224,5 @@ def test_the_sandbox_ends_with_the_process_that_has_started_it():
 def test_a_machine_that_cannot_confine_is_said(first, found, python_with):
     python_with(first)
     with pytest.raises(ConfigError, match="cannot confine a program") as caught:
-        count_passed("", "assert True", 1, Limits())
+        count_passed("", "assert True", 1, SandboxLimits())
     assert found in str(caught.value.found)
