@@ -87,7 +87,7 @@ class SentBytes:
 
     def _call(
         self,
-        overload: torch._ops.OpOverload,
+        overload: Any,
         known: _Operator,
         keys: torch.DispatchKeySet,
         *args: Any,

@@ -71,6 +71,7 @@ SEAMS = {
     "_local_tensor": "torch.distributed.tensor.DTensor",
     "_ml_flow": "transformers.integrations.integration_utils.MLflowCallback",
     "_normalize_file_name": "hydra.plugins.config_source.ConfigSource",
+    "_orig_mod": "torch._dynamo.OptimizedModule",
     "_overloadpacket": "torch._ops.OpOverload",
     "_prepare_context_parallel_inputs": "transformers.Trainer",
     "_prepare_input": "transformers.Trainer",

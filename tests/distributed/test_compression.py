@@ -16,7 +16,7 @@ from hfdist.config.strategy import Compression, StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.planning.timing.traffic import step_sizes
 from hfdist.records import RunRecorder, read_run
-from hfdist.run.reporting.traffic import Traffic
+from hfdist.run.callbacks.traffic import Traffic
 from hfdist.strategies.gradients.compression import GradientCompressor
 from hfdist.testing import forget_parent, run_ranks
 from tests.distributed.runs import losses, pretrain, weights

@@ -11,7 +11,7 @@ import hfdist
 from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, DataError, PartitionError
 from hfdist.records import RunFolder
-from hfdist.run.reporting.callbacks import TimelineWriter
+from hfdist.run.callbacks.metrics import TimelineWriter
 from hfdist.testing import run_ranks
 from tests.distributed.trainers import on_ranks
 

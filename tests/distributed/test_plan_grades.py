@@ -76,7 +76,7 @@ def test_ranks_count_what_they_hold(tmp_path, monkeypatch, strategy):
         if state.is_world_process_zero:
             (tmp_path / "held.json").write_text(json.dumps(self._held))
 
-    monkeypatch.setattr("hfdist.run.reporting.plan_grader.PlanGrader.on_train_end", write)
+    monkeypatch.setattr("hfdist.run.callbacks.plan_grader.PlanGrader.on_train_end", write)
     pretrain(tmp_path / "run", 2, *PLANNED, f"strategy={strategy}", "train.max_steps=3")
     found = json.loads((tmp_path / "held.json").read_text())
     parameters = sum(tensor.numel() for tensor in weights(tmp_path / "run").values())

@@ -6,7 +6,7 @@ import time
 
 from hfdist.data import TokenStream
 from hfdist.records import RunFolder, read_lines
-from hfdist.run.reporting.rank_times import RankTimes
+from hfdist.run.callbacks.rank_times import RankTimes
 from hfdist.tools.alerts import monitor
 from hfdist.trainer.trainer import Trainer
 from tests.distributed.runs import pretrain

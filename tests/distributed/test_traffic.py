@@ -16,7 +16,7 @@ from benchmarks.small_llama import make_trainer
 from hfdist.collectives import gather_json, rank
 from hfdist.models.loss import LossHead
 from hfdist.records import RunRecorder, read_run
-from hfdist.run.reporting.traffic import Traffic
+from hfdist.run.callbacks.traffic import Traffic
 from hfdist.sent_bytes import _OPERATORS, SentBytes
 from hfdist.testing import forget_parent, run_ranks
 from hfdist.trainer.trainer import RunOptions

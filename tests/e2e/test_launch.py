@@ -9,7 +9,7 @@ from pathlib import Path
 import accelerate.commands.launch
 import pytest
 
-from hfdist import launch
+from hfdist.launch import launch
 from hfdist.processes.stop_signals import STOP_SIGNALS
 from hfdist.records import RunFolder, State, read_lines, read_run
 from tests.e2e.forked import run_forked

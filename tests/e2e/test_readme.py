@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hfdist import __main__ as command
-from hfdist import launch
+from hfdist.launch import launch
 from proofs.follow_readme import pages, script_for, shown_commands, shown_programs
 from tests.e2e.forked import end, run_forked, run_script, start_forked
 from tests.unit.config.shipped import CONF

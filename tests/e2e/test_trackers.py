@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.records import RunFolder, State, read_lines, read_run
-from hfdist.run.reporting.trackers import Trackers
+from hfdist.run.callbacks.trackers import Trackers
 from hfdist.testing import run_ranks
 from tests.e2e.forked import run_forked
 from tests.e2e.test_launch import SMALL, fork_ranks

@@ -9,7 +9,7 @@ from transformers import TrainerControl, TrainerState
 
 from hfdist.config.run import CheckpointConfig
 from hfdist.records import RunFolder, RunRecorder, read_lines
-from hfdist.run.reporting.alerts import Alerts
+from hfdist.run.callbacks.alerts import Alerts
 from hfdist.tools.alerts import AlertKind, Monitor, command
 
 WARM_UP = 100

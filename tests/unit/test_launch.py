@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from hfdist import launch
 from hfdist.config.cli import process_end
 from hfdist.errors import ConfigError, PeerError
+from hfdist.launch import launch
 from hfdist.processes.stop_signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.timeout(60)

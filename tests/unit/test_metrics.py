@@ -16,8 +16,8 @@ from hfdist.data.stream.ledger import _append
 from hfdist.errors import ResourceError
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
+from hfdist.run.callbacks.metrics import MetricsWriter, ProgressBar, plot_losses
 from hfdist.run.parts.part import warning_of_failure
-from hfdist.run.reporting.callbacks import MetricsWriter, ProgressBar, plot_losses
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.model_files import _save_tokenizer
 from hfdist.trainer.evaluation.loop import describe_figures

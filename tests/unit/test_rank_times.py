@@ -9,8 +9,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.records import RankColumn, RunFolder, read_lines
 from hfdist.run import peak_memory
+from hfdist.run.callbacks.rank_times import RankTimes
 from hfdist.run.peak_memory import PeakMemory, largest_peaks
-from hfdist.run.reporting.rank_times import RankTimes
 from hfdist.trainer.step import throughput
 from hfdist.trainer.step.throughput import StepClock, StepTimes, Throughput
 

@@ -32,7 +32,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils.output_capturing import OutputRecorder
 
 from hfdist.checkpoint.save_plan import MAX_MODEL_FILE_BYTES
-from hfdist.run.reporting.trackers import Trackers
+from hfdist.run.callbacks.trackers import Trackers
 from hfdist.strategies import context
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
 from hfdist.strategies.tensor.plan import _PARTIAL

@@ -177,8 +177,8 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
         what = "a variable of accelerate contradicts the config"
         found = f"{name}={environment[name]}, with {key}={value}"
         if hint is not None:
-            without = f"a launcher's config file without it (or unset {name})"
-            advice = f"{hint}, or {advice}" if helps else f"{without}, and {hint}"
+            instead = f"unset {name}, and give {hint} for that layout; a launcher's config file sets it, too"
+            advice = f"{hint}, or {advice}" if helps else instead
         raise ConfigError(what, where=f"{name} (environment)", found=found, hint=advice)
 
     def is_true(name: str) -> bool:

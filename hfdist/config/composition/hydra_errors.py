@@ -225,10 +225,14 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
     return no_option(group, option, options, _chooser(group, option, request) or place, hint)
 
 
+def _called(group: str, option: str, options: list[str]) -> str | None:
+    """Give the override for an option as others call it; None: nobody does."""
+    is_off = option.lower() in OFF and "none" in options
+    return f"{group}=none" if is_off else override_for_option(group, option)
+
+
 def _option_hint(group: str, option: str, options: list[str]) -> str | None:
-    if option.lower() in OFF and "none" in options:
-        return f"{group}=none"
-    called = override_for_option(group, option)
+    called = _called(group, option, options)
     if called is not None:
         return called
     if group == "data":
@@ -285,7 +289,8 @@ def _bad_value(
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
     of_source = None if isinstance(value, dict | list) else _hint_for_source(key, str(value))
     if options and isinstance(value, str):
-        hint = (hint_for_file(key, value) if is_in_file else None) or _option_hint(key, value, options)
+        hint = (hint_for_file(key, value) if is_in_file else None) or _called(key, value, options)
+        hint = hint or nearest(value, options, key + "={}")
         if is_in_file and hint is None and key == "model":
             hint = f"`{in_yaml('model.name', value)}`"
     else:
@@ -341,7 +346,7 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
         if override.key in groups and not isinstance(override.value, (str, list)):
             group, options = override.key, groups[override.key]
             option = override.value_text
-            hint = _option_hint(group, option, options) or f"{group}={options[0]}"
+            hint = _called(group, option, options) or f"{group}={options[0]}"
             return no_option(group, option, options, COMMAND_LINE, hint)
     place = _file_place(error, request) or request.config_name
     return ConfigError(f"the config cannot be composed: {message}", where=place)

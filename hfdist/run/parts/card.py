@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from hfdist.collectives import world_size
+from hfdist.run.callbacks.metrics import plot_losses
 from hfdist.run.export.model_card import Exported, write_card
 from hfdist.run.parts.part import Part, warning_of_failure
-from hfdist.run.reporting.callbacks import plot_losses
 from hfdist.run.state import RunState
 
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 
 from transformers import TrainerCallback
 
+from hfdist.run.callbacks.metrics import MetricsWriter, ProgressBar
+from hfdist.run.callbacks.trackers import Trackers, ending_trackers
 from hfdist.run.parts.part import Joins, Part
-from hfdist.run.reporting.callbacks import MetricsWriter, ProgressBar
-from hfdist.run.reporting.trackers import Trackers, ending_trackers
 from hfdist.run.state import RunState
 
 

@@ -8,13 +8,13 @@ from transformers import TrainerCallback
 
 from hfdist.config.data import cache_dir
 from hfdist.planning.machines import STEPS
+from hfdist.run.callbacks.alerts import Alerts
+from hfdist.run.callbacks.metrics import TimelineWriter
+from hfdist.run.callbacks.plan_grader import PlanGrader
+from hfdist.run.callbacks.rank_times import RankTimes
+from hfdist.run.callbacks.traffic import Traffic
 from hfdist.run.own_plan import runtime_bytes, take_plan
 from hfdist.run.parts.part import Part
-from hfdist.run.reporting.alerts import Alerts
-from hfdist.run.reporting.callbacks import TimelineWriter
-from hfdist.run.reporting.plan_grader import PlanGrader
-from hfdist.run.reporting.rank_times import RankTimes
-from hfdist.run.reporting.traffic import Traffic
 from hfdist.run.state import RunState
 from hfdist.watch.diagnosis import SAVING
 

@@ -8,9 +8,9 @@ from threading import Event
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from hfdist.run.callbacks.record_writer import RecordWriter
 from hfdist.run.optimizer_changes import OptimizerChanges
 from hfdist.run.parts.part import Joins, Part
-from hfdist.run.reporting.record_writer import RecordWriter
 from hfdist.run.state import RunState
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.watch.callback import Watch

@@ -353,6 +353,8 @@ LINES = [
     "grpo model=owner/model data=prompts.jsonl task.rewards=[arithmetic]",
     "grpo model=owner/model data=prompts.jsonl 'task.rewards={my.py:brief: 1.0}'",
     "pretrain help",
+    "finetune model=runs/first/model/config.json data=chats.jsonl",
+    "pretrain checkpoint.resume=runs/first/checkpoints",
     "pretrain evaluate.at_start=3",
     "pretrain optimizer.betas=[0.8,0.99]",
     f"{PAIRS} task.loss=kto_pair",

@@ -8,12 +8,12 @@ import sys
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from hfdist import launch
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.cli import command
 from hfdist.config.cli.command import _parse_flags, recipe
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
+from hfdist.launch import launch
 from hfdist.strategies import select
 from tests.unit.config.shipped import CONF
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hfdist.pipeline.timeline import Action, Event, Recorder, write_chrome_trace
-from hfdist.run.reporting.callbacks import idle_share
+from hfdist.run.callbacks.metrics import idle_share
 from hfdist.tools.report.drawing.schedule import busy_share
 from hfdist.tools.report.reading.run_files import RunFiles
 

@@ -14,7 +14,7 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 from hfdist.config.run import RunConfig
 from hfdist.errors import HfdistError, first_line, printable
 from hfdist.records.recorder import LONGEST_TEXT
-from hfdist.run.reporting.tracker_runs import MLflowRun, TensorBoardRun, TrackioRun, WandbRun
+from hfdist.run.callbacks.tracker_runs import MLflowRun, TensorBoardRun, TrackioRun, WandbRun
 
 logger = logging.getLogger(__name__)
 
