@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.run import AdapterConfig, RunConfig
+from hfdist.config.run import AdapterConfig, ReportConfig, RunConfig
 from hfdist.config.task import TaskName
 from hfdist.data import PoolReport
 from hfdist.records import RunRecord
@@ -108,7 +108,9 @@ def test_preferences_have_another_measure():
     assert "(0.6931 before training), accuracy 75 % of 8 pairs (50 % by chance), margin 0.310\n" in said
     assert "perplexity" not in said
     assert "(0.7000 before training)" in describe_end(replace(tuned("dpo"), loss=0.61, loss_before=0.7))
-    assert 'tokenizer("2 + 3 =", return' in describe_end(replace(tuned("dpo"), sample_prompt="2 + 3 ="))
+    config = replace(tuned("dpo").config, report=ReportConfig())
+    end = replace(tuned("dpo"), config=config, is_chat=False, sample_prompt="2 + 3 =")
+    assert 'tokenizer("2 + 3 =", return' in describe_end(end)
     assert "AutoModelForSequenceClassification" in describe_end(tuned("reward"))
 
 

@@ -154,7 +154,7 @@ def test_processes_that_the_arguments_do_not_count_are_refused(tmp_path):
     strategy = make_strategy(global_batch_size=8)
     args = TrainingArguments(str(tmp_path), use_cpu=True, **strategy.training_arguments())
     with pytest.raises(ConfigError, match="each process would train alone") as caught:
-        _check_count(args, replace(strategy.topology, world_size=2))
+        _check_count(args, replace(strategy.topology, data=2))
     assert "use_cpu=True" in caught.value.hint
 
 

@@ -297,11 +297,14 @@ def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
         values = {key: value for key, value in after.values.items() if value != before.values[key]}
         words = [f"step: {before.results[-1].step}", *(f"{key[len('optimizer.') :]}: {values[key]}" for key in values)]
         changes += [f"{{{', '.join(words)}}}"] if values else []
-    own = [*as_overrides(history[0].values), f"run.dir={sweep.folder / BEST}"]
+    own = [*as_overrides(history[0].values), f"run.dir={sweep.folder / BEST}", f"run.name={BEST}"]
     own += [f"optimizer.changes=[{', '.join(changes)}]"] if changes else []
     own += sweep.length_of(history[-1], len(history[-1].results) - 1) if sweep.has_lengths else []
     path = sweep.folder / f"{BEST}.yaml"
-    write_atomically(path, to_yaml(sweep.compose(own)).encode())
+    text = to_yaml(sweep.compose(own))
+    # So that another name is another folder.
+    text = text.replace(f"  dir: {sweep.folder / BEST}\n", f"  dir: {sweep.folder}/${{run.name}}\n", 1)
+    write_atomically(path, text.encode())
     return path
 
 

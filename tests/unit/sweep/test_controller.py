@@ -94,7 +94,8 @@ def test_halving_trains_the_best_to_the_end_and_no_step_twice(tmp_path):
     assert len(book.trials) == 9
     numbers = sorted((len(trial.results) for trial in book.trials), reverse=True)
     assert numbers[0] == 3
-    assert sum(number >= 2 for number in numbers) in (3, 4)
+    # The best third of those that have ended so far goes on, so each new best one may.
+    assert 3 <= sum(number >= 2 for number in numbers) <= 6
     for trial in book.trials:
         reached = [STEPS // 9, STEPS // 3, STEPS][len(trial.results) - 1]
         assert steps_of(sweep, trial) == list(range(1, reached + 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import log10
+from math import floor, log10
 
 from hfdist.tools.report.drawing.axis import Axis, linear, logarithmic
 from hfdist.tools.report.reading.downsample import Point, keep_extremes, means
@@ -18,6 +18,7 @@ from hfdist.units import short
 
 TOP, BOTTOM = 20, 22
 """Pixels above the curves, for letters of marks, and below them, for the labels of x."""
+_SMALLEST_HEIGHT = 1e-3
 _MOST_POINTS = 640
 """Most points of all curves of a chart together."""
 _MOST_DOTS = 60
@@ -102,7 +103,11 @@ def draw(chart: Chart) -> str:
         return ""
     across = _horizontal(chart)
     up = _vertical(chart, values)
-    words = _describe(chart)
+    words, scale = _describe(chart), 1.0
+    if not up.is_log and up.width < _SMALLEST_HEIGHT:
+        # Browsers draw nothing in so low a box, such as that of a learning rate of 1e-6.
+        scale = 10.0 ** floor(log10(up.width))
+        chart, up = _divided(chart, scale), _divided_axis(up, scale)
     head = f"<h3>{escaped(chart.title)}{f' <small>{escaped(chart.unit)}</small>' if chart.unit else ''}</h3>"
     body = frame(
         labels=[(_height(chart, up, value), label) for value, label in up.ticks],
@@ -111,9 +116,23 @@ def draw(chart: Chart) -> str:
         ),
         height=chart.height,
         words=(chart.title, words),
-        data=_for_script(chart, across, up),
+        data=_for_script(chart, across, up) | ({} if scale == 1 else {"scale": f"{scale:g}"}),
     )
     return f'<figure class="chart">{head}{_legend(chart)}{body}<p class="axis">{escaped(chart.x)}</p></figure>'
+
+
+def _divided(chart: Chart, scale: float) -> Chart:
+    curves = [
+        replace(curve, points=[(x, None if y is None else y / scale) for x, y in curve.points])
+        for curve in chart.curves
+    ]
+    return replace(chart, curves=curves)
+
+
+def _divided_axis(up: Axis, scale: float) -> Axis:
+    """Its labels stay."""
+    ticks = tuple((value / scale, label) for value, label in up.ticks)
+    return replace(up, low=up.low / scale, high=up.high / scale, ticks=ticks)
 
 
 def _for_script(chart: Chart, across: Axis, up: Axis) -> dict[str, str]:
