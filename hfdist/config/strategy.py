@@ -207,7 +207,9 @@ def _wrong_world_size(strategy: StrategyConfig, world_size: int) -> ConfigError:
         start = f"launch.processes={example}, or that number for the launcher"
     where = "strategy.data" if strategy.data is not None or strategy.min_data > 1 else "strategy"
     found = f"{world_size} process{'es' if world_size > 1 else ''}"
-    hint = f"{start}; or another layout, such as {simple_layout(strategy, world_size)}"
+    other = simple_layout(strategy, world_size)
+    # Who has started several processes wants them.
+    hint = f"{other}; or {start}" if example == 1 else f"{start}; or another layout, such as {other}"
     what = "the layout does not fit the number of processes"
     return ConfigError(what, where=where, found=found, allowed=needed, hint=hint)
 
