@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
@@ -215,7 +214,6 @@ def find_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     return {"Python": platform.python_version()} | {package: _version(package) for package in packages}
 
 
-@cache  # its record and its card ask for it: a tenth of a second each time
 def _version(package: str) -> str:
     # A checkout that is not installed has none.
     try:
