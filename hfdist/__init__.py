@@ -40,7 +40,6 @@ def __getattr__(name: str) -> Any:
 
     other = {"load_rewards": "hfdist.rewards.load_rewards"}.get(name) or nearest(name, _HOMES, "hfdist.{}")
     hint = "" if other is None or name.startswith("_") else f"; did you mean {other}?"
-    if name.endswith("Trainer"):
-        # TRL's.
+    if name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"):
         hint = f"; class Mine(hfdist.DistributedTrainerMixin, trl.{name}): ... is one (docs/trl.md)"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

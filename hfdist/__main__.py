@@ -8,12 +8,12 @@ import os
 import re
 import shlex
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.cli.recipe_names import HINTS, NAMES, RECIPES, RUN, names_config, with_task
 from hfdist.errors import ConfigError, nearest
+from hfdist.version import __version__
 
 _COMPLETION = """\
 _hfdist() {
@@ -62,7 +62,7 @@ def main() -> None:
         lines = (f"  {name:<{width}}  {first_line(path)}" for name, path in recipes.items())
         sys.stdout.write(_USAGE.format(commands="\n".join(lines)))
     elif name in _VERSION:
-        sys.stdout.write(f"hfdist {version('hfdist')}\n")
+        sys.stdout.write(f"hfdist {__version__}\n")
     elif sys.argv[1:] == ["completion", "bash"]:
         sys.stdout.write(_COMPLETION)
     elif sys.argv[1:] == ["completion", "query"]:

@@ -106,7 +106,7 @@ def reporting_full_disk(path: Path) -> Iterator[None]:
 
 
 class RankColumn(Enum):
-    """The columns. Seconds are means of a step since the last line; null: not known."""
+    """The columns of ranks.jsonl. Seconds are means of a step since the last line; null: not known."""
 
     step_seconds = "step_seconds"
     """Without evaluations and saves."""

@@ -165,7 +165,7 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
     asked = strategy.asked_precision
     if asked is not None and (args.bf16, args.fp16) != (asked is Precision.bf16, asked is Precision.fp16):
         what, found = "the strategy was made for another precision", f"bf16={args.bf16}, fp16={args.fp16}"
-        hint = "bf16=True in both, or hfdist.make_strategy without `precision`"
+        hint = "the same precision for both, or hfdist.make_strategy without `precision`"
         raise ConfigError(what, where="args", found=found, allowed=f"those of {asked.value}", hint=hint)
     for name, (reason, hint) in _REFUSED.items():
         if getattr(args, name):

@@ -25,6 +25,7 @@ from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, nearest
 from hfdist.topology import Topology
 
+_SUFFIXES = re.compile(r"(\.(jsonl?|ndjson|csv|tsv|txt|md|parquet|arrow|feather|ya?ml|gz|zst|bz2|xz|gguf))+$")
 _OF_MODELS = ("config.json", "model/config.json")
 """What a model's folder has, and that of a run with a model in it."""
 OFFLINE_FLAG = "--offline"
@@ -91,8 +92,9 @@ def check_model_paths(config: RunConfig) -> None:
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
     name = config.model.name or ""
     if os.path.isfile(os.path.expanduser(name)) and not name.endswith(".gguf"):
-        what, hint = "a model is a folder, with its config.json", f"model={os.path.dirname(name) or '.'}"
-        raise ConfigError(what, where="model.name", found=name, hint=hint)
+        what, folder = "a model is a folder, with its config.json", os.path.dirname(name) or "."
+        hint = f"model={folder}" if os.path.isfile(os.path.join(os.path.expanduser(folder), "config.json")) else None
+        raise ConfigError(what, where="model.name", found=name, allowed="a Hub id, a folder, a .gguf file", hint=hint)
     is_model, holds_model = (os.path.isfile(os.path.expanduser(f"{name}/{file}")) for file in _OF_MODELS)
     if name and holds_model and not is_model:
         what, hint = "this is the folder of a run; its model is in it", f"model={name.rstrip('/')}/model"
@@ -243,11 +245,8 @@ def _near(key: str, path: str) -> str | None:
     except OSError:
         return None
     # A common suffix makes no names alike.
-    by_stem = {
-        name.partition(".")[0] or name: name
-        for name in sorted(names, key=lambda name: Path(name).suffix == full.suffix)
-    }
-    near = nearest(full.name.partition(".")[0], by_stem, cutoff=0.75)
+    by_stem = {_SUFFIXES.sub("", name): name for name in names if name != full.name}
+    near = nearest(_SUFFIXES.sub("", full.name), by_stem, cutoff=0.75)
     return None if near is None else f"{key}={Path(path).with_name(by_stem[near])}"
 
 

@@ -547,8 +547,8 @@ def _check_checkpoints(config: RunConfig) -> None:
         _check_replicas(config, every)
     words = ["auto", "never"]
     steps = sorted(str(path) for path in Path(resume).expanduser().glob("step-*") if not path.suffix)
-    if resume not in words and steps:
-        what, hint = "this folder holds several checkpoints", shlex.quote(f"checkpoint.resume={steps[-1]}")
+    if resume and resume not in words and steps:
+        what, hint = "this folder holds checkpoints, and is none itself", shlex.quote(f"checkpoint.resume={steps[-1]}")
         raise _conflict(config, "checkpoint.resume", what, allowed="the folder of one of them", hint=hint)
     if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
         what = "this is neither auto, nor never, nor a folder that exists"

@@ -106,7 +106,7 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
         hint: str | None = f"{given}{in_runs}"
     else:
         hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}")
-        if any((folder.parent / mark).exists() for mark in marks):
+        if hint is None and folder.exists() and any((folder.parent / mark).exists() for mark in marks):
             # Such as the model in it.
             hint = f"{given}{folder.parent}"
     allowed = f"a folder with {' or '.join(map(str, marks))}{beside}"

@@ -44,7 +44,9 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
     recipe = _find_recipe(path, set())
     if recipe is None:
-        refuse_config_of_others(read_config(path), display(path))
+        values = read_config(path)
+        if "defaults" not in values:
+            refuse_config_of_others(values, display(path))
         what = "the config does not say what it trains"
         allowed = f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name"
         hint = "begin it with `defaults: [finetune, _self_]`; for DPO `defaults: [tune, {override task: dpo}, _self_]`"

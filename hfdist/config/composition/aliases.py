@@ -14,6 +14,7 @@ _HUB_DATA = "data=hub data.sources.hub.path={value}"
 _MOST_MINUTES = 10_000
 """A larger number is a time in seconds."""
 _REWARDS = "'task.rewards={{value}: 1.0}'"
+_HELD_OUT = "data.eval_fraction=0 data.eval_sources.val.path={value}"
 _BETAS = "optimizer.beta1={value} optimizer.beta2={value}"
 OWN_REWARD = "a reward of your own comes from an installed package: docs/rewards.md#a-reward-of-your-own"
 OFF = ("false", "no", "none", "off")
@@ -32,8 +33,7 @@ _OVERRIDES = {
     "evaluate.export=best checkpoint.keep_best=true": "load_best_model_at_end",
     "evaluate.at_start={value}": "eval_on_start",
     "evaluate.lm_eval={value}": "evaluate.tasks lm_eval_tasks",
-    "data.eval_fraction=0 data.eval_sources.val.path={value}": "validation_file eval_file eval_dataset "
-    "data.eval data.val data.validation data.test",
+    _HELD_OUT: "validation_file eval_file eval_dataset data.eval data.val data.validation data.test",
     "data.packing=best_fit": "sample_packing padding_free",
     "data.packing=auto": "packing",
     "data.packing=none": "group_by_length",
@@ -211,6 +211,7 @@ REASONS = {
 }
 _OPPOSITES = {
     "report.to=[{value}]": "report.to=[]",
+    _HELD_OUT: "data.eval_fraction=0",
     "data.packing=best_fit": "data.packing=none",
     "data.packing=none": "data.packing=best_fit",
     "evaluate.export=best checkpoint.keep_best=true": "evaluate.export=last",
@@ -281,6 +282,8 @@ def override_for(name: str, value: object = None) -> str | None:
         value = None
     if template == _REWARDS and re.search(r"[:/]|\.py", str(value)):
         return OWN_REWARD
+    if template == _HELD_OUT and re.fullmatch(r"0?\.\d+", str(value)):
+        return f"data.eval_fraction={value}"
     if template == _BETAS:
         pair = re.findall(r"[\d.]+", str(value))
         return "optimizer.beta1={} optimizer.beta2={}".format(*(pair if len(pair) == 2 else ("0.9", "0.95")))

@@ -117,7 +117,12 @@ def _hint_for_section(key: str, request: Request) -> str | None:
     groups = request.groups()
     if section not in groups or leaf not in (*_OPTION_NAMES, *groups[section]):
         return None
-    option = leaf if leaf in groups[section] else _value_in_file(key, request)
+    option = _value_in_file(key, request)
+    if leaf in groups[section]:
+        if isinstance(option, str):
+            # A path, such as that of `data: {files: train.jsonl}`.
+            return None
+        option = leaf
     return f"`{_choice(section, option)}` in the defaults list" if option in groups[section] else None
 
 
@@ -297,7 +302,7 @@ def _bad_value(
         hint = None if allowed is None else of_source or _hint_for_value(key, value, allowed)
     if hint and is_in_file:
         option, leaf = hint.strip("'").removeprefix(f"{key}="), key.rpartition(".")[2]
-        if option == hint.strip("'"):
+        if option == hint.strip("'") or " " in option:
             hint = _in_file(hint)
         else:
             of_group = f"`{_choice(key, option)}` in the defaults list of the file, in place of this line"

@@ -53,7 +53,7 @@ def are_silent(corpus: Corpus) -> bool:
     """Whether the answers of each of the first chats are empty, so that only their end is learned."""
     turns = [turn for example in _first_examples(corpus, _MOST_TRIED) for turn in _turns(example)]
     answers = [turn for turn in turns if turn.get("role") == _ANSWERS]
-    return bool(answers) and not any(turn.get("content") or turn.get("tool_calls") for turn in answers)
+    return bool(answers) and not any(value for turn in answers for name, value in turn.items() if name != "role")
 
 
 def are_judged_alike(corpus: Corpus) -> bool:

@@ -23,7 +23,7 @@ from hfdist.planning.timing.traffic import traffic
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
 from hfdist.strategies.step_memory import RankSizes, ShardFractions
-from hfdist.topology import MODEL_AXES, Topology
+from hfdist.topology import MODEL_AXES
 
 _LOW, _HIGH = 0.85, 1.15
 """Range of a peak by formula, as shares of it; a trace is nearer."""
@@ -87,10 +87,8 @@ class Evaluator:
             data_size=layout.data,
             sequence_length=self.model.sequence_length,
         )
-        device_type = self.machines.hardware.device_type
-        return select_strategy(
-            config.strategy, config.train, topology=Topology.of(layout), batch=batch, device_type=device_type
-        )
+        device_type, topology = self.machines.hardware.device_type, config.strategy.topology(layout.world_size)
+        return select_strategy(config.strategy, config.train, topology=topology, batch=batch, device_type=device_type)
 
     def least_bytes(self, layout: Layout) -> float:
         """Give what a rank holds at the least, however state is sharded."""

@@ -24,9 +24,13 @@ class SamplePart(Part):
 
     def finish(self, run: RunState) -> None:
         """Do so, unless a budget has stopped the run: it takes long."""
-        report, folder, strategy = run.config.report, run.outcome.folder, run.trainer.strategy
-        if report.sample_tokens == 0 or run.budget.stopped_by is not None:
+        if run.config.report.sample_tokens == 0 or run.budget.stopped_by is not None:
             return
+        with warning_of_failure("sample"):
+            self._show(run)
+
+    def _show(self, run: RunState) -> None:
+        report, folder, strategy = run.config.report, run.outcome.folder, run.trainer.strategy
         tokenizer, ids = run.data.tokenizer, None
         what = f"{folder} continues {report.sample_prompt!r}"
         if report.sample_prompt is not None:
@@ -35,11 +39,13 @@ class SamplePart(Part):
             # Of a policy, rollouts.jsonl has answers.
             ids = example.prompt
             asked, answer = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, example.reference))
-            what = f"{folder} is asked {_shortened(asked)!r}; the data answer {_shortened(answer)!r}, it"
+            asked = asked if len(asked) <= _SHOWN_CHARACTERS else f"...{asked[-_SHOWN_CHARACTERS:]}"
+            answer = answer if len(answer) <= _SHOWN_CHARACTERS else f"{answer[:_SHOWN_CHARACTERS]}..."
+            what = f"{folder} is asked {asked!r}; the data answer {answer!r}, it (sampled)"
         if ids is None:
             return
         assert strategy is not None
-        with strategy.without_partitioning(run.trainer.args), warning_of_failure("sample"):
+        with strategy.without_partitioning(run.trainer.args):
             logger.info("%s:\n%s", what, sample(folder, tokenizer, ids, report.sample_tokens))
 
 
@@ -51,18 +57,16 @@ def held_out_example(run: RunState) -> Example | None:
     return next(iter(take_examples(data.held_out, 1)), None)
 
 
-def _shortened(text: str) -> str:
-    """Its last characters, where a prompt asks."""
-    return text if len(text) <= _SHOWN_CHARACTERS else f"...{text[-_SHOWN_CHARACTERS:]}"
-
-
 def sample(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], num_tokens: int) -> str:
     """Open the exported folder as any user would, and let the model continue `prompt` (top-k sampling, fixed seed).
 
     Gives what it has written.
     """
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    inputs = torch.tensor([prompt])
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    # The end of a prompt asks.
+    room = max(positions - num_tokens, 1) if isinstance(positions, int) and positions > 0 else len(prompt)
+    inputs = torch.tensor([list(prompt)[-room:]])
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         output = model.generate(

@@ -38,7 +38,9 @@ def _sum_up(run: RunState) -> Ending:
     assert trainer.strategy is not None
     assert trainer.engine is not None
     model: Any = trainer.engine.model
-    example = held_out_example(run)
+    example = None
+    with warning_of_failure("prompt of the held-out data"):
+        example = held_out_example(run)
     left_out, num_trained, graded = None, None, {}
     with warning_of_failure("report of the documents that were read"):
         lanes = [read_records(config.run.folder.ledger, lane) for lane in range(config.data.lanes)]
@@ -111,6 +113,8 @@ def _find_figures(run: RunState) -> dict[str, Any]:
     names = [name for name in last if name.startswith("rewards/")]
     found["each_reward"] = {name.partition("/")[2]: float(last[name]) for name in names} if len(names) > 1 else {}
     found["learns_nothing"] = bool(rewards) and not any(entry.get("reward_std") for entry in history)
+    # A penalty for leaving the reference teaches, too.
+    found["learns_nothing"] = found["learns_nothing"] and not run.config.task.beta
     if objective is not None and held_out is not None and found["accuracy"] is not None:
         items = (default_data_collator([held_out[k]]) for k in range(len(held_out)))
         found["num_held_out"] = sum(int(objective.count(item)) for item in items)

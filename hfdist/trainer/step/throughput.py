@@ -1,4 +1,4 @@
-"""Tokens, tokens a second, seconds a step and MFU of a run."""
+"""Tokens, tokens a second and MFU of a run; and where the time of this rank's steps goes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """Counts since the last reading, on the thread that trains; without what is `paused`."""
+    """Counts since the last reading, on the thread that trains; without what is `paused`.
+
+    A CPU computes a forward and a backward on the calling thread, and gloo communicates on threads of its own: a rank
+    whose main thread is blocked waits. A GPU works while its caller goes on, and its kernels wait by themselves.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"

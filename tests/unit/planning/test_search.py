@@ -132,6 +132,14 @@ def test_an_asked_layout_is_read_from_its_config():
     assert layout.apply(config).strategy.pipeline == 2
 
 
+@pytest.mark.parametrize("asked", [("strategy=hsdp", "strategy.replicate=4"), ("strategy=moe", "strategy.expert=4")])
+def test_advice_leaves_out_layouts_that_a_run_refuses(monkeypatch, asked):
+    monkeypatch.setattr(answer, "measure", lambda *_, **__: MODEL)
+    config = compose_config([*BASE, *asked])
+    words = answer.advise(replace(TOO_LARGE, processes=4), config, None, machines(20.0))
+    assert words is None or "=2" not in words, "half of the data ranks hold no whole replica, or not all experts"
+
+
 def test_advice_keeps_tensor_ranks_within_a_machine(monkeypatch):
     monkeypatch.setattr(answer, "measure", lambda *_, **__: MODEL)
     config = compose_config([*BASE, "strategy=tensor", "strategy.tensor=8"])

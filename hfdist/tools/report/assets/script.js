@@ -39,8 +39,8 @@
       let value = found[i][1];
       const isLowest = plot.dataset.log === "1" && value <= -box.y - box.height;
       if (plot.dataset.log === "1") value = 10 ** value;
-      value *= +(plot.dataset.scale ?? 1);
       if (plot.dataset.stacked === "1" && i + 1 < curves.length) value -= found[i + 1][1];
+      value *= +(plot.dataset.scale ?? 1);
       return (path.dataset.label ? path.dataset.label + ": " : "") + (isLowest ? "at most " : "") + form(value);
     });
     const name = plot.dataset.x.split(" ")[0];
