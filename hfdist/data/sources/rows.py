@@ -17,7 +17,7 @@ format does not read follows in a line of its own: `split_columns`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -322,6 +322,14 @@ _TEXT_COLUMNS = ("content", "body", "raw_text", "raw_content", "document", "arti
 _TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Trainer takes rows of input_ids and labels"
 
 
+class NoTextError(ContentError):
+    """A file has no text column; `column` may be meant."""
+
+    def __init__(self, what: str, *, column: str | None, **parts: Any) -> None:
+        super().__init__(what, **parts)
+        self.column = column
+
+
 @dataclass(frozen=True)
 class RowReader:
     """Reads the rows of one source: `text` is the column of plain text, `section` of the config is for messages."""
@@ -432,12 +440,22 @@ class RowReader:
         named = f"'{self.section}.text=[{','.join(self.text.paths)},{{}}]'" if is_one else f"{self.section}.text={{}}"
         free = [column for column in present if column not in _NUMBERS and len(column) > 1] or present
         likely = [column for column in _TEXT_COLUMNS if column in free]
-        hint = nearest(self.text.paths[0], likely[:1] or free, named, cutoff=0.0)
+        column = nearest(self.text.paths[0], likely[:1] or free, cutoff=0.0)
+        hint = None if column is None else named.replace("{}", column)
         if "input_ids" in present:
             hint = _TAKES_TEXT
         elif any(set(form.needed) <= set(present) for form in _FORMS.values()):
             hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"
+        else:
+            what = f"there is no column {self.text}"
+            return NoTextError(what, where=where, allowed=", ".join(present), hint=hint, column=column)
         return ContentError(f"there is no column {self.text}", where=where, allowed=", ".join(present), hint=hint)
+
+    def name_texts(self, columns: Iterable[str], *, has_asked: bool) -> str:
+        """Write the override that names the text columns of several files; `has_asked`: one has what is asked for."""
+        names = dict.fromkeys([*(self.text.paths if has_asked else ()), *columns])
+        key = f"{self.section}.text"
+        return f"'{key}=[{','.join(names)}]'" if len(names) > 1 else f"{key}={next(iter(names))}"
 
     def _mapping(self, found: Mapping[str, str]) -> str:
         """Propose columns; pairs that may be of a chat are proposed as turns, too."""
