@@ -20,7 +20,7 @@ from hfdist.config.model import Init
 from hfdist.config.run import ExportConfig, RunConfig
 from hfdist.config.task import PreferenceLoss, TaskConfig, TaskName
 from hfdist.data import PoolReport
-from hfdist.records import PACKAGES, RunRecord, find_versions, read_lines
+from hfdist.records import PACKAGES, RunFolder, RunRecord, find_versions, read_lines
 from hfdist.run.usage import describe_usage
 from hfdist.trainer.evaluation.loop import perplexity
 
@@ -106,7 +106,9 @@ def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> 
     if model.init is Init.random:
         return f"{what}, trained from random weights ({model.type or redact(model.name or '')})."
     name = redact(model.name or "")
-    link = f"[{name}](https://huggingface.co/{name})" if _hub_id(model.name) else f"`{Path(name).name}`"
+    # A run's model lies in its folder under this name.
+    shown = Path(name).parent.name if Path(name).name == RunFolder(Path()).model.name else Path(name).name
+    link = f"[{name}](https://huggingface.co/{name})" if _hub_id(model.name) else f"`{shown or name}`"
     file = f", file `{model.gguf_file}`" if model.gguf_file else ""
     return f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}."
 
@@ -137,15 +139,13 @@ def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
     model = replace(config.model, revision=commit or config.model.revision)
     no_budgets: dict[str, Any] = dict.fromkeys(BUDGETS)
     config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **no_budgets))
-    recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
-    recipe = recipe if config.task.name is TaskName.causal_lm else "tune"
-    launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
+    processes = "" if ranks == 1 else f" launch.processes={ranks}"
     values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
     said = " model.trust_remote_code=true" if model.trust_remote_code else ""
     return (
         "Save this as `config.yaml`, then:\n\n"
-        f"```\n{launch} recipes/{recipe}.py --config-dir . --config-name config{said}\n"
+        f"```\nhfdist run config.yaml{processes}{said}\n"
         f"```\n\n<details><summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
     )
 

@@ -44,7 +44,7 @@ def test_what_it_says(card, tmp_path):
     for words in ("# tuned", "some/base", "a" * 40, "| web | 90 | 90.0% | 12,345 | 0.50 |", "step 1 | 3.2500",
                   "training, step 9 | 2.2500", "held out, step 0 | 3.5000 | 33.1", "held out, step 9 | 2.5000",
                   "These weights are of step 4, with a held-out loss of 2.3750",
-                  "--num_processes 2 recipes/finetune.py", "torch 2.", "![Losses](loss.png)"):  # fmt: skip
+                  "hfdist run config.yaml launch.processes=2", "torch 2.", "![Losses](loss.png)"):  # fmt: skip
         assert words in card.text, words
     assert (tmp_path / "run" / "model" / "loss.png").read_bytes() == b"a picture"
 
@@ -56,7 +56,7 @@ def test_a_preference_run_says_its_loss_and_accuracy(card):
     assert text.data.tags == ["hfdist", "dpo"]
     assert text.data.pipeline_tag == "text-generation"
     for words in ("(DPO, arXiv 2305.18290)", "beta 0.3", "| | loss (mean of pairs) | accuracy | margin |",
-                  "| held out, step 9 | 0.5000 | 75.0% | 0.5000 |", "recipes/tune.py"):  # fmt: skip
+                  "| held out, step 9 | 0.5000 | 75.0% | 0.5000 |", "hfdist run config.yaml"):  # fmt: skip
         assert words in text.text, words
     assert "perplexity" not in text.text
 
