@@ -31,8 +31,8 @@ def test_a_run_on_tokens_trains_as_one_on_the_text(tmp_path):
     assert made.returncode == 0, made.stderr
     assert f"{len(rows) + 1} documents" in made.stderr
     assert "files:two.jsonl: 1 unreadable, now empty documents: rows 20" in made.stderr
-    (command,) = [line for line in made.stderr.splitlines() if "recipes/pretrain.py" in line]
-    overrides = shlex.split(command.partition("recipes/pretrain.py ")[2])
+    (command,) = [line for line in made.stderr.splitlines() if "hfdist pretrain model=" in line]
+    overrides = shlex.split(command.partition("model=... ")[2])
 
     text = run_forked(*SMALL, *corpus, "run.name=text", cwd=tmp_path, **cache)
     assert text.returncode == 0, text.stderr

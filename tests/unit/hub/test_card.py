@@ -125,7 +125,7 @@ def test_random_weights_have_no_base(card):
     text, _ = card("model=tiny", primary="pretrain", ranks=1)
     assert text.data.base_model is None
     assert "trained from random weights (llama)" in text.text
-    assert "\npython recipes/pretrain.py" in text.text
+    assert "\nhfdist run config.yaml\n" in text.text
 
 
 def test_an_adapter_is_one(card, tmp_path):
