@@ -85,7 +85,8 @@ def test_a_token_goes_to_the_hub_alone(hub, tmp_path, model_folder, monkeypatch)
     hub.store.users[TOKEN] = User("some")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     begin(NAME, tmp_path)
-    for line, headers in hub.requests:
+    # Once a day huggingface_hub fetches a public list, too.
+    for line, headers in (one for one in hub.requests if "/api/agent-harnesses" not in one[0]):
         assert ("authorization" in headers) == ("/storage/" not in line), line
 
 
