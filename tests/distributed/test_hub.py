@@ -58,7 +58,7 @@ def test_from_the_hub_and_back(me, cache_dir, tmp_path):
     commit = me.store.repositories["models", "some/base"].branches["main"]
     assert "base_model: some/base" in card
     assert f"commit `{commit}`" in card
-    assert "recipes/finetune.py" in card
+    assert "hfdist run config.yaml" in card
     assert "held out, step 3" in card
     assert there["loss.png"].startswith(b"\x89PNG")
     everything = b"".join(path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
