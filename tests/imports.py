@@ -2,14 +2,10 @@
 
 import importlib
 import pkgutil
-import traceback
-from types import SimpleNamespace
 
-import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import hfdist
-from hfdist.records import find_versions
 
 # Beside all of hfdist: what transformers, accelerate and DeepSpeed import when they are first used.
 IMPORTED_LATE = (
@@ -36,9 +32,3 @@ def import_all() -> None:
         importlib.import_module(name)
     # transformers makes the table of all types at its first use: a third of a second of each rank.
     get_checkpoint_conversion_mapping("llama")
-    find_versions()
-    # For devices that are not there torch notes where each of the thousand seeds was set: a twentieth of a rank's time.
-    without_stacks = SimpleNamespace(**vars(traceback) | {"format_stack": list})
-    for kind in (torch.cuda, torch.mtia, torch.xpu):
-        if not kind.is_available():
-            kind.traceback = without_stacks

@@ -21,6 +21,8 @@ from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest, printable
 
 T = TypeVar("T")
+OFF = ("false", "no", "none", "off")
+"""What people write for none."""
 ANY_NAME = "*"
 """Stands in a key for a name that the user chooses, as in `data.sources.*.path`."""
 

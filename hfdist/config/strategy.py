@@ -169,8 +169,9 @@ class StrategyConfig:
         Raises:
             ConfigError: the degrees do not multiply to the number of processes.
         """
-        place = read_launcher()
-        if world_size is not None:
+        if world_size is None:
+            place = read_launcher()
+        else:
             place = LauncherPlace(world_size=world_size, rank=rank, local_rank=rank)
         data = self.data or max(1, place.world_size // self.mesh.model)
         if data * self.mesh.model != place.world_size or data < self.min_data:

@@ -21,7 +21,7 @@ from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import Export, RunConfig
-from hfdist.config.schema import plain, values_by_key
+from hfdist.config.schema import OFF, plain, values_by_key
 from hfdist.config.strategy import Compression, ContextMethod, Offload, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
@@ -557,7 +557,7 @@ def _check_checkpoints(config: RunConfig) -> None:
         hint = (
             shlex.quote(f"checkpoint.resume={beside[-1]}")
             if beside
-            else f"checkpoint.resume={'never' if resume.lower() in ('false', 'no', 'none', 'off') else 'auto'}"
+            else f"checkpoint.resume={'never' if resume.lower() in OFF else 'auto'}"
         )
         hint = nearest(resume.lower(), words, "checkpoint.resume={}") or hint
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)

@@ -17,7 +17,6 @@ _REWARDS = "'task.rewards={{value}: 1.0}'"
 _HELD_OUT = "data.eval_fraction=0 data.eval_sources.val.path={value}"
 _BETAS = "optimizer.beta1={value} optimizer.beta2={value}"
 OWN_REWARD = "a reward of your own comes from an installed package: docs/rewards.md#a-reward-of-your-own"
-OFF = ("false", "no", "none", "off")
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward", "ppo": "grpo"}
 """Stages of LLaMA-Factory, with the command that does them."""
 _OVERRIDES = {
@@ -271,7 +270,7 @@ VALUES = {
 
 def override_for(name: str, value: object = None) -> str | None:
     """Give a ready override for a name of another trainer, from its last part; None: not known."""
-    name = name.replace(".arguments.", ".").replace("cluster.slurm.", "cluster.")
+    name = name.replace(".arguments.", ".")
     template = OVERRIDES.get(name, OVERRIDES.get(name.rpartition(".")[2]))
     if template is None:
         return None

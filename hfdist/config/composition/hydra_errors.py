@@ -19,11 +19,11 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from hfdist.config.composition.aliases import OFF, OWN_REWARD, VALUES, override_for, override_for_option, reason_against
+from hfdist.config.composition.aliases import OWN_REWARD, VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.run import AUTO, TRACKERS
-from hfdist.config.schema import all_keys, find_key, flatten, members, nearest_key, unknown_keys
+from hfdist.config.schema import OFF, all_keys, find_key, flatten, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
 
 _REWARDS = "task.rewards"

@@ -92,10 +92,11 @@ class Section(Generic[T]):
     def _merge(self, config: DictConfig, key: str, value: object, place: str) -> DictConfig:
         for name, _ in self._members(key, value):
             if name not in self.keys:
-                called = override_for(name, value) or ""
+                # It may stand one section higher.
+                above = f"{self._prefix}{name.rpartition('.')[2]}"
+                called = override_for(name, value) or override_for(above, value) or ""
                 is_own = called.startswith(self._prefix)
                 hint = called if is_own else self._of_a_run(name, value)
-                above = f"{self._prefix}{name.rpartition('.')[2]}"
                 if above in self.keys:
                     hint = hint or f"{above}={value}"
                 leaves = [key.removeprefix(self._prefix) for key in self.keys]

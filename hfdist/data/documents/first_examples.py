@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ _ASKING = {"user", "system", "developer", "tool"}
 
 def explain_no_targets(corpus: Corpus, config: DataConfig) -> tuple[str, str]:
     """Look at the first examples: give the roles that were found in them ("": no conversations), and a hint."""
-    turns = [turn for example in _first_examples(corpus, _MOST_LOOKED_AT) for turn in _turns(example)]
+    turns = _first_turns(corpus, _MOST_LOOKED_AT)
     roles = Counter(str(turn.get("role")) for turn in turns)
     answers = [turn for turn in turns if turn.get("role") == _ANSWERS]
     found = f"turns of the roles {', '.join(f'{role} ({count:,})' for role, count in roles.most_common(5))}"
@@ -51,8 +51,7 @@ def are_alike(corpus: Corpus) -> bool:
 
 def are_silent(corpus: Corpus) -> bool:
     """Whether the answers of each of the first chats are empty, so that only their end is learned."""
-    turns = [turn for example in _first_examples(corpus, _MOST_TRIED) for turn in _turns(example)]
-    answers = [turn for turn in turns if turn.get("role") == _ANSWERS]
+    answers = [turn for turn in _first_turns(corpus, _MOST_TRIED) if turn.get("role") == _ANSWERS]
     return bool(answers) and not any(value for turn in answers for name, value in turn.items() if name != "role")
 
 
@@ -66,9 +65,9 @@ def _chosen(example: dict[str, Any]) -> Any:
     return example["messages"][example["learned_from"] :] if "messages" in example else example["completion"]
 
 
-def _turns(example: Mapping[str, object]) -> list[dict[str, object]]:
-    turns = example.get("messages")
-    return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+def _first_turns(corpus: Corpus, most: int) -> list[dict[str, object]]:
+    found = (example.get("messages") for example in _first_examples(corpus, most))
+    return [turn for turns in found if isinstance(turns, list) for turn in turns if isinstance(turn, dict)]
 
 
 def _first_examples(corpus: Corpus, most: int) -> Iterator[dict[str, object]]:

@@ -85,13 +85,13 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_b
                 shards.append(opened)
                 continue
             opened = ContentError("the file is there twice", where=file.url, found=first.url)
-        if on_bad is BadRows.error and isinstance(opened, NoTextError):
-            # Of all files at once: another one may have another column.
-            others = [one for _, one in all_opened]
-            columns = [one.column for one in (opened, *others) if isinstance(one, NoTextError) and one.column]
-            has_asked = bool(shards) or any(not isinstance(one, ContentError) for one in others)
-            opened.hint = rows.name_texts(columns, has_asked=has_asked) if columns else opened.hint
         if on_bad is BadRows.error:
+            if isinstance(opened, NoTextError) and opened.column is not None:
+                # Of all files at once: another one may have another column.
+                others = [one for _, one in all_opened]
+                columns = [one.column for one in (opened, *others) if isinstance(one, NoTextError) and one.column]
+                has_asked = bool(shards) or any(not isinstance(one, ContentError) for one in others)
+                opened.hint = rows.name_texts(columns, has_asked=has_asked)
             skip = "data.on_bad_rows=skip leaves the file out"
             # Of one file alone, nothing would be left.
             if len(files) > 1:

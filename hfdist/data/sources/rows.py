@@ -323,7 +323,7 @@ _TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Tra
 
 
 class NoTextError(ContentError):
-    """A file has no text column; `column` may be meant."""
+    """A file or row has no text column; `column` may be meant, and None: no other one is text."""
 
     def __init__(self, what: str, *, column: str | None, **parts: Any) -> None:
         super().__init__(what, **parts)
@@ -437,19 +437,19 @@ class RowReader:
         # Other rows of the file have the column.
         # Where it was named, or other rows have it, it is one of several.
         is_one = is_row or self.text != TEXT
-        named = f"'{self.section}.text=[{','.join(self.text.paths)},{{}}]'" if is_one else f"{self.section}.text={{}}"
         free = [column for column in present if column not in _NUMBERS and len(column) > 1] or present
         likely = [column for column in _TEXT_COLUMNS if column in free]
         column = nearest(self.text.paths[0], likely[:1] or free, cutoff=0.0)
-        hint = None if column is None else named.replace("{}", column)
+        hint = None if column is None else self.name_texts([column], has_asked=is_one)
         if "input_ids" in present:
-            hint = _TAKES_TEXT
+            column, hint = None, _TAKES_TEXT
         elif any(set(form.needed) <= set(present) for form in _FORMS.values()):
-            hint = f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}"
-        else:
-            what = f"there is no column {self.text}"
-            return NoTextError(what, where=where, allowed=", ".join(present), hint=hint, column=column)
-        return ContentError(f"there is no column {self.text}", where=where, allowed=", ".join(present), hint=hint)
+            column, hint = (
+                None,
+                f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}",
+            )
+        what, allowed = f"there is no column {self.text}", ", ".join(present)
+        return NoTextError(what, where=where, allowed=allowed, hint=hint, column=column)
 
     def name_texts(self, columns: Iterable[str], *, has_asked: bool) -> str:
         """Write the override that names the text columns of several files; `has_asked`: one has what is asked for."""

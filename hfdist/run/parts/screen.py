@@ -112,9 +112,9 @@ def _find_figures(run: RunState) -> dict[str, Any]:
     last = next((entry for entry in reversed(history) if "reward" in entry), {})
     names = [name for name in last if name.startswith("rewards/")]
     found["each_reward"] = {name.partition("/")[2]: float(last[name]) for name in names} if len(names) > 1 else {}
-    found["learns_nothing"] = bool(rewards) and not any(entry.get("reward_std") for entry in history)
     # A penalty for leaving the reference teaches, too.
-    found["learns_nothing"] = found["learns_nothing"] and not run.config.task.beta
+    teaches = run.config.task.beta or any(entry.get("reward_std") for entry in history)
+    found["learns_nothing"] = bool(rewards) and not teaches
     if objective is not None and held_out is not None and found["accuracy"] is not None:
         items = (default_data_collator([held_out[k]]) for k in range(len(held_out)))
         found["num_held_out"] = sum(int(objective.count(item)) for item in items)
