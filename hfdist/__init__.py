@@ -42,4 +42,6 @@ def __getattr__(name: str) -> Any:
     hint = "" if other is None or name.startswith("_") else f"; did you mean {other}?"
     if name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"):
         hint = f"; class Mine(hfdist.DistributedTrainerMixin, trl.{name}): ... is one (docs/trl.md)"
+        # An import would swallow the words of an AttributeError.
+        raise ImportError(f"module {__name__!r} has no {name!r}{hint}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -58,7 +58,7 @@ def short(value: float) -> str:
             return f"{_digits(value / factor)} {word}"
     if size >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.2e}" if 0 < size < 1e-3 else _digits(value)
+    return f"{value:.3g}" if 0 < size < 1e-3 else _digits(value)
 
 
 def _digits(value: float) -> str:

@@ -126,8 +126,11 @@ def unknown_keys(values: Mapping[object, object], prefix: str = "") -> Iterator[
             yield from unknown_keys(value, f"{name}.")
 
 
-def nearest_key(name: str) -> str | None:
-    """Give the key that was probably meant: the same last part elsewhere, or a similar spelling."""
+def nearest_key(name: str, value: str | None = None) -> str | None:
+    """Give the key that was probably meant: the same last part elsewhere, or a similar spelling.
+
+    Of a section's keys that begin alike, such as `warmup_steps` and `warmup_fraction`, the one that accepts `value`.
+    """
     respelt = _respell(name)
     if respelt is not None:
         return respelt
@@ -136,6 +139,11 @@ def nearest_key(name: str) -> str | None:
     same_leaf = [known for known in names if known.rpartition(".")[2] == leaf]
     if same_leaf:
         return nearest(name, same_leaf, cutoff=0.0)
+    if value is not None and section:
+        longer = (f"{section}.{member}" for member in members(_starred(section)) if member.startswith(f"{leaf}_"))
+        fitting = (known for known in longer if (key := find_key(known)) is not None and key.accepts(value))
+        if (found := next(fitting, None)) is not None:
+            return found
     # A value is meant, and no section of that name.
     by_leaf = {known.rpartition(".")[2]: known for known in reversed(names) if not section or not members(known)}
     by_leaf |= {member: f"{section}.{member}" for member in members(_starred(section))} if section else {}

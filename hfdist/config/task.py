@@ -44,6 +44,11 @@ class TaskName(Enum):
         return self in (TaskName.grpo, TaskName.rloo)
 
     @property
+    def unit(self) -> str:
+        """What a row of its data is called."""
+        return _UNITS.get(self, "document")
+
+    @property
     def loss_unit(self) -> str:
         """What the training loss is the mean of, in words for an axis."""
         return _LOSS_UNITS[self]
@@ -53,6 +58,14 @@ _ROWS = {
     TaskName.dpo: RowFormat.preference,
     TaskName.reward: RowFormat.preference,
     TaskName.kto: RowFormat.unpaired_preference,
+}
+
+_UNITS = {
+    TaskName.dpo: "pair",
+    TaskName.reward: "pair",
+    TaskName.kto: "answer",
+    TaskName.grpo: "prompt",
+    TaskName.rloo: "prompt",
 }
 
 _LOSS_UNITS = {

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hfdist.apart import do_apart
+from hfdist.config.composition.aliases import override_for
 from hfdist.config.model import Attention, Init, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
@@ -196,7 +197,7 @@ def _check_fields(architecture: PreTrainedConfig, fields: Mapping[str, object]) 
                 where=key,
                 found=value,
                 allowed=", ".join(sorted(known)),
-                hint=nearest(name, known, f"model.config.{{}}={value}"),
+                hint=_field_called(name, value, known),
             )
         present = getattr(architecture, name, None)
         if not _same_kind(present, value):
@@ -206,6 +207,16 @@ def _check_fields(architecture: PreTrainedConfig, fields: Mapping[str, object]) 
                 found=f"{value!r} ({type(value).__name__})",
                 allowed=f"{type(present).__name__}, such as {present!r}",
             )
+
+
+def _field_called(name: str, value: object, known: Collection[str]) -> str:
+    """Say which field may be meant, or how a model of another type is described."""
+    other = override_for(f"model.config.{name}", value) or ""
+    field = other.removeprefix("model.config.").partition("=")[0]
+    if other.startswith("model.config.") and field in known and field != name:
+        return other
+    of_file = "a file model/NAME.yaml with `init: random`, the type and its own fields, for model=NAME --config-dir ..."
+    return nearest(name, known, f"model.config.{{}}={value}", cutoff=0.8) or of_file
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from hfdist.records.lines import append_line, read_numbered
 
 TRIALS, SETTINGS = "sweep.jsonl", "sweep.json"
 """Files in a sweep's folder: lines of trials, and what was asked when the sweep began."""
+NOTES = "notes"
+"""Key of the latter, which the end adds: what to know of the best trial, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from hfdist.config.task import REWARD_MODEL
 from hfdist.errors import ConfigError, DataError, HfdistError
 from hfdist.plugins import load_plugin
 from hfdist.rewards.arithmetic import arithmetic
@@ -110,6 +111,6 @@ def _name_in(given: object) -> str:
 
 def _load(name: str, where: str) -> Score:
     expected = "a function of a list of hfdist.Generation that gives a number for each"
-    hint = f"'{where}={{{{}}: 1.0}}'"
-    score: Score = load_plugin(GROUP, name, kind="reward", expected=expected, where=where, hint=hint, built_in=BUILT_IN)
+    hint, known = f"'{where}={{{{}}: 1.0}}'", (*BUILT_IN, REWARD_MODEL)
+    score: Score = load_plugin(GROUP, name, kind="reward", expected=expected, where=where, hint=hint, built_in=known)
     return score

@@ -29,6 +29,7 @@ from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.topology import Topology
+from hfdist.units import count
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class RunData:
     stream: TokenStream
     held_out: HeldOut | HeldOutSources | None
 
-    def describe(self) -> str:
-        """Give the line on the data that a run starts with."""
+    def describe(self, unit: str) -> str:
+        """Give the line on the data that a run starts with; `unit` is what a row is called."""
         return (
-            f"{', '.join(self.corpus.source_names)}: {self.corpus.num_documents:,} documents; "
+            f"{', '.join(self.corpus.source_names)}: {count(self.corpus.num_documents, unit)}; "
             f"tokenizer of {len(self.tokenizer):,}; {len(self.held_out or ()):,} held-out sequences"
         )
 

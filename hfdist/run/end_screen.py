@@ -131,12 +131,12 @@ def _data(end: Ending) -> str:
         filled = f", sequences filled to {share(pool.filled)}" if pool.filled < _LEAST_FILLED else ""
         # The one pool of all sources has no name of its own.
         name = pool.name if len(end.pools) > 1 else ", ".join(end.config.data.sources)
-        there = count(pool.num_documents, "document")
+        there = count(pool.num_documents, task.name.unit)
         read = f"{pool.epochs:.2f} epochs of {there}"
         if pool.epochs < 1 and end.num_documents is not None and len(end.pools) == 1:
             read = f"from {end.num_documents:,} of {there}"
         if task.name.is_reinforcement:
-            return f"{part}{name}: {count(pool.sequences, 'prompt')} of {there}"
+            return f"{part}{name}: {pool.sequences:,} of {there}"
         return f"{part}{name}: {pool.tokens:,} tokens, {read}{filled}"
 
     shown = [words(pool) for pool in end.pools[:_SHOWN_POOLS]] or [f"{end.record.tokens:,} tokens"]
@@ -178,7 +178,7 @@ def _rewards(end: Ending) -> Iterator[str]:
         yield f"reward {last:.4f} in the last step{each} ({first:.4f} in the first)"
     if end.loss is not None:
         at_first = "" if end.loss_before is None else f" ({0.0 - end.loss_before:.4f} before training)"
-        yield f"held-out reward {0.0 - end.loss:.4f}{at_first}"
+        yield f"held-out reward {0.0 - end.loss:.4f}{at_first}, of greedy answers"
     if end.learns_nothing:
         yield "nothing learned: all answers to a prompt always had the same reward"
 
@@ -233,7 +233,9 @@ def _usage(end: Ending) -> list[str]:
     if end.is_chat:
         lines.append('chat = [{"role": "user", "content": "Who are you?"}]')
         inputs = 'tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")'
-    return [*lines, f"print(tokenizer.decode(model.generate(**{inputs}, max_new_tokens=50)[0]))"]
+    # As the sample above: an answer is greedy, and what a model continues freely would repeat itself.
+    choice = "do_sample=False" if of_data and not end.config.report.sample_prompt else "do_sample=True, top_k=40"
+    return [*lines, f"print(tokenizer.decode(model.generate(**{inputs}, max_new_tokens=50, {choice})[0]))"]
 
 
 def _next(end: Ending) -> Iterator[tuple[str, str]]:

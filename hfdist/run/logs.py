@@ -36,13 +36,22 @@ def set_up_logging(topology: Topology) -> None:
     if not torch.cuda.is_available():
         # DeepSpeed warns at import, on every rank, that it found no GPU, unless it is told.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # DeepSpeed and accelerate log each step of their set-up.
+    # DeepSpeed and accelerate log each step of their set-up; DeepSpeed sets its level anew when it is imported.
     for name in ("DeepSpeed", "accelerate", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).addFilter(_is_error)
+    # What a library calls in torch under an older name is no user's business, and would stand within the bar.
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(torch|deepspeed|accelerate)\b")
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
     for of_the_hub in logging.getLogger("huggingface_hub").handlers:
         of_the_hub.addFilter(_without_queries)
     if not topology.is_main:
         warnings.simplefilter("ignore")
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _without_queries(record: logging.LogRecord) -> bool:

@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hfdist.checkpoint.folder import list_checkpoints, step_of
 from hfdist.config.batch import BatchPlan
 from hfdist.config.data import EXAMPLES, DataConfig, Packing, RowFormat
 from hfdist.config.islands import IslandMethod, IslandsConfig
@@ -31,7 +32,6 @@ from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small
 from hfdist.optim.width import rate_factor
 from hfdist.planning.describe import describe_shortly
-from hfdist.planning.plan import Plan
 from hfdist.run.state import RunState
 from hfdist.trainer.trainer import Trainer
 
@@ -46,9 +46,9 @@ _TURNS = {"instruction": "prompt", "output": "completion"}
 
 def tell_start(run: RunState) -> None:
     """Log what a run is about to do."""
-    config, data = run.config, run.data
-    logger.info("%s", describe_run(config, run.trainer, data=data.describe(), plan=run.plan))
-    if not run.trainer.is_world_process_zero():
+    config, data, done = run.config, run.data, _steps_done(run.config)
+    logger.info("%s", _describe(run, done))
+    if done or not run.trainer.is_world_process_zero():
         return
     if config.model.init is Init.pretrained and config.data.sources.keys() <= {*EXAMPLES}:
         logger.info("the data are an example of hfdist's; your own: data=FILE or data=FOLDER")
@@ -61,15 +61,16 @@ def tell_start(run: RunState) -> None:
         logger.info("%s", text)
 
 
-def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan | None = None) -> str:
-    """Give the lines that a run starts with.
+def _steps_done(config: RunConfig) -> int:
+    """Give the step of the newest checkpoint from which the run will go on, if it is whole."""
+    if config.checkpoint.resume == "never":
+        return 0
+    return max((step_of(path.name) for path in list_checkpoints(config.run.folder.checkpoints)), default=0)
 
-    Args:
-        config: of the run.
-        trainer: ready to train.
-        data: one line on the corpus.
-        plan: what it will need.
-    """
+
+def _describe(run: RunState, steps_done: int) -> str:
+    """Give the lines that a run starts with."""
+    config, trainer = run.config, run.trainer
     strategy, engine = trainer.strategy, trainer.engine
     assert strategy is not None
     assert engine is not None
@@ -79,6 +80,8 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
     a_step, in_all = _describe_size(config.task, config.data.packing, batch, trainer.args.max_steps)
     what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
+    what_of_batch = "prompts" if config.task.name.is_reinforcement else "sequences"
+    done = f", of which {steps_done:,} are done" if steps_done else ""
     rows = {
         "model": f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, "
         f"{config.model.init.value} weights, {engine.description}",
@@ -86,10 +89,10 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
         "layout": f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
         f"{config.train.precision.value}",
         "islands": _describe_islands(config.islands),
-        "plan": "" if plan is None else describe_shortly(plan),
-        "batch": f"{batch.global_batch_size:,} sequences = data ranks {parts}; {a_step}",
-        "data": data,
-        "train": f"{trainer.args.max_steps:,} steps, {in_all}; {describe(optimizer)}, "
+        "plan": "" if run.plan is None else describe_shortly(run.plan),
+        "batch": f"{batch.global_batch_size:,} {what_of_batch} = data ranks {parts}; {a_step}",
+        "data": run.data.describe(config.task.name.unit),
+        "train": f"{trainer.args.max_steps:,} steps{done}, {in_all}; {describe(optimizer)}, "
         f"lr {config.optimizer.lr:g}{explain_learning_rate(config)} {config.optimizer.schedule.value}"
         f"{_describe_width(config, model)}",
         "folder": config.run.dir,
@@ -140,7 +143,7 @@ def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int,
         share = 100 * num_targets / max(sequence.num_tokens, 1)
         what = _marked(task)
         head = f"sequence {number}: {sequence.num_tokens:,} tokens, {num_targets:,} of them {what} ({share:.1f} %)"
-        yield f"{head}, between {_OPEN} and {_SHUT}\n{_show(sequence, tokenizer)}"
+        yield f"{head}, between {_OPEN} and {_SHUT}\n{_show(sequence, tokenizer, task)}"
 
 
 def _marked(task: TaskConfig) -> str:
@@ -148,12 +151,13 @@ def _marked(task: TaskConfig) -> str:
     return "of the reference" if task.name.is_reinforcement else "targets"
 
 
-def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase) -> str:
+def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> str:
     lines = []
     rows = sequence.rows[:, : sequence.num_tokens]
     starts = [*np.flatnonzero(rows[POSITION_IDS] == 0).tolist(), rows.shape[1]]
     for start, stop in pairwise(starts):
-        ids, is_target = rows[INPUT_IDS, start:stop], rows[LABELS, start:stop] != IGNORED
+        labels = rows[LABELS, start:stop]
+        ids, is_target, is_rejected = rows[INPUT_IDS, start:stop], labels != IGNORED, (labels < IGNORED).any()
         edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), stop - start]
         shown, before = "", ""
         for first, end in pairwise(edges):
@@ -162,7 +166,8 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase) -> str:
             piece = _safe(text[len(before) :])
             shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
             before = text
-        lines.append(f"  {shown}".replace("\n", "\n  "))
+        told = f"{'rejected' if is_rejected else 'chosen'}: " if task.name.row_format is not None else ""
+        lines.append(f"  {told}{shown}".replace("\n", "\n  "))
     return "\n  --\n".join(lines)
 
 

@@ -36,7 +36,7 @@ def train_again(folder, said):
     replay = hfdist(folder, *words)
     _, problem = replay.communicate(timeout=60)
     assert replay.returncode == 0, problem
-    return folder / words[words.index("--config-dir") + 1] / "best"
+    return (folder / words[-1]).parent / "best"
 
 
 def losses_of(run):

@@ -66,7 +66,8 @@ first has ended: 20 steps
 to use it:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, tokenizer = (auto.from_pretrained("runs/first/model") for auto in (AutoModelForCausalLM, AutoTokenizer))
-print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50)[0]))
+print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50, \
+do_sample=True, top_k=40)[0]))
 what comes next:
   hfdist report runs/first                        # makes a page with its curves
   hfdist audit run=runs/first                     # proves that it read the data as planned
@@ -116,8 +117,8 @@ def test_preferences_have_another_measure():
 
 def test_answers_are_counted_by_their_prompts():
     said = describe_end(replace(tuned("grpo"), loss=-0.25, left_out=None, cut_off=0.5, rewards=(0.1, 0.3)))
-    assert "reward 0.3000 in the last step (0.1000 in the first), held-out reward 0.2500\n" in said
-    prompts = "stdlib: 320 prompts of 1,800 documents"
+    assert "reward 0.3000 in the last step (0.1000 in the first), held-out reward 0.2500, of greedy answers\n" in said
+    prompts = "stdlib: 320 of 1,800 prompts"
     assert f"{prompts}; 8 answers to each, 50 % of those of the last step cut off at task.max_new_tokens\n" in said
     assert "head runs/first/rollouts.jsonl " in said
     said = describe_end(replace(tuned("grpo"), loss=None, rewards=(0.0, 0.0), learns_nothing=True))

@@ -23,6 +23,7 @@ from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, nearest
+from hfdist.records.run_folder import RunFolder
 from hfdist.topology import Topology
 
 _SUFFIXES = re.compile(r"(\.(jsonl?|ndjson|csv|tsv|txt|md|parquet|arrow|feather|ya?ml|gz|zst|bz2|xz|gguf))+$")
@@ -210,14 +211,29 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
 
 def _check_source(key: str, source: SourceConfig) -> None:
     path = source.path
-    if path is None or scheme_of(path) is not None or (source.kind is SourceKind.hub and not _is_local(path)):
+    if path is None or scheme_of(path) is not None:
         return
     full = os.path.expanduser(path)
+    if source.kind is SourceKind.hub and os.path.isfile(full):
+        what, allowed = "this is a file, and no dataset of the Hub", "OWNER/NAME"
+        raise ConfigError(what, where=key, found=path, allowed=allowed, hint=f"data={path}, in place of data=hub")
+    if source.kind is SourceKind.hub and not _is_local(path):
+        return
     # What a glob finds in all folders below, `data/` finds out: links may lead round in them.
     start = full.partition("**")[0] or "."
     if not os.path.lexists(full) and not any(glob.iglob(start)):
         allowed = "a file, a folder, or a glob (quote it)" if source.kind is SourceKind.files else "a folder"
         raise ConfigError("no file is there", where=key, found=path, allowed=allowed, hint=_near(key, path))
+    if source.kind is SourceKind.tokens and os.path.isfile(full):
+        what, allowed = "token files are a folder", "a folder that hfdist pretokenize has written"
+        raise ConfigError(what, where=key, found=path, allowed=allowed, hint="data=FILE for a file of text")
+    if source.kind is SourceKind.files and RunFolder(Path(full)).record.is_file():
+        what, hint = "this is the folder of a run, which holds no data", f"data=FILE; its model is model={path}/model"
+        raise ConfigError(what, where=key, found=path, hint=hint)
+    if source.kind is SourceKind.files and os.path.isfile(os.path.join(full, "00000.tokens")):
+        what, hint = "this is a folder of token files", f"data=tokens data.sources.tokens.path={path}"
+        hint += f" model.tokenizer.name={path.rstrip('/')}/tokenizer, in place of it"
+        raise ConfigError(what, where=key, found=path, hint=hint)
 
 
 def _is_local(name: str) -> bool:

@@ -46,6 +46,7 @@ def check_config(config: RunConfig) -> None:
     _check_held_out(config)
     _check_evaluation(config)
     _check_lm_eval(config)
+    _check_sample(config)
     _check_alert_command(config)
     _check_checkpoints(config)
     _check_budgets(config)
@@ -276,7 +277,9 @@ def _check_tokens(config: RunConfig) -> None:
     """Tokens mean nothing without the tokenizer that made them."""
     for section in ("sources", "eval_sources"):
         for name, source in getattr(config.data, section).items():
-            if source.kind is SourceKind.tokens and config.model.tokenizer.name is None:
+            # A file is refused for what it is, with its path.
+            is_folder = source.path is None or not os.path.isfile(source.path)
+            if source.kind is SourceKind.tokens and config.model.tokenizer.name is None and is_folder:
                 what = "a source of tokens needs the tokenizer that made them"
                 found = f"data.{section}.{name}.kind=tokens"
                 hint = f"model.tokenizer.name={source.path}/tokenizer"
@@ -495,6 +498,13 @@ def _check_lm_eval(config: RunConfig) -> None:
     if folder is not None and not Path(folder).is_dir():
         allowed = "a folder of YAML files"
         raise _conflict(config, "evaluate.lm_eval_include", "there is no such folder", allowed=allowed)
+
+
+def _check_sample(config: RunConfig) -> None:
+    if config.report.sample_prompt is not None and config.report.sample_tokens == 0:
+        raise _conflict(
+            config, "report.sample_tokens report.sample_prompt", "no token continues it", hint="report.sample_tokens=64"
+        )
 
 
 def _check_alert_command(config: RunConfig) -> None:

@@ -105,7 +105,7 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
     if any((in_runs / mark).exists() for mark in marks):
         hint: str | None = f"{given}{in_runs}"
     else:
-        hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}")
+        hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}", cutoff=0.75)
         if hint is None and folder.exists() and any((folder.parent / mark).exists() for mark in marks):
             # Such as the model in it.
             hint = f"{given}{folder.parent}"

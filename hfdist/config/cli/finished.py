@@ -83,8 +83,8 @@ def _refuse_without_effect(config: RunConfig, changes: Sequence[Change], steps: 
 def _rows(config: RunConfig, record: RunRecord, steps: int) -> Iterator[tuple[str, str]]:
     train, folder = config.train, model_folder(config)
     seconds = record.total("seconds")
-    took = "" if seconds is None else f" in {duration(seconds)}"
-    yield "trained", f"{record.tokens:,} tokens{took}" if isinstance(record.tokens, int) else f"{steps:,} steps{took}"
+    if seconds is not None:
+        yield "used", duration(seconds)
     yield "model", str(folder)
     longer = [f"train.max_steps={2 * steps}"] if train.max_steps == steps else []
     longer += [] if train.epochs is None else [f"train.epochs={2 * train.epochs}"]

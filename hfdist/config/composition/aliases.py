@@ -7,6 +7,7 @@ import shlex
 from operator import mul
 from pathlib import Path
 
+from hfdist.config.composition.quantities import read_quantity
 from hfdist.config.optimizer import OptimizerName
 from hfdist.topology import MODEL_AXES, PARTS
 
@@ -36,6 +37,7 @@ _OVERRIDES = {
     "data.packing=best_fit": "sample_packing padding_free",
     "data.packing=auto": "packing",
     "data.packing=none": "group_by_length",
+    "train.max_hours={value}": "max_time",
     "train.max_grad_norm={value}": "clip_grad gradient_clipping",
     "train.precision=fp16": "fp16 fp16_full_eval",
     "train.precision=bf16": "bf16 bf16_full_eval",
@@ -47,6 +49,7 @@ _OVERRIDES = {
     "optimizer.beta1={value}": "adam_beta1",
     "optimizer.beta2={value}": "adam_beta2",
     _BETAS: "betas adam_betas",
+    "optimizer.weight_decay={value}": "wd",
     "optimizer.eps={value}": "adam_epsilon adam_eps",
     "optimizer.name={value}": "optim",
     "optimizer.schedule={value}": "lr_scheduler_type lr_scheduler scheduler",
@@ -81,7 +84,8 @@ _OVERRIDES = {
     "model.config.hidden_size={value}": "hidden_size n_embd d_model",
     "model.config.intermediate_size={value}": "intermediate_size",
     "model.config.num_hidden_layers={value}": "num_hidden_layers num_layers n_layer n_layers",
-    "model.config.num_attention_heads={value}": "num_attention_heads n_head n_heads",
+    "model.config.num_attention_heads={value}": "num_attention_heads n_head n_heads num_heads",
+    "model.config.num_key_value_heads={value}": "num_key_value_heads n_kv_heads num_kv_heads",
     "model.config.attention_dropout={value}": "attention_dropout",
     "adapter=lora adapter.rank={value}": "lora_r lora_rank adapter.r",
     "adapter=lora adapter.alpha={value}": "lora_alpha",
@@ -147,6 +151,10 @@ REASONS = {
     **dict.fromkeys(
         ("num_microbatches", "microbatches", "num_micro_batches", "pipeline_num_microbatches"),
         "their number is train.global_batch_size / (train.micro_batch_size x data ranks): set train.micro_batch_size",
+    ),
+    **dict.fromkeys(
+        ("min_lr", "lr_min", "min_learning_rate", "eta_min"),
+        "optimizer.min_lr_ratio=0.1 is a share of optimizer.lr",
     ),
     "dry_run": "--cfg job prints the config; `hfdist plan` says what a run needs",
     "export.format": "model/ has safetensors; convert_hf_to_gguf.py of llama.cpp makes GGUF of it",
@@ -235,6 +243,7 @@ _OPPOSITES = {
 VALUES = {
     "model.loss": dict.fromkeys(("liger", "cut_cross_entropy"), "chunked"),
     "optimizer.name": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW"), "adamw"),
+    "data.format": {"chat_template": "messages", "completion": "text", "chatml": "messages", "dpo": "preference"},
     "strategy.offload": dict.fromkeys(("nvme", "disk", "optimizer", "all", "true"), "cpu"),
     "train.precision": {
         "no": "fp32",
@@ -303,6 +312,8 @@ def override_for(name: str, value: object = None) -> str | None:
         value = str(value).strip("[]")
     if template == _HUB_DATA and Path(str(value)).suffix:
         template = "data={value}"
+    if template.endswith("={value}"):
+        value = read_quantity(template.removesuffix("={value}"), str(value)) or value
     return _fill(template, None if value is None else str(value))
 
 

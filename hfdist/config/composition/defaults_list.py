@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hfdist.config.composition.aliases import override_for, override_for_option
 from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, no_option
+from hfdist.config.composition.overrides import in_yaml
 from hfdist.config.schema import ANY_NAME, all_keys, members
 from hfdist.errors import ConfigError, nearest
 
@@ -60,6 +61,9 @@ def refuse_config_of_others(values: Mapping[str, object], place: str) -> None:
             f"accelerate launch --config_file {place} recipes/NAME.py ..., where NAME is pretrain, finetune or tune",
         )
         raise ConfigError(what, where=place, found=next(iter(values)), hint=hint)
+    if "zero_optimization" in values:
+        what, hint = "this is a config of DeepSpeed", f"strategy=zero2 strategy.deepspeed={place}, without --config"
+        raise ConfigError(what, where=place, found=next(iter(values)), hint=hint)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed([*all_keys()]) if ANY_NAME not in key}
     others = {
         name: override_for(name, value) or (_override(by_leaf[name], value) if name in by_leaf else None)
@@ -80,7 +84,8 @@ def refuse_config_of_others(values: Mapping[str, object], place: str) -> None:
         more = (
             f"; what {', '.join(left[:_SHOWN])} {'mean' if len(left) > 1 else 'means'} is to be added" if left else ""
         )
-        hint = f"hfdist finetune {' '.join(written)}{more}"
+        recipe = "finetune" if any(one.startswith(("model=", "model.name=")) for one in written) else "pretrain"
+        hint = f"hfdist {recipe} {' '.join(written)}{more}"
         raise ConfigError(what, where=place, found=", ".join(map(str, others)), allowed=_PAGE, hint=hint)
 
 
@@ -117,6 +122,8 @@ def _check_option(
     if request.file(f"{group}/{option}") is None:
         called, _, other = (override_for_option(group, option) or "").partition("=")
         hint = f"`override /{called}: {other}`" if called in groups else None
+        if "." in called:
+            hint = f"`{in_yaml(called, other)}`, in place of this line"
         hint = hint or nearest(option, groups[group], f"`override /{group}: {{}}`")
         raise no_option(group, option, groups[group], where, hint)
     if recipe is not None and not keyword and group != "experiment":

@@ -22,6 +22,7 @@ from omegaconf.errors import (
 from hfdist.config.composition.aliases import OWN_REWARD, VALUES, override_for, override_for_option, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
+from hfdist.config.composition.quantities import read_quantity
 from hfdist.config.run import AUTO, TRACKERS
 from hfdist.config.schema import OFF, all_keys, find_key, flatten, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
@@ -354,6 +355,13 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
             hint = _called(group, option, options) or f"{group}={options[0]}"
             return no_option(group, option, options, COMMAND_LINE, hint)
     place = _file_place(error, request) or request.config_name
+    late = re.search(r"Override '[^']+' is defined before '([^']+)'", message)
+    if late:
+        what, hint = (
+            "a line of the defaults list stands after an override",
+            f"`- {late[1]}` before the first `override`",
+        )
+        return ConfigError(what, where=place, hint=hint)
     return ConfigError(f"the config cannot be composed: {message}", where=place)
 
 
@@ -410,14 +418,19 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
     if section == "data" and find_key(f"data.sources.files.{leaf}") is not None:
         source = "hub" if leaf in ("subset", "split", "revision") else "files"
         return f"data={source} data.sources.{source}.{leaf}={text}"
+    if section.startswith("data.sources.") and leaf == "type":
+        # As axolotl calls the format.
+        return f"{section}.format={VALUES['data.format'].get(str(text), text)}"
     if is_section:
         return f"`{leaf}:` is a section of its own, beside `{key.partition('.')[0]}:`"
     if "." not in key:
         near = nearest(key, groups, cutoff=0.7)
         if near is not None:
             return f"{near}={nearest(str(text), groups[near], cutoff=0.6) or groups[near][0]}"
-    near = nearest_key(key)
+    near = nearest_key(key, None if value is None else str(text))
     known = None if near is None else find_key(near)
+    if near is not None and (number := read_quantity(near, str(text))) is not None:
+        text = number
     if known is not None and members(known.name):
         return f"{near}.{members(known.name)[0]}=..."
     if near is None:
@@ -447,7 +460,7 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
     if key == "launch" and (shipped_folder() / key / f"{value}.yaml").is_file():
         return f"accelerate launch --config_file conf/launch/{value}.yaml recipes/pretrain.py"
     if key == "task.loss" and str(value).startswith("kto"):
-        return "task=kto task.loss=kto, which learns from one answer a row, with its label"
+        return "task.loss=sigmoid for pairs; one answer a row, with its label, is another task: kto"
     if key == "task.loss" and value in _NO_LOSSES:
         return f"{key}=sigmoid, which is DPO's own: {value} is not among the losses"
     if key == "data.sources" and isinstance(value, list):
@@ -458,6 +471,10 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"{key}=0 optimizer.warmup_fraction={value}"
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed:
         return f"{key}={int(value)}"
+    if key == "model.dtype" and str(value) in ("fp16", "half", "16"):
+        return f"{key}=float32 train.precision=fp16"
+    if (number := read_quantity(key, str(value))) is not None:
+        return f"{key}={number}"
     called = VALUES.get(key, {}).get(str(value).lower() if isinstance(value, bool) else str(value))
     if called is not None:
         return f"{key}={called}"

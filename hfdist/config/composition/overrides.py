@@ -95,8 +95,11 @@ def prepare_overrides(
 
 
 def _refuse_split(texts: Sequence[str]) -> None:
-    """Refuse a mapping or list that the shell has split at its spaces."""
+    """Refuse what the shell has split at its spaces: a key and its value, a mapping, a list."""
     for place, text in enumerate(texts):
+        if re.fullmatch(r"[\w.]+=", text) and texts[place + 1 :] and "=" not in texts[place + 1]:
+            what, hint = "a space stands after the =", shlex.quote(f"{text}{texts[place + 1]}")
+            raise ConfigError(what, where=COMMAND_LINE, found=f"{text} {texts[place + 1]}", hint=hint)
         for opened, closed in ("{}", "[]"):
             if re.match(rf"[\w.+]+=\{opened}", text) and text.count(opened) > text.count(closed):
                 ends = [end for end in range(place + 1, len(texts)) if texts[end].endswith(closed)]
@@ -186,6 +189,8 @@ def _prepare(text: str, recipe: str) -> GivenOverride:
     if override.is_sweep_override():
         given = text.partition("=")[2]
         hint, known = f"hfdist sweep sweep=grid recipe={recipe} {key}={given} for a run of each", find_key(key)
+        if re.fullmatch(r"\d{1,3}(,\d{3})+", given):
+            hint = f"{key}={given.replace(',', '')}"
         if known is not None and known.takes_list:
             hint += f"; a list is '{key}=[{given}]'"
         if known is not None and known.is_text:

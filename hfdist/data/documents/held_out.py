@@ -182,6 +182,8 @@ def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> Data
             found = f"{found}, of which {tally.fates[Status.bad]:,} were left out as bad"
             if tally.fates[Status.bad] == corpus.num_documents:
                 return DataError(what, where=where, found=found, hint="data.on_bad_rows=error shows what is wrong")
+        elif corpus.num_documents and not corpus.has_examples and not corpus.text(0).strip():
+            return DataError("the documents are empty", where=where, found=found, allowed="documents with text")
         elif corpus.searches_held_out:
             found = f"{found}, which are all alike or empty" if corpus.num_documents > 1 else found
             return DataError(what, where=where, found=found, allowed="documents that differ", hint=none)

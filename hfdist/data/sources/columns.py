@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 GUESSES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input"),
@@ -16,6 +17,39 @@ GUESSES: Mapping[str, tuple[str, ...]] = {
     "messages": ("conversation", "dialogue", "turns", "chat"),
 }
 """Names that published datasets have for the columns of ours."""
+
+
+class Kind(Enum):
+    """What the values of a column are, as far as a message needs to know it."""
+
+    text = "text"
+    turns = "turns"
+    """Lists of objects, as messages are."""
+    flag = "flag"
+    """True or false, or 1 or 0."""
+    other = "other"
+
+
+def kinds_of(rows: Iterable[Mapping[str, object]]) -> dict[str, Kind]:
+    """Give the columns of some rows, and what all their values are."""
+    found: dict[str, set[Kind]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, set()).update(() if value is None else (_kind_of(value),))
+    return {name: next(iter(kinds)) if len(kinds) == 1 else Kind.other for name, kinds in found.items()}
+
+
+def _kind_of(value: object) -> Kind:
+    if isinstance(value, str):
+        return Kind.text
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return Kind.turns
+    return Kind.flag if isinstance(value, (bool, int)) and value in (0, 1) else Kind.other
+
+
+def may_hold(name: str, kind: Kind) -> bool:
+    """Whether values of this kind may be what a format has in the column `name`."""
+    return kind is Kind.flag if name == "label" else kind in (Kind.text, Kind.turns)
 
 
 @dataclass(frozen=True)
@@ -55,13 +89,18 @@ class Column:
 TEXT = Column(("text",))
 
 
-def guess_columns(needed: Sequence[str], optional: Sequence[str], present: Sequence[str]) -> dict[str, str] | None:
-    """Give the columns of a file that probably hold those of a format; None: not all that it needs have one."""
-    by_name = {name.lower(): name for name in present}
+def guess_columns(needed: Sequence[str], optional: Sequence[str], kinds: Mapping[str, Kind]) -> dict[str, str] | None:
+    """Give the columns of a file that probably hold those of a format; None: not all that it needs have one.
+
+    `kinds` are its columns, and what their values are.
+    """
+    by_name = {name.lower(): name for name in kinds}
     found: dict[str, str] = {}
     for name in (*needed, *optional):
         likely = (by_name[other] for other in (name, *GUESSES.get(name, ())) if other in by_name)
-        taken = next((column for column in likely if column not in found.values()), None)
+        taken = next(
+            (column for column in likely if column not in found.values() and may_hold(name, kinds[column])), None
+        )
         if taken is not None:
             found[name] = taken
         elif name in needed:

@@ -17,6 +17,8 @@ format does not read follows in a line of its own: `split_columns`.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from hfdist.config.data import DataConfig, RowFormat, SourceConfig
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text
-from hfdist.data.sources.columns import TEXT, Column, guess_columns
+from hfdist.data.sources.columns import TEXT, Column, Kind, guess_columns, kinds_of
 from hfdist.errors import nearest
 
 _ROLES: Mapping[str, str] = {
@@ -90,6 +92,9 @@ def _from_prompt(row: Mapping[str, object]) -> dict[str, object]:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"prompt": prompt, "completion": completion}
+    for name in ("prompt", "completion"):
+        if not isinstance(row[name], str | list):
+            _refuse("this is neither a text nor a list of messages", name, row[name], "a text, or a list of messages")
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     messages = [_message(item, f"prompt[{n}]") for n, item in enumerate(asked)]
@@ -317,6 +322,7 @@ _NAMED = {format: form.needed for format, form in _FORMS_BY_NAME.items()} | {
 }
 """What the hint says of columns whose names tell nothing, in their order."""
 _NUMBERS = ("id", "idx", "index")
+_NO_TEXTS = (*_NUMBERS, "url", "source", "time", "timestamp", "date", "created", "label", "language", "lang", "uuid")
 _TEXT_COLUMNS = ("content", "body", "raw_text", "raw_content", "document", "article", "passage", "story", "code")
 """Columns that hold the text in many datasets."""
 _TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Trainer takes rows of input_ids and labels"
@@ -369,8 +375,11 @@ class RowReader:
             return json.dumps([self.format.value, text, *mapped])
         return text
 
-    def columns(self, present: Sequence[str], *, where: str) -> list[str]:
-        """Give those of the columns that are read; ContentError where they fit no format that is allowed."""
+    def columns(self, present: Mapping[str, Kind], *, where: str) -> list[str]:
+        """Give those of the columns that are read; ContentError where they fit no format that is allowed.
+
+        `present` says of each column what its values are, for what the error proposes.
+        """
         if not self.gives_examples:
             if not (places := self.text.places(present)):
                 raise self._no_text(present, where)
@@ -398,7 +407,7 @@ class RowReader:
         if not self.gives_examples:
             text = self.text.value(row)
             if text is None and not self.text.places(row):
-                return BadRow(self._no_text(list(row), where, is_row=True))
+                return BadRow(self._no_text(kinds_of([row]), where, is_row=True))
             return check_text(text, where=where)
         # Files that hold rows of several formats have null where a row has no such column.
         values = {**row, **{name: column.value(row) for name, column in self._named}} if self._named else row
@@ -408,7 +417,11 @@ class RowReader:
                 example = _canonical(form, present, where)
                 is_kept = self.keeps_columns and isinstance(example, str)
                 return f"{example}\n{self._others(form, row)}" if is_kept else example
-        return BadRow(self._no_format(list(present), where, is_row=True))
+        empty = [name for form in self._forms if set(form.needed) <= set(values) for name in form.needed]
+        if empty:
+            named = next(name for name in empty if name not in present)
+            return BadRow(ContentError(f"the row has no value in `{named}`", where=where, found="null"))
+        return BadRow(self._no_format(kinds_of([present]), where, is_row=True))
 
     def _others(self, form: _Form, row: Mapping[str, object]) -> str:
         """Write what the format does not read of a row, if JSON has it."""
@@ -433,21 +446,22 @@ class RowReader:
         """The columns that the config names."""
         return self.mapped if self.text == TEXT else (("text", self.text), *self.mapped)
 
-    def _no_text(self, present: Sequence[str], where: str, *, is_row: bool = False) -> ContentError:
+    def _no_text(self, present: Mapping[str, Kind], where: str, *, is_row: bool = False) -> ContentError:
         # Other rows of the file have the column.
         # Where it was named, or other rows have it, it is one of several.
         is_one = is_row or self.text != TEXT
-        free = [column for column in present if column not in _NUMBERS and len(column) > 1] or present
+        texts = [column for column, kind in present.items() if kind is Kind.text]
+        free = [column for column in texts if column not in _NO_TEXTS and len(column) > 1] or texts
         likely = [column for column in _TEXT_COLUMNS if column in free]
         column = nearest(self.text.paths[0], likely[:1] or free, cutoff=0.0)
         hint = None if column is None else self.name_texts([column], has_asked=is_one)
         if "input_ids" in present:
             column, hint = None, _TAKES_TEXT
+        elif set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
+            column, hint = None, f"hfdist dpo learns from preferences; as text: {self.section}.text=chosen"
         elif any(set(form.needed) <= set(present) for form in _FORMS.values()):
-            column, hint = (
-                None,
-                f"hfdist finetune learns from conversations, with the same model and data; as text: {hint}",
-            )
+            as_text = "" if hint is None else f"; as text: {hint}"
+            column, hint = None, f"hfdist finetune learns from conversations, with the same model and data{as_text}"
         what, allowed = f"there is no column {self.text}", ", ".join(present)
         return NoTextError(what, where=where, allowed=allowed, hint=hint, column=column)
 
@@ -455,7 +469,9 @@ class RowReader:
         """Write the override that names the text columns of several files; `has_asked`: one has what is asked for."""
         names = dict.fromkeys([*(self.text.paths if has_asked else ()), *columns])
         key = f"{self.section}.text"
-        return f"'{key}=[{','.join(names)}]'" if len(names) > 1 else f"{key}={next(iter(names))}"
+        quoted = [name if re.fullmatch(r"[\w.-]+", name) else json.dumps(name, ensure_ascii=False) for name in names]
+        value = f"[{','.join(quoted)}]" if len(quoted) > 1 else quoted[0]
+        return shlex.quote(f"{key}={value}")
 
     def _mapping(self, found: Mapping[str, str]) -> str:
         """Propose columns; pairs that may be of a chat are proposed as turns, too."""
@@ -466,12 +482,14 @@ class RowReader:
             hint = f"{hint}; '{self.columns_key}={turns}' makes them turns of a chat"
         return hint
 
-    def _no_format(self, present: Sequence[str], where: str, *, is_row: bool = False) -> ContentError:
+    def _no_format(self, present: Mapping[str, Kind], where: str, *, is_row: bool = False) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)
-        column = next(iter(present), "COLUMN")
+        column = next((name for name, kind in present.items() if kind is Kind.text), None)
         as_text = f"{self.section}.format=text {self.section}.text={column} reads it, where it is plain text"
+        as_text = "" if column is None else as_text
         missing = [name for name in _NAMED[self.format] if name not in present]
-        free = [column for column in present if column not in (*_NAMED[self.format], *_NUMBERS)]
+        others = [column for column in present if column not in (*_NAMED[self.format], *_NUMBERS)]
+        free = [column for column in others if present[column] in (Kind.text, Kind.turns)]
         if "input_ids" in present:
             hint = _TAKES_TEXT
         elif self.format is RowFormat.auto and set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
@@ -489,15 +507,19 @@ class RowReader:
             hint = f"{named}; data.format=prompt, where rewards need none"
         elif self.format is RowFormat.preference and any(set(form.needed) <= set(present) for form in _FORMS.values()):
             hint = "hfdist sft learns from such rows; dpo and reward compare a chosen answer with a rejected one"
+        elif "messages" in present and missing == ["prompt", "completion"] and len(free) == 2:
+            # Messages that end with a question, and its answer.
+            hint = self._mapping({"prompt": "messages", "completion": next(one for one in free if one != "messages")})
         elif "messages" in present and missing[:1] == ["prompt"]:
             # What is asked, and the answer that is compared: a list of messages each.
             hint = 'rows such as {"prompt": messages[:-1], "completion": messages[-1:]}'
         # Of a row, columns without a value are not here.
-        elif len(free) >= len(missing) > 0 and not is_row:
+        elif len(free) >= len(missing) > 0 and "label" not in missing and not is_row:
             hint = self._mapping(dict(zip(missing, free, strict=False)))
-            hint = f"{hint}; {as_text}" if self.format is RowFormat.auto else hint
+            hint = f"{hint}; {as_text}" if self.format is RowFormat.auto and as_text else hint
         else:
-            hint = as_text if self.format is RowFormat.auto else f"rows with {' and '.join(missing)}"
+            rows = f"rows with {' and '.join(missing)}" + (", which is true or false" if "label" in missing else "")
+            hint = as_text if self.format is RowFormat.auto and as_text else rows
         return ContentError(
             "the columns fit no format of examples" if self.format is RowFormat.auto else "columns are missing",
             where=where,

@@ -30,7 +30,7 @@ from hfdist.data.sources.base import (
     expands_too_much,
     rows_held_at_once,
 )
-from hfdist.data.sources.columns import Column
+from hfdist.data.sources.columns import Column, Kind
 from hfdist.data.sources.rows import RowReader, without_nulls
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile
@@ -41,7 +41,7 @@ _VALUE_BYTES = 8
 
 def check_schema(schema: pa.Schema, rows: RowReader, *, where: str) -> list[str]:
     """Give the columns that are read, in the order of the file; ContentError where none are there, or none of text."""
-    columns = rows.columns(schema.names, where=where)
+    columns = rows.columns({field.name: _kind_of(field.type) for field in schema}, where=where)
     return columns if rows.gives_examples else [_text_place(schema, rows.text, where)[0]]
 
 
@@ -62,6 +62,16 @@ def _text_place(schema: pa.Schema, text: Column, where: str = "") -> tuple[str, 
                 return place
             refused.append(ContentError("the text column holds no text", where=found, found=str(kind)))
     raise refused[0]
+
+
+def _kind_of(kind: pa.DataType) -> Kind:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if is_text(kind):
+        return Kind.text
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind):
+        return Kind.flag
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return Kind.turns if is_list and pa.types.is_struct(kind.value_type) else Kind.other
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -33,6 +33,7 @@ from hfdist.data.sources.base import (
     rows_held_at_once,
     spans_of_part,
 )
+from hfdist.data.sources.columns import kinds_of
 from hfdist.data.sources.rows import RowReader, has_null_arguments
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile, LocalFile, key_of
@@ -144,8 +145,7 @@ class JsonLinesShard(_IndexedShard):
                 _warn_of_nulls(str(Path(self._file.url).parent))
         if sampled:
             try:
-                names = list(dict.fromkeys(name for value in sampled for name in value))
-                self._rows.columns(names, where=self._file.url)
+                self._rows.columns(kinds_of(sampled), where=self._file.url)
             except ContentError:
                 # What is no JSON says more than the columns of the rest.
                 for value in objects:

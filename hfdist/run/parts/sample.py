@@ -31,9 +31,9 @@ class SamplePart(Part):
 
     def _show(self, run: RunState) -> None:
         report, folder, strategy = run.config.report, run.outcome.folder, run.trainer.strategy
-        tokenizer, ids = run.data.tokenizer, None
+        tokenizer, ids, is_free = run.data.tokenizer, None, report.sample_prompt is not None
         what = f"{folder} continues {report.sample_prompt!r}"
-        if report.sample_prompt is not None:
+        if is_free:
             ids = tokenizer(report.sample_prompt)["input_ids"]
         elif (example := held_out_example(run)) is not None and not run.config.task.name.is_reinforcement:
             # Of a policy, rollouts.jsonl has answers.
@@ -41,12 +41,12 @@ class SamplePart(Part):
             asked, answer = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, example.reference))
             asked = asked if len(asked) <= _SHOWN_CHARACTERS else f"...{asked[-_SHOWN_CHARACTERS:]}"
             answer = answer if len(answer) <= _SHOWN_CHARACTERS else f"{answer[:_SHOWN_CHARACTERS]}..."
-            what = f"{folder} is asked {asked!r}; the data answer {answer!r}, it (sampled)"
+            what = f"{folder} is asked {asked!r}; the data answer {answer!r}, it"
         if ids is None:
             return
         assert strategy is not None
         with strategy.without_partitioning(run.trainer.args):
-            logger.info("%s:\n%s", what, sample(folder, tokenizer, ids, report.sample_tokens))
+            logger.info("%s:\n%s", what, sample(folder, tokenizer, ids, report.sample_tokens, is_free=is_free))
 
 
 def held_out_example(run: RunState) -> Example | None:
@@ -57,11 +57,14 @@ def held_out_example(run: RunState) -> Example | None:
     return next(iter(take_examples(data.held_out, 1)), None)
 
 
-def sample(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], num_tokens: int) -> str:
-    """Open the exported folder as any user would, and let the model continue `prompt` (top-k sampling, fixed seed).
+def sample(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], num_tokens: int, *, is_free: bool
+) -> str:
+    """Open the exported folder as any user would, and let the model continue `prompt`.
 
-    Gives what it has written.
+    Gives what it has written: freely, by top-k sampling with a fixed seed, or greedily.
     """
+    choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # The end of a prompt asks.
@@ -73,9 +76,7 @@ def sample(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[in
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=num_tokens,
-            do_sample=True,
-            top_k=40,
-            temperature=0.8,
+            **choice,
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
         )

@@ -64,7 +64,8 @@ def _resumed(event: Mapping[str, object]) -> str:
 
 def _ended(event: Mapping[str, object]) -> str:
     error = event.get("error")
-    text = f"ended: {event.get('state')}, exit code {event.get('exit_code')}, at step {_step(event)}"
+    code = "" if event.get("exit_code") is None else f", exit code {event.get('exit_code')}"
+    text = f"ended: {event.get('state')}{code}, at step {_step(event)}"
     return f"{text}: {error}" if error else text
 
 

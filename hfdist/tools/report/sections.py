@@ -20,6 +20,7 @@ _MOST_SAMPLES = 8
 _LONGEST_SAMPLE = 800
 _STALL_SHARE = 0.05
 _DATA_SHARE = 0.1
+_LEAST_FILLED = 0.95
 _RISE, _FALL = 0.02, 0.1
 """A held-out loss that is by such a share above the lowest has risen; a reward that is below the highest, fallen."""
 
@@ -51,7 +52,9 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
         if step is not None:
             found.append(("step", f"{step:,.0f}" + (f" <small>of {most:,.0f}</small>" if most else "")))
         tokens = number(record.tokens) or (run.tokens[-1] if run.tokens else 0.0)
-        found.append(("tokens", short(tokens)))
+        # Below, the data of the last save are counted without.
+        is_padded = any(pool.get("filled", 1.0) < _LEAST_FILLED for pool in run.shares.values())
+        found.append(("tokens", short(tokens) + (" <small>with padding</small>" if is_padded else "")))
     elif step is not None:
         found.append(("step", f"{step:,.0f}"))
     found += [(name, value) for name, value in _losses(run)]

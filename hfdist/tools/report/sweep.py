@@ -7,15 +7,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from hfdist.records.trials import SETTINGS, Trial, TrialLog, rank_trials
+from hfdist.records.trials import NOTES, SETTINGS, Trial, TrialLog, rank_trials
 from hfdist.tools.report.drawing.axis import Axis, logarithmic
-from hfdist.tools.report.drawing.chart import Chart, Curve, draw
+from hfdist.tools.report.drawing.chart import Chart, Curve, colour, draw
 from hfdist.tools.report.text import escaped, number
 from hfdist.units import count, short
 
 _WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
 _MOST_AXES, _MOST_LINES, _MOST_ROWS = 8, 300, 100
 _MOST_NAMES, _LONGEST_NAME = 8, 40
+_MOST_TICKS = 6
 _RATE = ".lr"
 _LOG_RANGE = 30.0
 """Values whose largest is so many times the smallest are drawn by their logarithms."""
@@ -41,6 +42,11 @@ def sweep(folder: Path) -> str:
     if best.value is not None:
         values = f"<code>{escaped(_overrides(best))}</code>"
         found = f"<p>Best: trial {best.number}, {escaped(metric)} {short(best.value)}: {values}</p>"
+    notes = settings.get(NOTES)
+    items = "".join(
+        f"<li>{escaped(text, 500)}</li>" for text in (notes if isinstance(notes, list) else [])[:_MOST_AXES]
+    )
+    found += f'<ul class="findings">{items}</ul>' if items else ""
     drawn = f"{_by_value(trials, metric)}{_draw(trials, metric)}"
     return f"<h2>Sweep <small>{words}</small></h2>{found}{drawn}{_table(trials, metric)}"
 
@@ -104,15 +110,29 @@ def _chart(key: str, trials: Sequence[Trial], metric: str) -> str:
         places = [float(names.index(str(trial.values[key]))) for trial in own]
         ticks = tuple((float(place), escaped(name, 16)) for place, name in enumerate(names))
         across = Axis(-0.5, len(names) - 0.5, ticks[:_MOST_NAMES])
-    elif _is_logarithmic(key, min(places), max(places)):
-        across = logarithmic(min(places), max(places))
+    else:
+        across = _numbers(key, places)
     points = [(place, trial.value) for place, trial in zip(places, own, strict=True)]
-    curves = [Curve("trials", sorted(points[1:]), "c0", is_line=False)] if points[1:] else []
+    curves = [Curve("trials", sorted(points[1:]), "rest", is_line=False)] if points[1:] else []
     name = f"trial {own[0].number}" + (", the best" if own[0] is trials[0] else "")
-    curves.append(Curve(name, points[:1], "c1", is_line=False))
+    # The best trial is the first of the runs on the page: everywhere in its colour.
+    curves.append(Curve(name, points[:1], colour(0), is_line=False))
     shown_names = [name[:_LONGEST_NAME] for name in names[:_MOST_NAMES]]
     title = f"{metric} by {key}"
     return draw(Chart(title=title, x=key, curves=curves, may_be_log=True, across=across, names=shown_names))
+
+
+def _numbers(key: str, places: Sequence[float]) -> Axis | None:
+    """Give the axis of swept numbers; few ones are its labels; None: an ordinary one."""
+    tried, is_log = sorted({*places}), _is_logarithmic(key, min(places), max(places))
+    if not 1 < len(tried) <= _MOST_TICKS:
+        return logarithmic(tried[0], tried[-1]) if is_log else None
+    at = [math.log10(value) if is_log else value for value in tried]
+    margin = 0.05 * (at[-1] - at[0])
+    ticks = tuple(
+        (place, f"{value:.3g}" if abs(value) < 1000 else short(value)) for place, value in zip(at, tried, strict=True)
+    )
+    return Axis(at[0] - margin, at[-1] + margin, ticks, is_log)
 
 
 def _is_logarithmic(key: str, low: float, high: float) -> bool:
@@ -170,12 +190,10 @@ def _draw(trials: Sequence[Trial], metric: str) -> str:
             if value is not None
         )
         is_good = 4 * rank < len(shown)
-        look = 'class="line c1"' if rank == 0 else 'class="line c0"' if is_good else 'class="line" opacity="0.3"'
+        look = f'class="line {colour(0) if rank == 0 else "rest"}"' + ("" if is_good else ' opacity="0.3"')
         lines.append(f'<polyline {look} points="{points}"><title>trial {trial.number}</title></polyline>')
     marks = "".join(_mark(axis, _SIDE + across * place) for place, axis in enumerate(axes))
-    words = (
-        f"Each line is a trial, over its values and {escaped(metric)}; orange is the best one, blue the best quarter."
-    )
+    words = f"Each line is a trial, over its values and {escaped(metric)}; blue is the best one, faint is no good one."
     return (
         f'<figure class="chart"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}" font-size="13" '
         f'fill="currentColor">{"".join(lines)}{marks}</svg><p class="axis">{words}</p></figure>'

@@ -33,13 +33,13 @@ from hfdist.processes.stop_signals import heard_signals
 from hfdist.records import RunFolder
 from hfdist.records.lines import parse_line
 from hfdist.records.run_lock import RunLock
-from hfdist.records.trials import SETTINGS, Trial
+from hfdist.records.trials import NOTES, SETTINGS, Trial
 from hfdist.tools.jobs.cluster import GROUP as CLUSTER
 from hfdist.tools.jobs.cluster import ClusterConfig, compose_cluster
 from hfdist.tools.jobs.command import check_job
 from hfdist.tools.jobs.job import Job
 from hfdist.tools.sweep.controller import Controller, Sweep
-from hfdist.tools.sweep.end_screen import describe_end
+from hfdist.tools.sweep.end_screen import describe_end, find_notes
 from hfdist.tools.sweep.launchers.base import LOG, Launcher
 from hfdist.tools.sweep.launchers.local import LocalLauncher
 from hfdist.tools.sweep.launchers.ray import RayLauncher
@@ -134,7 +134,8 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
 def _refuse_words_of_others(arguments: Sequence[str]) -> None:
     """Refuse distributions as Optuna, Ray and wandb name them."""
     for text in arguments:
-        found = re.fullmatch(r"([\w.]+)=((?:q?log_?)?uniform|q?randint)(?:_values)?\(\s*([^,()]+),\s*([^,()]+)\)", text)
+        names = r"(?:q?log_?)?uniform|q?randint|log"
+        found = re.fullmatch(rf"([\w.]+)=({names})(?:_values)?\(\s*([^,()]+),\s*([^,()]+)\)", text)
         if found is not None:
             key, name, low, high = found.groups()
             values = f"tag(log, interval({low}, {high}))" if "log" in name else f"interval({low}, {high})"
@@ -246,8 +247,10 @@ def _sweep(arguments: list[str]) -> None:
     best = controller.best()
     if best is not None:
         path = write_best(sweep, controller.history(best))
-        again = f"hfdist {line.recipe} --config-dir {path.parent} --config-name {path.stem}"
-        _say(describe_end(sweep, controller, best, again))
+        again = f"hfdist run {shlex.quote(str(path))}"
+        notes = [*find_notes(sweep, controller.log.trials, best)]
+        _keep_notes(sweep, notes)
+        _say(describe_end(sweep, controller, best, again, notes))
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
@@ -329,6 +332,13 @@ def keep_settings(sweep: Sweep) -> None:
             )
         return
     write_atomically(path, json.dumps(asked, indent=1).encode())
+
+
+def _keep_notes(sweep: Sweep, notes: Sequence[str]) -> None:
+    """Let the page of the sweep say them, too."""
+    path = sweep.folder / SETTINGS
+    settings = parse_line(path.read_bytes()) or {}
+    write_atomically(path, json.dumps(settings | {NOTES: list(notes)}, indent=1).encode())
 
 
 def _say(line: str) -> None:

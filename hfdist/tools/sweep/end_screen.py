@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hfdist.config.schema import find_key
 from hfdist.records import RunFolder, read_run
@@ -14,14 +14,14 @@ from hfdist.tools.sweep.space import as_overrides
 from hfdist.units import duration, energy, money
 
 
-def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str) -> str:
+def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str, notes: Sequence[str]) -> str:
     """Give the screen after the table of trials; `again` is the command that trains the best one anew."""
     folder = sweep.folder_of(best)
     lines = [f"best: {folder}: {' '.join(as_overrides(best.values))}"]
     for trial in controller.history(best)[:-1]:
         values = " ".join(as_overrides(trial.values))
         lines.append(f"  up to step {trial.results[-1].step}, trial {trial.number}: {values}")
-    lines += [f"  {words}" for words in _warnings(sweep, controller.log.trials, best)]
+    lines += [f"  {words}" for words in notes]
     run = RunFolder(folder)
     delivered = [path for path in (run.model, run.adapter) if path.is_dir()]
     lines += [f"its {path.name}: {path}" for path in delivered]
@@ -29,11 +29,15 @@ def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str) 
         lines.append(f"how to use it: the last lines of {folder / LOG}")
     lines += _used(sweep, controller.log.trials)
     steps = [(f"hfdist report {sweep.folder}", "makes a page of all trials"), (again, "trains the best one again")]
+    if not sweep.has_lengths:
+        longer = f"run.name=longer train.max_steps={2 * best.results[-1].step}"
+        steps.append((f"{again} {longer}", "trains it for twice as long"))
     width = max(len(command) for command, _ in steps)
     return "\n".join([*lines, "what comes next:", *(f"  {command:<{width}}  # {why}" for command, why in steps)])
 
 
-def _warnings(sweep: Sweep, trials: list[Trial], best: Trial) -> Iterator[str]:
+def find_notes(sweep: Sweep, trials: Sequence[Trial], best: Trial) -> Iterator[str]:
+    """Say where better values may lie, and what makes the trials unlike."""
     for dimension in sweep.space.dimensions:
         key, value = dimension.key, best.values.get(dimension.key)
         tried = [one for one in dimension.choices if isinstance(one, int | float) and not isinstance(one, bool)]

@@ -24,6 +24,8 @@ OTHERS = {
     "own_config.py": "a file is named, or mended in an editor",
     "finished.py": "the files of a run that has ended",
     "unnamed.py": "twenty folders of runs that have no name",
+    "defaults_list.py": "a config file is mended in an editor",
+    "_bad_group": "a defaults list is mended in an editor",
     "_twice_in_a_file": "a defaults list is mended in an editor",
     # Of values that only files have.
     "explain_interpolation": "the value is to be written out",
@@ -43,6 +45,7 @@ def make_files(folder):
         "unreadable",
         "runs/first/checkpoints/step-00000001",
         "runs/first/model",
+        "made/tokens/tokenizer",
     ):
         (folder / name).mkdir(parents=True)
     for name in (
@@ -51,6 +54,7 @@ def make_files(folder):
         "web/a.parquet",
         "folder/adapter_config.json",
         "runs/first/model/config.json",
+        "made/tokens/00000.tokens",
     ):
         (folder / name).touch()
     (folder / "own").mkdir()

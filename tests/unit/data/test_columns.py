@@ -11,7 +11,7 @@ from datasets import Dataset
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import COLUMNS, RowFormat
 from hfdist.data.sources.base import ContentError
-from hfdist.data.sources.columns import Column, guess_columns
+from hfdist.data.sources.columns import Column, Kind, guess_columns
 from hfdist.data.sources.find import find_shards
 from hfdist.data.sources.rows import _FORMS, _FORMS_BY_NAME
 from hfdist.errors import ConfigError
@@ -213,9 +213,13 @@ def test_a_column_whose_name_has_a_dot_is_found_first():
 
 def test_a_guess_takes_no_column_twice():
     both = ("prompt", "completion")
-    assert guess_columns(both, (), ("Question", "answer")) == {"prompt": "Question", "completion": "answer"}
-    assert guess_columns(both, (), ("input",)) is None
-    assert guess_columns(("chosen", "rejected"), ("prompt",), ("question", "accepted", "rejected")) == {
+    text = Kind.text
+    assert guess_columns(both, (), {"Question": text, "answer": text}) == {"prompt": "Question", "completion": "answer"}
+    assert guess_columns(both, (), {"input": text}) is None
+    assert guess_columns(both, (), {"question": text, "answer": Kind.other}) is None
+    assert guess_columns((*both, "label"), (), {"question": text, "answer": text, "liked": text}) is None
+    three = dict.fromkeys(("question", "accepted", "rejected"), text)
+    assert guess_columns(("chosen", "rejected"), ("prompt",), three) == {
         "chosen": "accepted",
         "prompt": "question",
     }

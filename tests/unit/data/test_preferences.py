@@ -133,9 +133,9 @@ def test_all_texts_are_there_for_what_wants_text():
     ("row", "kind", "said"),
     [
         ({"prompt": "a", "chosen": "b"}, RowFormat.preference, "columns are missing"),
-        ({"prompt": "a", "chosen": "b", "rejected": 3}, RowFormat.preference, "no list"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, RowFormat.preference, "neither a text nor a list"),
         ({"prompt": "a", "completion": "b", "label": 2}, RowFormat.unpaired_preference, "true or false"),
-        ({"prompt": 4}, RowFormat.prompt, "no list"),
+        ({"prompt": 4}, RowFormat.prompt, "neither a text nor a list"),
     ],
 )
 def test_rows_of_another_form_are_bad(row, kind, said):

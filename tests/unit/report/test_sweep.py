@@ -46,7 +46,7 @@ def test_the_furthest_and_best_come_first_and_each_is_a_line(tmp_path):
     assert "5 trials, 1 failed, tpe" in html
     assert "Best: trial 1, eval_loss 2.20: <code>optimizer.lr=0.001 strategy=zero1</code>" in html
     assert html.count("<polyline") == 3
-    assert html.count('class="line c1"') == 1
+    assert html.count('class="line c0"') == 1
     assert "<script" not in html
     assert "<b>" not in html
     other = write_sweep(tmp_path / "other", TRIALS, direction="maximize")
@@ -60,7 +60,7 @@ def test_the_metric_stands_over_each_swept_value(tmp_path):
     assert 'data-logx="1"' in rates
     # Two trials and the best one, over the logarithms of their rates, from the lowest.
     assert re.findall(r' d="([^"]+)"', rates) == ["M-4 3h0M-1 2h0", "M-3 2.2h0"]
-    assert all(f">{label}</text>" in rates for label in ("1e-4", "0.01"))
+    assert all(f">{label}</text>" in rates for label in ("0.0001", "0.001", "0.1"))
     assert ">zero1</text>" in names
     assert "&lt;script&gt;" in names
     one = write_sweep(tmp_path / "one", [({"train.seed": seed}, [2.0 + seed]) for seed in (1, 2)])
