@@ -93,8 +93,7 @@ def _from_prompt(row: Mapping[str, object]) -> dict[str, object]:
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"prompt": prompt, "completion": completion}
     for name in ("prompt", "completion"):
-        if not isinstance(row[name], str | list):
-            _refuse("this is neither a text nor a list of messages", name, row[name], "a text, or a list of messages")
+        _check_answer(row[name], name)
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     messages = [_message(item, f"prompt[{n}]") for n, item in enumerate(asked)]
@@ -105,6 +104,7 @@ def _from_prompt(row: Mapping[str, object]) -> dict[str, object]:
 def _from_preference(row: Mapping[str, object]) -> dict[str, object]:
     """A chosen and a rejected answer, with their prompt or with what both begin with as their prompt."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    _check_answer(rejected, "rejected")
     first = next(iter(chosen), None) if isinstance(chosen, list) else None
     if isinstance(prompt, str) and isinstance(first, dict) and first.get("role") in ("system", "user"):
         # Conversations that hold the prompt themselves.
@@ -123,6 +123,11 @@ def _from_preference(row: Mapping[str, object]) -> dict[str, object]:
     if isinstance(rejected, str):
         return example | {"rejected": [{"role": "assistant", "content": rejected}]}
     return example | {"rejected": [_message(m, f"rejected[{n}]") for n, m in enumerate(_list(rejected, "rejected"))]}
+
+
+def _check_answer(value: object, name: str) -> None:
+    if not isinstance(value, str | list):
+        _refuse("this is neither a text nor a list of messages", name, value, "a text, or a list of messages")
 
 
 def _num_common(first: Sequence[object], second: Sequence[object]) -> int:
