@@ -6,10 +6,12 @@ and values between blocks, and those that keep something else in their caches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfdist.errors import first_line
 from hfdist.models.blocks import find_block_parts
@@ -58,9 +60,9 @@ def _compare(model: PreTrainedModel) -> float:
     split = split_at_blocks(small, blocks, tuple(range(i, i + 1) for i in range(len(blocks))), range(len(blocks)))
     stages = [split.stage_module(stage, CARRIES[0]) for stage in split.mine]
 
-    def run(call: Any) -> list[Any]:
-        value = None
-        for stage in stages:
+    def run(call: Callable[[PreTrainedModel], CausalLMOutputWithPast]) -> list[CausalLMOutputWithPast]:
+        value = stages[0].run(call, None)
+        for stage in stages[1:]:
             value = stage.run(call, value)
         return [value]
 
@@ -84,7 +86,7 @@ def _write(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Give the logits of each new token; the second row is shorter than the first."""
     mask = torch.ones_like(tokens[:, :_NUM_TOKENS])
     mask[1, :_NUM_PADDING] = 0
-    given: Any = _Given(tokens)
+    given = _Given(tokens)
     generate: Any = model.generate
     model.generation_config = GenerationConfig()
     generate(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -155,6 +155,9 @@ def _has_attention(block: Block) -> bool:
     )
 
 
+Inputs = TypeVar("Inputs")
+
+
 class _Timer:
     def __init__(self, device: torch.device, half: torch.dtype | None, num_blocks: int) -> None:
         self.seconds = [0.0] * num_blocks
@@ -162,9 +165,9 @@ class _Timer:
         """Output of the last block, shape [sequences, tokens, hidden]."""
         self._device = device
         self._half = half
-        self._known: dict[str, tuple[float, Any]] = {}
+        self._known: dict[str, tuple[float, object]] = {}
 
-    def call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> Any:
+    def call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> object:
         """Stand in for a block: time it, or take the time and the output of another one of its kind."""
         kind = kind_of_block(block)
         if kind not in self._known:
@@ -174,7 +177,9 @@ class _Timer:
         self.hidden = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
         return output
 
-    def time(self, module: nn.Module, prepare: Callable[[], object], call: Callable[[nn.Module, Any], Any]) -> float:
+    def time(
+        self, module: nn.Module, prepare: Callable[[], Inputs], call: Callable[[nn.Module, Inputs], object]
+    ) -> float:
         """Give the median seconds of forward and backward of a copy of `module` on the device.
 
         Args:
@@ -183,7 +188,7 @@ class _Timer:
             call: calls the copy with them.
         """
         # Small random weights: those of a model that is not loaded yet may be anything.
-        memo: dict[int, Any] = {id(p): nn.Parameter(self._random_like(p)) for p in module.parameters()}
+        memo: dict[int, object] = {id(p): nn.Parameter(self._random_like(p)) for p in module.parameters()}
         there = copy.deepcopy(module, memo).to(self._device)
         seconds = []
         for _ in range(1 + _REPEATS):
@@ -198,14 +203,19 @@ class _Timer:
             seconds.append(time.perf_counter() - start)
         return median(seconds[1:])
 
-    def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> tuple[float, Any]:
-        output: Any = None
+    def _measure(
+        self, block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[float, object]:
+        output: object = None
 
-        def prepare() -> Any:
+        def prepare() -> tuple[tuple[object, ...], Mapping[str, object]]:
             # Blocks may write into what they are given, such as a cache.
-            return tree_map_only(torch.Tensor, self._move, copy.deepcopy((args, kwargs)))
+            moved: tuple[tuple[object, ...], Mapping[str, object]] = tree_map_only(
+                torch.Tensor, self._move, copy.deepcopy((args, kwargs))
+            )
+            return moved
 
-        def call(there: nn.Module, inputs: Any) -> Any:
+        def call(there: nn.Module, inputs: tuple[tuple[object, ...], Mapping[str, object]]) -> object:
             nonlocal output
             output = there(*inputs[0], **inputs[1])
             return output

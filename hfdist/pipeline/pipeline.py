@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.pipeline.whole_model import make_whole
 
+Value = TypeVar("Value")
 Tensors = tuple[torch.Tensor, ...]
 Batch = dict[str, torch.Tensor]
 Microbatch = AbstractContextManager[Batch]
@@ -65,7 +66,7 @@ class Step(NamedTuple):
     """What the stages of a rank run."""
 
     microbatches: Sequence[Microbatch]
-    loss: Callable[[PreTrainedModel, Batch], Any]
+    loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
     """Calls the model on a micro batch; on the last stage its value is the loss."""
     side_loss: Callable[[], torch.Tensor | None]
     """After each forward: what the stage adds to the loss by itself, or None."""
@@ -101,7 +102,7 @@ class Stage:
         self._splits_backward = splits_backward
         self._span = partial(recorder.span, stage=index)
         self._graphs: dict[int, _Graph] = {}
-        self._weight_backwards: dict[int, Callable[[], Any]] = {}
+        self._weight_backwards: dict[int, Callable[[], object]] = {}
 
     def empty_inputs(self, microbatch: int, device: torch.device) -> Tensors:
         """Allocate what the stage receives."""
@@ -122,9 +123,7 @@ class Stage:
                 for tensor, meta in zip(received, header.metas, strict=True):
                     tensor.requires_grad_(meta.requires_grad)
                 incoming = header.pack(received)
-            value: Any = self._module.run(
-                partial(_call, self._step.loss, self._step.microbatches[microbatch]), incoming
-            )
+            value = self._module.run(partial(_call, self._step.loss, self._step.microbatches[microbatch]), incoming)
             side = self._step.side_loss()
         outputs = (value,) if self.is_last else tuple(_sendable(tensor) for tensor in unpack(value)[1])
         if torch.is_grad_enabled():
@@ -317,7 +316,9 @@ class Pipeline:
             instructions = [instruction for instruction in instructions if instruction.operation in FORWARDS]
         return Runtime(stages, self._channel, self._recorder).run(instructions)
 
-    def forward(self, microbatches: Sequence[Microbatch], call: Callable[[PreTrainedModel, Batch], Any]) -> list[Any]:
+    def forward(
+        self, microbatches: Sequence[Microbatch], call: Callable[[PreTrainedModel, Batch], Value]
+    ) -> list[Value]:
         """Run forwards only, for any number of micro batches; values on the rank of the last stage."""
         # One micro batch goes through all of a rank's stages before the next does: on NCCL, where a send may wait for
         # its receive, ranks with several stages would otherwise wait for each other.
@@ -326,7 +327,7 @@ class Pipeline:
         self._channel.flush()
         return values
 
-    def call_whole(self, batch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> object:
+    def call_whole(self, batch: Microbatch, call: Callable[[PreTrainedModel, Batch], Value]) -> Value:
         """Call a function on a model that acts as the whole one, on all ranks of the pipeline: see `make_whole`."""
         stages = list(self.modules.values())
         whole = make_whole(stages, lambda call: self._run_stages(call)[0], self._channel.broadcast_from_last_stage)
@@ -334,7 +335,9 @@ class Pipeline:
         self._channel.flush()
         return value
 
-    def _headers_for(self, microbatch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> dict[int, Header]:
+    def _headers_for(
+        self, microbatch: Microbatch, call: Callable[[PreTrainedModel, Batch], object]
+    ) -> dict[int, Header]:
         """Give what this rank's stages receive for a micro batch of this shape, by stage.
 
         All ranks see the same batch, so they agree. A shape that is new costs a forward of one micro batch.
@@ -358,13 +361,13 @@ class Pipeline:
         return bool(any_new)
 
     def _run_stages(
-        self, run: Callable[[PreTrainedModel], Any], *, runs_last_stage: bool = True
-    ) -> tuple[list[Any], dict[int, Header]]:
+        self, run: Callable[[PreTrainedModel], Value], *, runs_last_stage: bool = True
+    ) -> tuple[list[Value], dict[int, Header]]:
         """Run one forward. Give its value, on the rank of the last stage, and what stages received.
 
         All ranks of a pipeline call this. A rank without the value gives an empty list.
         """
-        values: list[Any] = []
+        values: list[Value] = []
         headers: dict[int, Header] = {}
         for index, module in self.modules.items():
             incoming = None if module.is_first else self._channel.receive(index)
@@ -382,7 +385,7 @@ def _describe(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _call(function: Callable[[PreTrainedModel, Batch], Any], microbatch: Microbatch, model: PreTrainedModel) -> Any:
+def _call(function: Callable[[PreTrainedModel, Batch], Value], microbatch: Microbatch, model: PreTrainedModel) -> Value:
     with microbatch as batch:
         return function(model, batch)
 
@@ -404,7 +407,7 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
     num_rows = len(batch["input_ids"])
     size = -(-num_rows // num_microbatches)
     missing = size * num_microbatches - num_rows
-    parts: dict[str, Any] = {}
+    parts: dict[str, list[object]] = {}
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1 < num_rows:
             parts[name] = [value] * num_microbatches

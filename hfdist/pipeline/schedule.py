@@ -28,14 +28,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from hfdist.config.layout import Layout
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _Action
 
 
 class _Limit(Enum):
@@ -228,6 +231,7 @@ def plan(schedule: Schedule, rank_of_stage: tuple[int, ...], num_microbatches: i
         ValueError: torch's schedule cannot run so many.
     """
     computing = _ORDERS[schedule](rank_of_stage, num_microbatches)
+    # Any: some actions of torch's have no micro batch, and these all have one.
     with_messages: dict[int, list[Any]] = _torch_schedules()._add_send_recv(
         {rank: _singles(actions) for rank, actions in computing.items()},
         stage_to_rank=rank_of_stage.__getitem__,
@@ -267,7 +271,7 @@ def receive_early(instructions: Sequence[Instruction], num_computations: int) ->
     return early
 
 
-def _torch_schedules() -> Any:
+def _torch_schedules() -> ModuleType:
     """Import torch's module when a list of actions is asked for: it takes time that other layouts save.
 
     Private in it: actions as torch's schedules list them, and what adds sends and receives to such lists.
@@ -277,7 +281,7 @@ def _torch_schedules() -> Any:
     return schedules
 
 
-def _singles(actions: list[Any]) -> list[Any]:
+def _singles(actions: Iterable[_Action | None]) -> list[_Action]:
     """Leave out idle time, and take pairs apart, the forward first.
 
     DualPipeV sends a forward's output only after the backward that it is paired with, so the next rank waits for both.
@@ -286,11 +290,11 @@ def _singles(actions: list[Any]) -> list[Any]:
     return [single for action in actions if action is not None for single in action.sub_actions or (action,)]
 
 
-def _gpipe(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[Any]]:
+def _gpipe(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[_Action]]:
     return {rank: _forwards_ahead(rank, num_microbatches, num_microbatches) for rank in rank_of_stage}
 
 
-def _one_f_one_b(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[Any]]:
+def _one_f_one_b(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[_Action]]:
     """A rank keeps no more micro batches in flight than there are ranks from it to the end."""
     num_ranks = len(rank_of_stage)
     return {
@@ -298,7 +302,7 @@ def _one_f_one_b(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[
     }
 
 
-def _forwards_ahead(stage: int, num_ahead: int, num_microbatches: int) -> list[Any]:
+def _forwards_ahead(stage: int, num_ahead: int, num_microbatches: int) -> list[_Action]:
     """First `num_ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
     torch_schedules = _torch_schedules()
     action, kinds = torch_schedules._Action, torch_schedules._ComputationType
@@ -310,8 +314,8 @@ def _forwards_ahead(stage: int, num_ahead: int, num_microbatches: int) -> list[A
     return actions
 
 
-def _of_torch(kind: str) -> Callable[[tuple[int, ...], int], dict[int, list[Any]]]:
-    def order(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[Any]]:
+def _of_torch(kind: str) -> Callable[[tuple[int, ...], int], dict[int, list[_Action]]]:
+    def order(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[_Action]]:
         # torch plans for all ranks at once; of stages it wants no more than the places of one rank's.
         places = [
             SimpleNamespace(
@@ -324,7 +328,7 @@ def _of_torch(kind: str) -> Callable[[tuple[int, ...], int], dict[int, list[Any]
             for stage, rank in enumerate(rank_of_stage)
             if rank == 0
         ]
-        orders: dict[int, list[Any]] = getattr(_torch_schedules(), kind)(places, num_microbatches).pipeline_order
+        orders: dict[int, list[_Action]] = getattr(_torch_schedules(), kind)(places, num_microbatches).pipeline_order
         return orders
 
     return order

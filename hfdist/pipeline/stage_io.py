@@ -61,9 +61,9 @@ class Absent:
 class Activations:
     """What one stage hands to the next for one micro batch."""
 
-    outputs: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, object] = field(default_factory=dict)
     """What a module of a block returned, in its own structure, by place: `"block.part"`."""
-    entries: dict[str, dict[str | int, Any]] = field(default_factory=dict)
+    entries: dict[str, dict[str | int, object]] = field(default_factory=dict)
     """What blocks wrote into their dict and list arguments, by name of the argument and by key."""
 
 
@@ -81,7 +81,7 @@ class Header:
     """Everything of activations but their tensors: the receiver can allocate, and put them together again."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]
+    leaves: tuple[object, ...]
     """A TensorMeta for each tensor, an Absent, or a plain value."""
 
     @property
@@ -199,7 +199,7 @@ def _leaf_to_json(leaf: object) -> dict[str, object]:
             raise TypeError(f"blocks return a {type(leaf).__name__}, which cannot travel between processes")
 
 
-def _leaf_from_json(leaf: dict[str, Any]) -> Any:
+def _leaf_from_json(leaf: dict[str, Any]) -> object:
     match leaf:
         case {"tensor": shape, "dtype": dtype, "requires_grad": requires_grad}:
             return TensorMeta(shape=tuple(shape), dtype=getattr(torch, dtype), requires_grad=requires_grad)

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfdist.errors import PartitionError
 from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
 
+Standing = TypeVar("Standing", bound=nn.Module)
+Container = MutableMapping[str | int, object] | list[object]
+"""What blocks write into: a cache, or a list of what they gave."""
 Block = tuple[nn.Module, ...]
 """The modules that make one transformer block: nearly always one."""
 
@@ -78,11 +81,11 @@ class StageModule(nn.Module):
             poison = torch.full((), torch.nan, dtype=dtype, device=self._own[0].device).expand(shape)
             set_parameter(self.model, name, nn.Parameter(poison))
 
-    def parameters(self, recurse: bool = True) -> Any:
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Give the parameters that get gradients on this stage: those of its blocks, and those outside all blocks."""
         return iter(self._own)
 
-    def run(self, call: Callable[[PreTrainedModel], Any], incoming: Activations | None) -> Activations | Any:
+    def run(self, call: Callable[[PreTrainedModel], object], incoming: Activations | None) -> Any:
         """Run one forward.
 
         Args:
@@ -107,7 +110,7 @@ class StageModule(nn.Module):
             return value
         raise PartitionError("the model ends before it has called all its blocks", found=f"blocks up to {self.stage}")
 
-    def _call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> Any:
+    def _call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> object:
         if self._stage_forward is None:
             # Gradient checkpointing runs the block again during backward.
             return block(*args, **kwargs)
@@ -120,7 +123,7 @@ def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callab
     Calling a stand-in is `call(place, original module, *args, **kwargs)`. A forward that was replaced by a function, as
     of an embedding whose rows tensor ranks share, runs the original module, which has the same tensors.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for shared in vars(module).values():
             if isinstance(shared, (PreTrainedConfig, torch.Tensor)):
@@ -144,7 +147,7 @@ def refuse_call(model: nn.Module, inputs: object) -> None:
     )
 
 
-def stand_in(block: nn.Module, forward: Callable[..., object]) -> nn.Module:
+def stand_in(block: Standing, forward: Callable[..., object]) -> Standing:
     """Copy a module's class and attributes; its hooks, checkpointing and compilation stay with the module itself."""
     # Not `copy.copy`, which an FSDPModule does not allow.
     copied = object.__new__(type(block))
@@ -188,14 +191,14 @@ class StageForward:
         self._carry = carry
         self._incoming = Activations() if incoming is None else incoming
         self._last_called = BlockPlace(-1, 0)
-        self._outputs: dict[str, Any] = {}
+        self._outputs: dict[str, object] = {}
         self._versions: dict[str, list[int]] = {}
-        self._entries: dict[str, dict[str | int, Any]] = {}
+        self._entries: dict[str, dict[str | int, object]] = {}
         self._entries_are_delivered = False
 
     def call(
         self, place: BlockPlace, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         """Do what the module at `place` does in this stage.
 
         Raises:
@@ -313,17 +316,17 @@ def _poisoned(leaf: torch.Tensor | Absent, device: torch.device) -> torch.Tensor
     return leaf if leaf.dtype is torch.bool else torch.full_like(leaf, torch.iinfo(leaf.dtype).max)
 
 
-def _containers(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _containers(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[tuple[str, Container]]:
     for name, value in [*((str(i), arg) for i, arg in enumerate(args)), *kwargs.items()]:
         if isinstance(value, (MutableMapping, list)):
             yield name, value
 
 
-def _items(container: Any) -> Iterator[tuple[str | int, Any]]:
+def _items(container: Container) -> Iterator[tuple[str | int, object]]:
     return iter(enumerate(container) if isinstance(container, list) else container.items())
 
 
-def _put(container: Any, key: str | int, value: Any) -> None:
+def _put(container: Container, key: str | int, value: object) -> None:
     if isinstance(container, list):
         container.extend([None] * (int(key) + 1 - len(container)))
         container[int(key)] = value

@@ -66,7 +66,7 @@ class Recorder:
         self._device = device
         self._is_recording = False
         self._zero: Any = None
-        self._spans: list[tuple[int, Action, int, Any, Any]] = []
+        self._spans: list[tuple[int, Action, int, object, object]] = []
 
     def start(self) -> None:
         """Forget earlier events and set the zero. Call it on all ranks, just after a barrier."""
@@ -133,7 +133,7 @@ class Recorder:
 
 def write_chrome_trace(events: Sequence[Event], path: Path) -> Path:
     """Write events as a trace that chrome://tracing and Perfetto open: one thread for each rank, times in us."""
-    lines: list[dict[str, Any]] = [_metadata("process_name", 0, name="pipeline")]
+    lines: list[dict[str, object]] = [_metadata("process_name", 0, name="pipeline")]
     for rank in sorted({event.rank for event in events}):
         lines.append(_metadata("thread_name", rank, name=f"rank {rank}"))
         lines.append(_metadata("thread_sort_index", rank, sort_index=rank))

@@ -21,7 +21,7 @@ from hfdist.pipeline.stage_module import StageModule, stand_in
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What forwards and their outputs call the cache: `cache` from transformers 5.24 on."""
-RunStages = Callable[[Callable[[PreTrainedModel], Any]], list[Any]]
+RunStages = Callable[[Callable[[PreTrainedModel], CausalLMOutputWithPast]], list[CausalLMOutputWithPast]]
 """What calls the model -> its value on the rank of the last stage, else an empty list. All ranks call it."""
 Broadcast = Callable[[torch.Tensor], torch.Tensor]
 """Gives all ranks the tensor that the rank of the last stage has; it has the same shape on the others."""
@@ -42,7 +42,7 @@ def make_whole(modules: Sequence[StageModule], run_stages: RunStages, broadcast:
     # `generate` reads its signature.
     whole: Any = stand_in(first, functools.wraps(first.forward)(forward))
 
-    def generate(*, logits_processor: LogitsProcessorList, **named: object) -> Any:
+    def generate(*, logits_processor: LogitsProcessorList, **named: object) -> object:
         chosen: LogitsProcessor = _Chosen(logits_processor, broadcast, has_logits=has_logits)
         try:
             return type(whole).generate(whole, logits_processor=LogitsProcessorList([chosen]), **named)
@@ -75,7 +75,7 @@ class _Forward:
         """Free all keys and values."""
         self._given, self._caches = None, {}
 
-    def _call(self, inputs: dict[str, Any], stage: PreTrainedModel) -> Any:
+    def _call(self, inputs: dict[str, Any], stage: PreTrainedModel) -> CausalLMOutputWithPast:
         cache = self._caches[stage]
         num_before = cache.get_seq_length()
         try:
@@ -101,8 +101,8 @@ class _Chosen(LogitsProcessor):
     def __init__(self, processors: LogitsProcessorList, broadcast: Broadcast, *, has_logits: bool) -> None:
         self._processors, self._broadcast, self._has_logits = processors, broadcast, has_logits
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        tokens: torch.Tensor = input_ids[:, -1]
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
+        tokens = input_ids[:, -1]
         if self._has_logits:
             tokens = self._processors(input_ids, scores).argmax(-1)
         return torch.nn.functional.one_hot(self._broadcast(tokens))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,19 +43,24 @@ from hfdist.strategies.whole import ShardedParameter, WholeSteps
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+
     from hfdist.strategies.context import ContextParallel
     from hfdist.strategies.gradients.compression import GradientCompressor
     from hfdist.strategies.parallel_plans import Plans
 
 Batch = dict[str, torch.Tensor]
-Function = Callable[[nn.Module, Batch], Any]
+Function = Callable[[nn.Module, Batch], object]
 """(model, part of a batch) -> any value made from the model's outputs."""
+Value = TypeVar("Value")
 
 
 class Forward(Protocol):
     """Runs forwards without gradients; see `Engine.forward`."""
 
-    def __call__(self, batch: Batch, function: Function, *, as_whole: bool = False) -> list[Any]:
+    def __call__(
+        self, batch: Batch, function: Callable[[nn.Module, Batch], Value], *, as_whole: bool = False
+    ) -> list[Value]:
         """Give what the function gave for each part of the batch; empty on ranks without logits."""
 
 
@@ -107,9 +112,9 @@ class Engine:
         self, model: nn.Module, context: ContextParallel | None = None, parts: ModelParts | None = None
     ) -> None:
         self.model = model
-        self._optimizer: Any = None
+        self._optimizer: AcceleratedOptimizer | None = None
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
-        self._scaler: Any = None
+        self._scaler: torch.amp.GradScaler | None = None
         self.make_compressor: Callable[[nn.Module], GradientCompressor] | None = None
         """Gives for a model what compresses DDP's gradients; None: they travel as they are."""
         self.compressor: GradientCompressor | None = None
@@ -144,7 +149,9 @@ class Engine:
 
         return measure_size(cast(PreTrainedModel, self.model), whole_numel)
 
-    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(
+        self, prepared: nn.Module, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None
+    ) -> AcceleratedOptimizer:
         """Take the model (DDP, a DeepSpeed engine), the optimizer and the loss scaler as accelerate prepared them.
 
         Returns:
@@ -159,7 +166,7 @@ class Engine:
                 self.compressor.register(prepared)
         return optimizer
 
-    def _keep(self, optimizer: Any, scaler: Any) -> None:
+    def _keep(self, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Keep both. What an optimizer must see whole, and ranks have parts of, is replaced in its groups.
 
         Raises:
@@ -168,7 +175,7 @@ class Engine:
         inner, before = optimizer.optimizer, self._optimizer
         self._optimizer, self._scaler = optimizer, scaler
         shared = {} if self.optimizer_sees is Reach.element else {id(one.parameter): one for one in self._shared()}
-        if not shared or (self._whole_steps is not None and before.optimizer is inner):
+        if not shared or (self._whole_steps is not None and before is not None and before.optimizer is inner):
             # The latter of an earlier training: its groups have whole parameters already.
             return
         of_wholes = self._groups_of_wholes(inner)
@@ -242,7 +249,14 @@ class Engine:
         """Hold for each micro batch of a step but the last, where the engine itself reduces gradients."""
         return nullcontext()
 
-    def forward(self, batch: Batch, function: Function, hooks: TrainerHooks, *, as_whole: bool = False) -> list[Any]:
+    def forward(
+        self,
+        batch: Batch,
+        function: Callable[[nn.Module, Batch], Value],
+        hooks: TrainerHooks,
+        *,
+        as_whole: bool = False,
+    ) -> list[Value]:
         """Run forwards without gradients. Call it on all ranks of a model replica, under ZeRO-3 on all ranks.
 
         Args:
@@ -295,14 +309,14 @@ class Engine:
         return self._parts is None or self._parts.counts(name, self.axes_of_parts)
 
     def _clip(self, max_norm: float) -> torch.Tensor:
-        if self._scaler is not None:
+        if self._scaler is not None and self._optimizer is not None:
             self._scaler.unscale_(self._optimizer.optimizer)
         parameters = dict(self.model.named_parameters())
         counted = (parameter for name, parameter in parameters.items() if self._counts(name))
         device = next(iter(parameters.values())).device
         norm = total_norm(counted, self._norm_groups(), device)
         if max_norm > 0:
-            alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
+            alike: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
             for parameter in parameters.values():
                 # torch scales no gradients of several meshes together.
                 alike[getattr(parameter, "device_mesh", None)].append(parameter)
@@ -345,7 +359,7 @@ class Engine:
         """List the pieces of named tensors that this rank saves and loads: weights and optimizer state."""
         wholes = self._whole_steps
         # It looks whether there is any state, and what is stepped in parts is about to be given its own.
-        reader = None if wholes is None else StateReader(self._optimizer.optimizer)
+        reader = None if wholes is None or self._optimizer is None else StateReader(self._optimizer.optimizer)
         for piece in self._held_pieces():
             yield from self._own_pieces(piece)
         if wholes is not None and reader is not None:
@@ -380,11 +394,11 @@ class Engine:
             "optimizer": storage_bytes(optimizer, device),
         }
 
-    def extra_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, dict[str, float]]:
         """Give what a resume needs besides the pieces, as JSON: DeepSpeed's loss scale and counters."""
         return {}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Take back what `extra_state` gave, in this layout or in another one."""
 
     def after_load(self) -> None:

@@ -17,11 +17,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Not public; these collectives alone have a backward and can be compiled.
+import torch.distributed._functional_collectives as _collectives
 from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfdist.collectives import device_of
@@ -34,11 +42,16 @@ from hfdist.models.routers import COUNTED
 from hfdist.strategies.gradients.reduction import sum_gradients
 from hfdist.strategies.self_check import MASK, POSITIONS, BatchSharding, LayoutHooks, find_problem
 
-# Not public; these collectives alone have a backward and can be compiled.
-_collectives: Any = torch.distributed._functional_collectives
 # Its name before torch 2.13 is the second one.
 _GATHERS = ("all_gather_single_autograd", "all_gather_tensor_autograd")
-_all_gather: Any = next(getattr(_collectives, name) for name in _GATHERS if hasattr(_collectives, name))
+_all_gather: Callable[..., torch.Tensor] = next(
+    getattr(_collectives, name) for name in _GATHERS if hasattr(_collectives, name)
+)
+
+_MaskFunction = Callable[..., object]
+"""(sequence, head, row, column) -> whether the row sees the column."""
+_Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""(module, queries, keys, values, mask, ...) -> what transformers' implementations of attention give."""
 
 _KEYS = ("input_ids", "labels", "position_ids", "attention_mask", COUNTED)
 _GATHERABLE = ("sdpa", "eager")
@@ -176,10 +189,10 @@ class ContextParallel:
         kv_length: int,
         q_offset: int = 0,
         kv_offset: int = 0,
-        mask_function: Any = None,
+        mask_function: _MaskFunction = causal_mask_function,
         attention_mask: torch.Tensor | None = None,
         **more: object,
-    ) -> Any:
+    ) -> object:
         """The mask of the whole sequence, or its rows of this rank; called by transformers."""
         base = ALL_MASK_ATTENTION_FUNCTIONS[self._base]
         sequence = self._sequence
@@ -204,16 +217,21 @@ class ContextParallel:
         mask = sequence.attention_mask
         return base(batch_size, num_rows, num_tokens, 0, 0, mask_function, attention_mask=mask, **more)
 
-    def _take_all_positions(self, module: nn.Module, args: object, named: object) -> Any:
+    def _take_all_positions(
+        self, module: nn.Module, args: tuple[object, ...], named: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Frequencies that depend on the longest position need those of the whole sequence."""
         if self._sequence is None:
             return None
         positions, own_shape = self._sequence.positions, (len(self._sequence.positions), len(self._sequence.places))
-        return tree_map_only(
+        taken: tuple[tuple[object, ...], dict[str, object]] = tree_map_only(
             torch.Tensor, lambda value: positions if value.shape == own_shape else value, (args, named)
         )
+        return taken
 
-    def _keep_own_positions(self, module: nn.Module, args: object, waves: tuple[torch.Tensor, ...]) -> Any:
+    def _keep_own_positions(
+        self, module: nn.Module, args: object, waves: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         return waves if self._sequence is None else tuple(wave[:, self._sequence.places] for wave in waves)
 
     def _attention(
@@ -222,23 +240,27 @@ class ContextParallel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Any,
-        **more: Any,
+        attention_mask: torch.Tensor | None,
+        **more: object,
     ) -> tuple[torch.Tensor, None]:
         """Attention of [sequences, heads, tokens, size]; gives [sequences, tokens, heads, size]."""
-        args = (module, query, key, value, attention_mask)
         # Each model has an eager attention of its own.
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self._base, eager)
         if self._sequence is None:
-            return attend(*args, **more)
+            return attend(module, query, key, value, attention_mask, **more)
         attend_to = self._attend_to_heads if self._by_heads else self._attend_to_gathered
-        return attend_to(attend, self._sequence, *args, **more), None
+        return attend_to(attend, self._sequence, module, (query, key, value), attention_mask, **more), None
 
     def _attend_to_heads(
-        self, attend: Callable[..., Any], sequence: _Sequence, module: nn.Module, *args: Any, **more: Any
+        self,
+        attend: _Attend,
+        sequence: _Sequence,
+        module: nn.Module,
+        states: tuple[torch.Tensor, ...],
+        mask: torch.Tensor | None,
+        **more: object,
     ) -> torch.Tensor:
-        *states, mask = args
         if "position_ids" in more:
             more["position_ids"] = sequence.positions
         heads = [self._exchange(state) for state in states]
@@ -251,10 +273,18 @@ class ContextParallel:
         return torch.cat(received.view(shares.shape).unbind(), 2)
 
     def _attend_to_gathered(
-        self, attend: Callable[..., Any], sequence: _Sequence, module: nn.Module, *args: Any, **more: Any
+        self,
+        attend: _Attend,
+        sequence: _Sequence,
+        module: nn.Module,
+        states: tuple[torch.Tensor, ...],
+        mask: torch.Tensor | None,
+        **more: object,
     ) -> torch.Tensor:
-        query, *states, mask = args
-        key, value = (self._gather(state).index_select(2, sequence.order) for state in states)
+        # `_mask` allows no skip of it here.
+        assert mask is not None
+        query, *others = states
+        key, value = (self._gather(state).index_select(2, sequence.order) for state in others)
         part = key.shape[2] // (2 * self._size)
         found = []
         # The last of these queries sees no key after its own place.
@@ -265,8 +295,7 @@ class ContextParallel:
         return torch.cat(found, 1)
 
     def _gather(self, states: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = _all_gather(states.contiguous(), 2, self._group)
-        return gathered
+        return _all_gather(states.contiguous(), 2, self._group)
 
 
 class _Shared(AbstractContextManager[dict[str, torch.Tensor]]):
@@ -283,12 +312,12 @@ class _Shared(AbstractContextManager[dict[str, torch.Tensor]]):
         self._context._sequence = None
 
 
-def _values(kinds: object) -> Iterable[Any]:
+def _values(kinds: object) -> Iterable[object]:
     """Values of all kinds of blocks where kinds differ; otherwise the one value of all blocks."""
     return kinds.values() if isinstance(kinds, dict) else (kinds,)
 
 
-def _of_rows(mask_function: Callable[..., Any], places: torch.Tensor) -> Callable[..., Any]:
+def _of_rows(mask_function: _MaskFunction, places: torch.Tensor) -> _MaskFunction:
     return lambda batch, head, row, column: mask_function(batch, head, places[row], column)
 
 

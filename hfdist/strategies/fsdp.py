@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -39,6 +39,8 @@ from hfdist.strategies.traffic import Axes, Phase, Sent
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+
     from hfdist.strategies.context import ContextParallel
 
 
@@ -142,7 +144,7 @@ def shard_by_blocks(
     cast(Any, model)._is_fsdp_managed_module = True
     if unused is None or unused:
         # Else ranks that use other parameters would reduce buffers of other sizes.
-        cast(Any, root).set_reduce_scatter_unused_params(True)
+        cast(FSDPModule, root).set_reduce_scatter_unused_params(True)
     return unused or frozenset()
 
 
@@ -178,6 +180,7 @@ def _with_replicas(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 def _shard(unit: nn.Module, axes: DeviceMesh, reshards: bool, policy: OffloadPolicy) -> None:
     _prepare(unit, axes)
+    # Any: torch's class of what follows is private.
     sharded: Any = fully_shard(unit, mesh=axes, reshard_after_forward=reshards, offload_policy=policy)
     if axes.device_type == "cpu":
         sharded.set_custom_reduce_scatter(_ExchangedSums())
@@ -186,12 +189,17 @@ def _shard(unit: nn.Module, axes: DeviceMesh, reshards: bool, policy: OffloadPol
 class _ExchangedSums:
     """A reduce-scatter for CPUs: ranks exchange shares and add up what they get. gloo's own sends twice as much."""
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Give memory for what is sent, or for a sum; called by FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, **_: Any
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        **_: object,
     ) -> None:
         """Reduce at once; called by FSDP."""
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
@@ -235,7 +243,7 @@ class ShardedEngine(Engine):
 
         `unused` is what `shard_by_blocks` gave.
         """
-        self._root: Any = root
+        self._root = cast(FSDPModule, root)
         self._unused = unused
         self._frees_after_forward = frees_after_forward
         self._is_gathered = False
@@ -294,7 +302,9 @@ class ShardedEngine(Engine):
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         return [self._sharded_group, *super()._norm_groups()]
 
-    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(
+        self, prepared: nn.Module, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None
+    ) -> AcceleratedOptimizer:
         """Keep the optimizer, if it can step DTensors, or needs whole parameters.
 
         Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +57,7 @@ class ModelParts:
         self._axes = {name: axis for axis, of_axis in shards.items() for name in of_axis}
         # Of experts each tensor rank computes a share of the tokens.
         self._partial = partial | frozenset(shards.get(EXPERT, ()))
-        self._names: Any = WeakIdKeyDictionary()
+        self._names = WeakIdKeyDictionary()
         self._draws_alike = False
 
     @property

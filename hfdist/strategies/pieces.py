@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from hfdist.checkpoint.piece import NUMBER, STEP, TRAINED, WEIGHT, Piece
 from hfdist.errors import CheckpointError
+from hfdist.optim.muon import Group
 from hfdist.optim.probe import (
     is_plain_number,
     moving_options,
@@ -91,14 +91,14 @@ class StateReader:
             _moving[optimizer] = moving_options(optimizer)
         self._of_groups: dict[int, list[Piece]] = {}
 
-    def pieces_of(self, name: str, group: dict[str, Any], parameter: torch.Tensor) -> Iterator[Piece]:
+    def pieces_of(self, name: str, group: Group, parameter: torch.Tensor) -> Iterator[Piece]:
         """List the state of a parameter that is whole."""
         kept = self.kept_for(group, parameter)
         yield from kept.numbers_of(name)
         for key, value in kept.tensors.items():
             yield Piece(name=name, key=key, shape=tuple(value.shape), start=0, view=value)
 
-    def kept_for(self, group: dict[str, Any], parameter: torch.Tensor) -> Kept:
+    def kept_for(self, group: Group, parameter: torch.Tensor) -> Kept:
         """Give the state of what the optimizer steps: a parameter of this group, whole, or a flat buffer.
 
         Raises:
@@ -128,7 +128,7 @@ class StateReader:
             numbers.append(Piece(name="", key=TRAINED, shape=(), start=0, view=torch.ones(())))
         return Kept(numbers=numbers, tensors=tensors)
 
-    def _make(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    def _make(self, group: Group, parameter: torch.Tensor) -> dict[str, object]:
         """Make what the first step would, as zeros, where zeros stand for nothing or nothing is done yet."""
         try:
             made = state_before_step(self._optimizer, group, parameter)
@@ -145,7 +145,7 @@ class StateReader:
             self._optimizer.state[parameter] = made
         return made
 
-    def _is_number(self, value: torch.Tensor, key: str, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+    def _is_number(self, value: torch.Tensor, key: str, group: Group, parameter: torch.Tensor) -> bool:
         if value.numel() != 1:
             return False
         if parameter.numel() != 1:
@@ -155,7 +155,7 @@ class StateReader:
         return bool(state_after_step(self._optimizer, group, larger)[key].numel() == 1)
 
 
-def _zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+def _zeros(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, object]:
     """What it keeps for this parameter, learned from a smaller one where there is one number for each element."""
     largest = _LARGEST_SAMPLE.get(parameter.dim(), _LARGEST_SIDE)
     sides = [min(side, largest) for side in parameter.shape]
@@ -172,7 +172,7 @@ def _zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: t
     }
 
 
-def _number(key: str, holder: dict[str, Any], name: str) -> Piece:
+def _number(key: str, holder: dict[str, object], name: str) -> Piece:
     value = holder[name]
     if torch.is_tensor(value):
         return Piece(name="", key=key, shape=(), start=0, view=value)
@@ -181,5 +181,5 @@ def _number(key: str, holder: dict[str, Any], name: str) -> Piece:
     return Piece(name="", key=key, shape=(), start=0, view=torch.tensor(value, dtype=kind), set_number=set_number)
 
 
-def _set(holder: dict[str, Any], name: str, kind: type, number: float) -> None:
+def _set(holder: dict[str, object], name: str, kind: type, number: float) -> None:
     holder[name] = kind(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from omegaconf import OmegaConf
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 GROUP = "strategy"
+Section = TypeVar("Section")
 
 
 def select_strategy(
@@ -160,7 +161,7 @@ def _make(strategy: StrategyConfig, train: TrainConfig, *, sequence_length: int 
 
 
 def _typed(
-    name: str | None, layout: dict[str, Any], sizes: dict[str, Any], *, where: str = "make_strategy(...)"
+    name: str | None, layout: Mapping[str, object], sizes: Mapping[str, object], *, where: str = "make_strategy(...)"
 ) -> tuple[StrategyConfig, TrainConfig]:
     """Give the keys of a preset with `layout` over it, and the sizes, each of its type and in its range."""
     if not isinstance(name, str | None):
@@ -176,12 +177,13 @@ def _typed(
     if sizes["global_batch_size"] is None:
         what, hint = "how many sequences one optimizer step takes must be said", "global_batch_size=8"
         raise ConfigError(what, where=_named("global_batch_size"), hint=hint)
-    if isinstance(layout.get("deepspeed"), str):
-        layout = layout | {"deepspeed": read_deepspeed_file(layout["deepspeed"], _named("deepspeed"))}
-    return _section(StrategyConfig, GROUP, preset | layout), _section(TrainConfig, "train", sizes)
+    file = layout.get("deepspeed")
+    if isinstance(file, str):
+        layout = {**layout, "deepspeed": read_deepspeed_file(file, _named("deepspeed"))}
+    return _section(StrategyConfig, GROUP, {**preset, **layout}), _section(TrainConfig, "train", sizes)
 
 
-def _section(kind: object, section: str, values: Mapping[str, object]) -> Any:
+def _section(kind: type[Section], section: str, values: Mapping[str, object]) -> Section:
     keys = {key.leaf: key for key in keys_of(kind, f"{section}.")}
     merged: Any = OmegaConf.structured(kind)
     for name, value in values.items():
@@ -196,9 +198,11 @@ def _section(kind: object, section: str, values: Mapping[str, object]) -> Any:
         if value is not None and key.limit is not None and not key.limit.accepts(made):
             raise ConfigError("the number is out of range", where=_named(name), found=value, allowed=key.allowed)
     try:
-        return OmegaConf.to_object(merged)
+        typed = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError("a value refers to others", where=_named(section), found="${") from error
+    assert isinstance(typed, kind)
+    return typed
 
 
 def _words(key: Key) -> list[str]:

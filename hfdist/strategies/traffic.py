@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from functools import partial
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Compression, ContextMethod, StrategyConfig
@@ -147,7 +147,8 @@ class Axes:
         calls: float,
         is_gradient: bool = True,
         of_experts: bool = False,
-        **how: object,
+        hidden_by: Phase | None = None,
+        microbatches: int = 1,
     ) -> Iterator[Sent]:
         """Gradients or weights over the ranks of an axis: `data`, `shard` or `replicate`."""
         topology = self.topology
@@ -161,7 +162,8 @@ class Axes:
         # Without replicas what is sharded is sharded over all data ranks.
         axis = DATA if topology.replicate == 1 else axis
         num_elements *= self.sizes.trained_share if is_gradient else 1
-        yield from self._send(kind, axis, size, stride, num_elements * self.sizes.weight_bytes, calls, **how)
+        num_bytes = num_elements * self.sizes.weight_bytes
+        yield from self._send(kind, axis, size, stride, num_bytes, calls, hidden_by, microbatches)
 
     def average_gradients(self) -> Iterator[Sent]:
         """One all-reduce of all gradients at the end of a step, and apart of those of experts that ranks share."""
@@ -200,12 +202,12 @@ class Axes:
         calls = (sizes.num_blocks * self.stages_share + 1) * microbatches
         exchange = REDUCE_SCATTER if sizes.is_gpu else ALL_TO_ALL
         for held, of_experts in ((self.held(), False), (self.held_experts(), True)):
-            how: dict[str, Any] = {"calls": calls, "of_experts": of_experts, "microbatches": microbatches}
+            reduce = partial(self.reduce, calls=calls, of_experts=of_experts, microbatches=microbatches)
             weights = held * microbatches
-            yield from self.reduce(ALL_GATHER, SHARD, weights, is_gradient=False, hidden_by=Phase.forward, **how)
+            yield from reduce(ALL_GATHER, SHARD, weights, is_gradient=False, hidden_by=Phase.forward)
             weights_again = weights * again
-            yield from self.reduce(ALL_GATHER, SHARD, weights_again, is_gradient=False, hidden_by=Phase.backward, **how)
-            yield from self.reduce(exchange, SHARD, weights, hidden_by=ends, **how)
+            yield from reduce(ALL_GATHER, SHARD, weights_again, is_gradient=False, hidden_by=Phase.backward)
+            yield from reduce(exchange, SHARD, weights, hidden_by=ends)
             shards = topology.shard * topology.context // (topology.expert if of_experts else 1)
             # Once in a step.
             calls_of_replicas = calls / microbatches
@@ -310,8 +312,23 @@ class Axes:
 
     @staticmethod
     def _send(
-        kind: str, axis: str, size: int, stride: int, whole_bytes: float, calls: float, **how: Any
+        kind: str,
+        axis: str,
+        size: int,
+        stride: int,
+        whole_bytes: float,
+        calls: float,
+        hidden_by: Phase | None = None,
+        microbatches: int = 1,
     ) -> Iterator[Sent]:
         if size > 1 and whole_bytes > 0:
-            sent = ring_bytes(kind, whole_bytes, size)
-            yield Sent(axis=axis, kind=kind, size=size, stride=stride, num_bytes=sent, calls=calls, **how)
+            yield Sent(
+                axis=axis,
+                kind=kind,
+                size=size,
+                stride=stride,
+                num_bytes=ring_bytes(kind, whole_bytes, size),
+                calls=calls,
+                hidden_by=hidden_by,
+                microbatches=microbatches,
+            )

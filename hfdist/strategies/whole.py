@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,8 @@ from torch import nn
 
 from hfdist.checkpoint.piece import WEIGHT, Piece, view_rows
 from hfdist.collectives import gather_json
+from hfdist.optim.muon import Group
 from hfdist.strategies.gradients.reduction import local_tensor
-
-Group = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,13 +83,13 @@ class WholeSteps:
         return _alike(trained, lambda one: (one.group, one.parameter.dtype))
 
     @torch.no_grad()
-    def _gather(self, *_: Any) -> None:
+    def _gather(self, *_: object) -> None:
         for alike in self._messages():
             for one, value in self._to_owners(alike, [one.parameter for one in alike]):
                 whole = self._wholes[one]
                 whole.untyped_storage().resize_(value.nbytes)
                 whole.copy_(value)
-            gradients: list[Any] = [one.parameter.grad for one in alike]
+            gradients = [one.parameter.grad for one in alike if one.parameter.grad is not None]
             for one, value in self._to_owners(alike, gradients):
                 self._wholes[one].grad = value
 
@@ -176,9 +174,11 @@ def _assign_owners(sizes: list[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def _alike(shared: list[ShardedParameter], key: Callable[[ShardedParameter], Any]) -> Iterator[list[ShardedParameter]]:
+def _alike(
+    shared: list[ShardedParameter], key: Callable[[ShardedParameter], Hashable]
+) -> Iterator[list[ShardedParameter]]:
     """Groups of parameters with equal keys, in one order on all ranks."""
-    by_key: dict[Any, list[ShardedParameter]] = defaultdict(list)
+    by_key: dict[Hashable, list[ShardedParameter]] = defaultdict(list)
     for one in shared:
         by_key[key(one)].append(one)
     yield from by_key.values()

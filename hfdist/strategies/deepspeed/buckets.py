@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hfdist.strategies.deepspeed.pieces_zero import whole_shape
+
+if TYPE_CHECKING:
+    from hfdist.strategies.deepspeed.pieces_zero import ZeroOptimizer
 
 BUCKET_ELEMENTS = 50_000_000
 """As fast as DeepSpeed's 500M on one node, at a tenth of the memory; small models have fewer."""
@@ -27,7 +30,7 @@ def bucket_elements(trained: float, largest: float, most: int = BUCKET_ELEMENTS)
     return max(1, min(most, math.ceil(max(trained / 2, largest))))
 
 
-def fit_buckets(zero: Any, parameters: Iterable[torch.Tensor]) -> None:
+def fit_buckets(zero: ZeroOptimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Make the buckets of a ZeRO optimizer no larger than the gradients can fill, before the first backward.
 
     DeepSpeed allocates one or two of the configured size, however small the model is. How large they are changes when

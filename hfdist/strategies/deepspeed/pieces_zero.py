@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,16 @@ from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
 from hfdist.collectives import device_of
 from hfdist.errors import CheckpointError
 from hfdist.models.probing import kind_of_name, unused_parameters
+from hfdist.optim.muon import Group
 from hfdist.strategies.pieces import StateReader, list_buffers
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    ZeroOptimizer = DeepSpeedZeroOptimizer | BF16_Optimizer | DeepSpeedZeroOptimizer_Stage3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +55,14 @@ class _Flat:
 
     stepped: torch.Tensor
     """What the optimizer steps: a copy of the weights, in float32 where they are not."""
-    options: dict[str, Any]
+    options: Group
     """The inner optimizer's parameter group."""
     parameters: list[nn.Parameter]
     """All that the buffer holds over all ranks."""
     runs: list[_Run]
 
 
-def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
+def list_pieces(model: nn.Module, engine: DeepSpeedEngine) -> Iterator[Piece]:
     """List what this rank holds of weights, masters, optimizer state and persistent buffers.
 
     Without half precision what the optimizer steps is listed as the weight. State that the optimizer has not made
@@ -89,7 +98,7 @@ def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
     yield from list_weights(model, but=stepped_as_weights)
 
 
-def pass_by_unused(model: PreTrainedModel, zero: Any) -> None:
+def pass_by_unused(model: PreTrainedModel, zero: ZeroOptimizer) -> None:
     """Let the optimizer change no parameter that no rank has a gradient for, as in one process.
 
     A flat buffer has zeros there, with which weight decay would move it. What may be unused a small model tells
@@ -129,7 +138,7 @@ def pass_by_unused(model: PreTrainedModel, zero: Any) -> None:
     zero.optimizer.register_step_post_hook(put_back)
 
 
-def _groups(zero: Any) -> Iterator[dist.ProcessGroup]:
+def _groups(zero: ZeroOptimizer) -> Iterator[dist.ProcessGroup]:
     """Give the ranks that share each flat buffer."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from (zero.dp_process_group for _ in zero.fp32_partitioned_groups_flat)
@@ -149,7 +158,7 @@ def list_weights(model: nn.Module, but: Collection[int] = ()) -> Iterator[Piece]
     yield from list_buffers(model)
 
 
-def stepped(zero: object) -> list[torch.Tensor]:
+def stepped(zero: ZeroOptimizer) -> list[torch.Tensor]:
     """Give the flat buffers that the optimizer steps on this rank."""
     return [flat.stepped for flat in _flats(zero)]
 
@@ -161,7 +170,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter
 
 
-def after_load(model: nn.Module, engine: Any) -> None:
+def after_load(model: nn.Module, engine: DeepSpeedEngine) -> None:
     """Copy what the optimizer steps into the weights that the model computes with. A collective."""
     zero = engine.optimizer
     if not hasattr(zero, "fp32_partitioned_groups_flat"):
@@ -178,7 +187,7 @@ def after_load(model: nn.Module, engine: Any) -> None:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def _flats(zero: Any) -> Iterator[_Flat]:
+def _flats(zero: ZeroOptimizer) -> Iterator[_Flat]:
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _flats_stage_3(zero)
         return
@@ -208,7 +217,7 @@ def _clip(parameters: list[nn.Parameter], offsets: list[int], weights: torch.Ten
     return runs
 
 
-def _flats_stage_3(zero: Any) -> Iterator[_Flat]:
+def _flats_stage_3(zero: ZeroOptimizer) -> Iterator[_Flat]:
     for index, stepped in enumerate(zero.fp32_partitioned_groups_flat):
         runs = []
         for parameter in zero.fp16_groups[index]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,12 @@ from hfdist.strategies.held import have_room, is_partitioned, state_tensors, sto
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes
 from hfdist.topology import Topology
+
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from deepspeed import DeepSpeedEngine
+
+    from hfdist.strategies.deepspeed.pieces_zero import ZeroOptimizer
 
 _GENERATION = object()
 """Stands among the modules that use a parameter."""
@@ -92,11 +99,11 @@ class ZeroStrategy(Strategy):
         # What it may keep between a forward and its backward.
         most = self.deepspeed_config["zero_optimization"].get("stage3_max_live_parameters", _LIVE_ELEMENTS)
         again = max(0.0, large - most)
-        how: dict[str, Any] = {"calls": num_blocks * num_microbatches, "microbatches": num_microbatches}
+        reduce = partial(axes.reduce, calls=num_blocks * num_microbatches, microbatches=num_microbatches)
         of_step = num_microbatches * large, num_microbatches * again
-        yield from axes.reduce(ALL_GATHER, DATA, of_step[0], is_gradient=False, hidden_by=Phase.forward, **how)
-        yield from axes.reduce(ALL_GATHER, DATA, of_step[1], is_gradient=False, hidden_by=Phase.backward, **how)
-        yield from axes.reduce(REDUCE_SCATTER, DATA, num_microbatches * held, hidden_by=Phase.backward, **how)
+        yield from reduce(ALL_GATHER, DATA, of_step[0], is_gradient=False, hidden_by=Phase.forward)
+        yield from reduce(ALL_GATHER, DATA, of_step[1], is_gradient=False, hidden_by=Phase.backward)
+        yield from reduce(REDUCE_SCATTER, DATA, num_microbatches * held, hidden_by=Phase.backward)
         yield from axes.reduce(ALL_GATHER, DATA, small, calls=1)
 
     @classmethod
@@ -183,8 +190,8 @@ def reduce_to_owners(axes: Axes, *, microbatches: int, hidden_by: Phase | None) 
     held = axes.held()
     # See `use_multi_rank_bucket_allreduce` in deepspeed_config.py.
     kind = ALL_REDUCE if axes.sizes.is_gpu else "reduce"
-    how: dict[str, Any] = {"calls": axes.sizes.num_blocks * microbatches, "microbatches": microbatches}
-    yield from axes.reduce(kind, DATA, held * microbatches, hidden_by=hidden_by, **how)
+    calls = axes.sizes.num_blocks * microbatches
+    yield from axes.reduce(kind, DATA, held * microbatches, calls=calls, hidden_by=hidden_by, microbatches=microbatches)
     yield from axes.reduce(ALL_GATHER, DATA, held, calls=1)
 
 
@@ -230,22 +237,24 @@ class ZeroEngine(Engine):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._engine: Any = None
+        self._engine: DeepSpeedEngine | None = None
 
-    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(
+        self, prepared: nn.Module, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None
+    ) -> AcceleratedOptimizer:
         """Keep the DeepSpeed engine that accelerate made.
 
         Raises:
             ConfigError: under ZeRO-3, an optimizer that counts in its groups.
         """
         self._engine = prepared
-        own: Any = prepared.optimizer
+        own: ZeroOptimizer = prepared.optimizer
         if hasattr(own, "fp32_partitioned_groups_flat"):
             _check_counts_nothing(own.optimizer)
-        scaler = getattr(own, "loss_scaler", None)
-        if hasattr(scaler, "raise_error_at_min_scale"):
+        loss_scaler = getattr(own, "loss_scaler", None)
+        if loss_scaler is not None and hasattr(loss_scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.
-            scaler.raise_error_at_min_scale = False
+            loss_scaler.raise_error_at_min_scale = False
         pieces_zero.pass_by_unused(cast(PreTrainedModel, self.model), own)
         fit_buckets(own, self.model.parameters())
         return optimizer
@@ -297,15 +306,17 @@ class ZeroEngine(Engine):
         stepped = [flat for flat in pieces_zero.stepped(zero) if flat.untyped_storage().data_ptr() not in in_weights]
         return found | {"optimizer": storage_bytes([*stepped, *state_tensors(zero.optimizer)], device)}
 
-    def extra_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, dict[str, float]]:
         """DeepSpeed's counters, and the state of its loss scale under fp16."""
+        assert self._engine is not None
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         fields = {} if scaler is None else vars(scaler)
         scale = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
         return {"counters": {name: getattr(self._engine, name) for name in _COUNTERS}, "loss_scaler": scale}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Set DeepSpeed's counters and loss scale."""
+        assert self._engine is not None
         for name in _COUNTERS:
             if name in state.get("counters", {}):
                 setattr(self._engine, name, state["counters"][name])

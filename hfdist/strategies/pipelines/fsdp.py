@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.split import SplitModel
-from hfdist.strategies.base import Batch, Function, TrainerHooks, check_no_scalars
+from hfdist.strategies.base import Batch, TrainerHooks, Value, check_no_scalars
 from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
@@ -50,6 +50,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         super().__init__(strategy, split, *found, mesh=mesh, parts=parts, **axes)
         step = _Step(split.model)
         unused = shard_by_blocks(split.model, step, mesh, strategy.config, parts)
+        self._step = step
         self._use(step, mesh, strategy.config.frees_after_forward, unused)
 
     def _make_pipeline(self) -> Pipeline:
@@ -73,7 +74,14 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         with self._gathered():
             super().run_forwards(batch, function, hooks)
 
-    def forward(self, batch: Batch, function: Function, hooks: TrainerHooks, *, as_whole: bool = False) -> list[Any]:
+    def forward(
+        self,
+        batch: Batch,
+        function: Callable[[nn.Module, Batch], Value],
+        hooks: TrainerHooks,
+        *,
+        as_whole: bool = False,
+    ) -> list[Value]:
         """Run forwards through the stages."""
         if as_whole and not self._writes_whole:
             # Before stages are gathered for nothing.
@@ -95,7 +103,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         self._reshard()
 
     def _begin_step(self) -> torch.Tensor:
-        end: torch.Tensor = self._root(torch.zeros((), device=self._device, requires_grad=True))
+        end: torch.Tensor = self._step(torch.zeros((), device=self._device, requires_grad=True))
         for unit in self._units:
             # Its first forward waits for it.
             unit.unshard(async_op=True)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,15 @@ from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import CARRIES, P2PChannel
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.base import Batch, Engine, Function, Strategy, TrainerHooks
+from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks, Value
 from hfdist.strategies.gradients.reduction import average_gradients, sum_gradients
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+
     from hfdist.strategies.context import ContextParallel
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,9 @@ class PipelineEngine(Engine):
         """Size of the model before it was split."""
         return self._size
 
-    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(
+        self, prepared: nn.Module, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None
+    ) -> AcceleratedOptimizer:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
         if self._io.carry.embedding and hasattr(self._split.model.get_input_embeddings(), "neftune_noise_alpha"):
             raise PartitionError(
@@ -164,7 +168,14 @@ class PipelineEngine(Engine):
         with torch.no_grad():
             self._pipeline.forward_backward(self._split_batch(batch), function, hooks.router_loss)
 
-    def forward(self, batch: Batch, function: Function, hooks: TrainerHooks, *, as_whole: bool = False) -> list[Any]:
+    def forward(
+        self,
+        batch: Batch,
+        function: Callable[[nn.Module, Batch], Value],
+        hooks: TrainerHooks,
+        *,
+        as_whole: bool = False,
+    ) -> list[Value]:
         """Run forwards through the stages. Only the rank of the last stage has values; with `as_whole` all have."""
         if as_whole and not self._writes_whole:
             return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,11 @@ from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrateg
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent
 
+if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from hfdist.strategies.deepspeed.pieces_zero import ZeroOptimizer
+
 
 class PipelineZeroEngine(PipelineEngine):
     """DeepSpeed reduces and steps at the end of `forward_backward`, as it does in the Trainer without a pipeline."""
@@ -35,7 +40,9 @@ class PipelineZeroEngine(PipelineEngine):
     clips_stepped = True
     _strategy: PipelineZeroStrategy
 
-    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(
+        self, prepared: nn.Module, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None
+    ) -> DeepSpeedOptimizerWrapper:
         """Make DeepSpeed's optimizer of torch's."""
         import deepspeed
 
@@ -98,8 +105,9 @@ class PipelineZeroEngine(PipelineEngine):
         if self._scaler is None:
             step.step()
         else:
-            self._scaler.unscale_(step)
-            self._scaler.step(step)
+            stepped = cast(torch.optim.Optimizer, step)
+            self._scaler.unscale_(stepped)
+            self._scaler.step(stepped)
             self._scaler.update()
         self._norm = step.norm
 
@@ -144,7 +152,7 @@ class PipelineZeroStrategy(PipelineStrategy):
 class _Step:
     """What a loss scaler needs of an optimizer: gradients to unscale, and a step to leave out if one overflowed."""
 
-    def __init__(self, model: nn.Module, zero: Any) -> None:
+    def __init__(self, model: nn.Module, zero: ZeroOptimizer) -> None:
         self.param_groups = [{"params": list(model.parameters())}]
         self.norm = torch.full((), torch.inf)
         self._zero = zero

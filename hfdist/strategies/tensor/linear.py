@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 # Not public; a compiler takes these collectives alone. Elsewhere they cost more than torch.distributed's.
-_collectives: Any = functional_collectives
+_collectives = functional_collectives
 
 GATHERED, LOOKED_UP = "colwise_gather_output", "embedding_rowwise"
 
@@ -142,7 +142,7 @@ class _SumGradient(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         [gradient] = gradients
         if torch.compiler.is_compiling():
             return _sum_compiled(gradient, ctx.group), None
@@ -163,7 +163,7 @@ class _Sum(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
 
 
@@ -186,7 +186,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([gathered[other][..., : stop - start] for other, (start, stop) in enumerate(ends)], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         start, stop = ctx.own
         return gradients[0][..., start:stop], None, None
 

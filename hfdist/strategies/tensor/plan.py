@@ -186,7 +186,7 @@ def _divide(modules: dict[str, nn.Module], name: str, style: str) -> dict[str, s
 
     Of a LoRA layer the inner matrix stays whole, and the outer one is divided as the layer is.
     """
-    module: Any = modules[name]
+    module = modules[name]
     if not hasattr(module, "base_layer"):
         return {name: style} if split_dimensions(module, style) else {}
     inner, outer = f"{name}.base_layer", {"colwise": "lora_B", "rowwise": "lora_A", GATHERED: ""}.get(style)
@@ -213,9 +213,9 @@ def _sizes_to_divide(
     if any(style == "colwise" and _is_attention(name) for name, style in (layers | rules).items()):
         yield from count_heads(model.config)
     for name, style in layers.items():
-        module: Any = model.get_submodule(name)
         if style in ("colwise", "rowwise"):
-            yield f"{name}.weight", module.out_features if style == "colwise" else module.in_features
+            size = "out_features" if style == "colwise" else "in_features"
+            yield f"{name}.weight", getattr(model.get_submodule(name), size)
     for name, parameter in model.named_parameters():
         style, shape = rules.get(name, ""), parameter.shape
         if style.startswith("packed"):
@@ -227,7 +227,7 @@ def _sizes_to_divide(
             yield name, shape[-1]
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> dict[str, ParameterShard]:
+def apply_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: TensorPlan) -> dict[str, ParameterShard]:
     """Leave this rank's part of each parameter in the model, in place, and say by name what it is.
 
     Args:
@@ -252,7 +252,9 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> dict[str
     return shards | _split_layers(model, mesh.get_group(), plan.layers)
 
 
-def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) -> dict[str, ParameterShard]:
+def _split_layers(
+    model: PreTrainedModel, group: dist.ProcessGroup, layers: dict[str, str]
+) -> dict[str, ParameterShard]:
     modules = dict(model.named_modules())
     # A tied parameter is one here, too, whatever modules have it.
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
@@ -292,7 +294,7 @@ def _place_while_running(module: nn.Module, placed: dict[str, DTensor]) -> None:
     layouts = {name: (p.device_mesh, p.placements, p.shape, p.stride()) for name, p in placed.items()}
     run = module.forward
 
-    def forward(*args: object, **kwargs: object) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         plain = {name: own[name] for name in layouts}
         for name, (mesh, placements, shape, stride) in layouts.items():
             local: Any = plain[name]

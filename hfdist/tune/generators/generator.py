@@ -7,12 +7,13 @@ which generator gives them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.config.composition.compose import complete
@@ -22,7 +23,7 @@ from hfdist.config.schema import from_plain
 from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
-from hfdist.strategies.base import Batch, Function
+from hfdist.strategies.base import Batch, Value
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
@@ -128,7 +129,9 @@ class Generator:
         return answers
 
     @torch.no_grad()
-    def _forward(self, batch: Batch, function: Function, *, as_whole: bool = False) -> list[object]:
+    def _forward(
+        self, batch: Batch, function: Callable[[nn.Module, Batch], Value], *, as_whole: bool = False
+    ) -> list[Value]:
         precision = self._config.train.precision
         dtype = torch.float16 if precision is Precision.fp16 else torch.bfloat16
         own = {name: tensor.to(self._device) for name, tensor in batch.items()}
