@@ -6,7 +6,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -35,7 +34,7 @@ class Answer:
     """What is printed."""
 
     text: str
-    content: Any
+    content: object
     """The same as JSON."""
     fits: bool
 

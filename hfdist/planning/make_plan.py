@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
@@ -32,6 +32,9 @@ from hfdist.planning.tracing.memory import RankTrace, fullest_pipeline, trace_ra
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
 from hfdist.strategies.traffic import StepSizes
+
+if TYPE_CHECKING:
+    from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 
 
 def find_planned_architecture(config: RunConfig) -> PreTrainedConfig:
@@ -132,7 +135,7 @@ def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy
     with warnings.catch_warnings():
         # What libraries say to developers, once for a plan and once for the run.
         warnings.simplefilter("ignore")
-        found: dict[Any, RankTrace] = {}
+        found: dict[Hashable, RankTrace] = {}
         for kind, rank in zip(kinds := _kinds_of_places(config, architecture, strategy), ranks, strict=True):
             if kind not in found:
                 found[kind] = trace_rank(
@@ -149,7 +152,7 @@ def _kinds_of_places(config: RunConfig, architecture: PreTrainedConfig, strategy
     with FakeTensorMode():
         model = make_without_values(config.model, copy.deepcopy(architecture))
         # Of a pipeline, whose import takes time that other layouts save.
-        kinds: list[Hashable] = cast(Any, strategy).kinds_of_places(model)
+        kinds: list[Hashable] = cast("PipelineStrategy", strategy).kinds_of_places(model)
     return kinds
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any
 
 from hfdist.config.checks.values import check_config
 from hfdist.config.layout import Layout
@@ -109,7 +108,7 @@ class Space:
         return self._answers[key]
 
     @property
-    def _answers(self) -> dict[Any, bool]:
+    def _answers(self) -> dict[tuple[object, ...], bool]:
         return vars(self).setdefault("_by_class", {})
 
 

@@ -8,7 +8,7 @@ along a line, as the length of a sequence is that of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -143,7 +143,7 @@ class _Call:
     """How the model calls a module of a block."""
 
     module: nn.Module
-    inputs: Any
+    inputs: tuple[tuple[object, ...], dict[str, object]]
 
 
 class _Measurement:
@@ -228,7 +228,7 @@ class _Measurement:
             output.backward(torch.ones_like(output))
         return trace.costs(Phase.backward), trace.peak_of(Phase.backward).activations
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """The arithmetic of the run."""
         return nullcontext() if self.half is None else torch.autocast("cpu", self.half)
 
@@ -257,7 +257,7 @@ class _Around:
         self.calls: dict[int, list[_Call]] = {}
         self.prologue, self.epilogue = _Seen(), _Seen()
         self._owner, self._last = measurement, BlockPlace(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
-        self._outputs: dict[tuple[int, int], Any] = {}
+        self._outputs: dict[tuple[int, int], object] = {}
         self._first: torch.Tensor | None = None
         trace = measurement.trace
         copied = measurement.stand_ins(self._call)
@@ -282,7 +282,7 @@ class _Around:
         for parameter in copied.parameters():
             parameter.grad = None
 
-    def _call(self, place: BlockPlace, module: nn.Module, *args: object, **kwargs: object) -> Any:
+    def _call(self, place: BlockPlace, module: nn.Module, *args: object, **kwargs: object) -> object:
         owner, kind = self._owner, self._owner.kind_of_block[place.block]
         if place == BlockPlace(0, 0):
             self._first = next(_floats((args, kwargs)))
@@ -308,7 +308,7 @@ class _WideTensors:
         self._width, self._length, self._number = width, length, number
         self._storages: dict[int, int] = {}
 
-    def hooks(self) -> AbstractContextManager[Any]:
+    def hooks(self) -> AbstractContextManager[object]:
         """Looks at what a forward saves."""
         return saved_tensors_hooks(self._see, lambda tensor: tensor)
 
@@ -326,7 +326,7 @@ class _WideTensors:
         return tensor
 
 
-def _floats(values: object) -> Any:
+def _floats(values: object) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
 
 

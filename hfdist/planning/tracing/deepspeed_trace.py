@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from deepspeed.runtime.zero import stage3, utils
 from torch import nn
 
 # Not public; see memory.py.
+from torch._ops import OperatorBase
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,7 +35,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
 from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
-from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
+from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Arguments, Named, Trace
 from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
@@ -53,7 +54,9 @@ _MICROBATCHES = 2
 class _Values(TorchDispatchMode):
     """Gives what DeepSpeed asks a fake tensor for: a norm of 1, no overflow, and equal values everywhere."""
 
-    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, operation: OperatorBase, types: tuple[type, ...], args: Arguments = (), kwargs: Named | None = None
+    ) -> object:
         if operation is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 0
         if operation is _aten.equal.default and FakeTensor in types:
@@ -64,7 +67,13 @@ class _Values(TorchDispatchMode):
 class _Addresses(TorchFunctionMode):
     """Gives an aligned address for what has none."""
 
-    def __torch_function__(self, function: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: tuple[type, ...],
+        args: Arguments = (),
+        kwargs: Named | None = None,
+    ) -> object:
         if function is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             return 0
         return function(*args, **(kwargs or {}))
@@ -105,7 +114,7 @@ def deepspeed_on_fake_tensors(topology: Topology) -> Iterator[None]:
             deepspeed.comm.destroy_process_group()
 
 
-def _reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+def _reduce_scatter(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Hold what DeepSpeed's own holds; that cuts each gradient once for each rank, of which there may be thousands."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     shares = [math.ceil(tensor.numel() / size) for tensor in tensors]
@@ -125,7 +134,7 @@ def trace_deepspeed(
     *,
     loss_head: LossHead | None,
     batch: dict[str, torch.Tensor],
-    make_optimizer: Any,
+    make_optimizer: Callable[[], torch.optim.Optimizer],
     trace: Trace,
 ) -> MemoryUse:
     """Trace a later step of a ZeRO engine; call it in `deepspeed_on_fake_tensors`.
@@ -164,7 +173,7 @@ def trace_deepspeed(
     return state
 
 
-def name_what_is_held(engine: Engine, prepared: Any, trace: Trace) -> None:
+def name_what_is_held(engine: Engine, prepared: deepspeed.DeepSpeedEngine, trace: Trace) -> None:
     """Tell the trace what lies where between steps."""
     weights = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
     zero = prepared.optimizer
@@ -173,7 +182,7 @@ def name_what_is_held(engine: Engine, prepared: Any, trace: Trace) -> None:
     trace.hold((*weights, *engine.model.buffers()), WEIGHTS)
 
 
-def _name_buckets(zero: Any, trace: Trace) -> None:
+def _name_buckets(zero: pieces_zero.ZeroOptimizer, trace: Trace) -> None:
     """Tell the trace of the buckets that ZeRO-1 and 2 make anew in each backward, and of gradients that are kept."""
     if not hasattr(zero, "setup_buckets"):
         return
@@ -192,7 +201,7 @@ def _name_buckets(zero: Any, trace: Trace) -> None:
 
 
 def _run_step(
-    prepared: Any,
+    prepared: deepspeed.DeepSpeedEngine,
     batch: dict[str, torch.Tensor],
     loss_head: LossHead | None,
     trace: Trace,

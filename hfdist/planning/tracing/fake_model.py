@@ -95,7 +95,7 @@ def prepare_as_trainer(model: nn.Module, config: RunConfig) -> None:
         checkpoint_blocks(cast(PreTrainedModel, model), train.recompute, offloads=train.activation_offload)
     if train.precision is not Precision.fp32:
         dtype = torch.float16 if train.precision is Precision.fp16 else torch.bfloat16
-        autocast: Any = torch.autocast("cpu", dtype, cache_enabled=False)
+        autocast = torch.autocast("cpu", dtype, cache_enabled=False)
         model.forward = MethodType(convert_outputs_to_fp32(autocast(type(model).forward)), model)
     model.train()
 

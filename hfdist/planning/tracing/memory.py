@@ -20,6 +20,7 @@ from torch import nn
 
 # Neither is public; with both, torch's own tests run layouts without processes and without memory.
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -47,6 +48,7 @@ from hfdist.topology import Topology
 if TYPE_CHECKING:
     from hfdist.planning.tracing.pipeline_trace import PipelineTrace
     from hfdist.strategies.deepspeed.zero import ZeroStrategy
+    from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 
 _RANGES = {"cpu": (0.97, 1.03), "cuda": (0.97, 1.15)}
 """Range of a peak, as shares of the traced one. On a CPU: how traces and measured peaks differ (docs/plan.md). A GPU's
@@ -103,9 +105,10 @@ def trace_rank(
     stages: tuple[StageCosts, ...] | None = None
     with fake_ranks(topology), fake_tensors(strategy), deepspeed_of(strategy):
         if config.strategy.sharding.is_deepspeed and topology.pipeline == 1:
-            trace, state = _trace_zero(config, architecture, cast(Any, strategy), device_type)
+            trace, state = _trace_zero(config, architecture, cast("ZeroStrategy", strategy), device_type)
         elif topology.pipeline > 1:
-            trace, state, stages = _trace_pipeline(config, architecture, strategy, device_type, num_microbatches)
+            pipeline = cast("PipelineStrategy", strategy)
+            trace, state, stages = _trace_pipeline(config, architecture, pipeline, device_type, num_microbatches)
         else:
             trace, state = _trace_engine(config, architecture, strategy, device_type)
     return _to_rank_trace(config, topology, trace, state, device_type, stages)
@@ -174,7 +177,11 @@ def _trace_zero(
 
 
 def _trace_pipeline(
-    config: RunConfig, architecture: PreTrainedConfig, strategy: Any, device_type: str, num_microbatches: int
+    config: RunConfig,
+    architecture: PreTrainedConfig,
+    strategy: PipelineStrategy,
+    device_type: str,
+    num_microbatches: int,
 ) -> tuple[Trace, MemoryUse, tuple[StageCosts, ...]]:
     """Trace a whole step, and give the costs of each stage, too."""
     from hfdist.planning.tracing.pipeline_trace import PipelineTrace, plan_pipeline
@@ -248,7 +255,7 @@ def _to_rank_trace(
     peaks = {phase: trace.peak_of(phase) for phase in Phase}
     if device_type == "cuda" and config.strategy.offload is Offload.cpu:
         # FSDP2 leaves all but what is gathered on the host; DeepSpeed what the optimizer steps.
-        on_host: dict[str, Any] = {"gradients": 0, "optimizer": 0}
+        on_host: dict[str, float] = {"gradients": 0, "optimizer": 0}
         on_host |= {} if config.strategy.sharding.is_deepspeed else {"weights": 0}
         peaks, state = {phase: replace(use, **on_host) for phase, use in peaks.items()}, replace(state, **on_host)
     phase = max(peaks, key=lambda phase: peaks[phase].total)
@@ -259,14 +266,16 @@ def _to_rank_trace(
     return RankTrace(peak=peak, costs=costs, state=state)
 
 
-def make_optimizer(config: RunConfig, engine: Engine, device_type: str = "cpu", *, sets_up: bool = True) -> Any:
+def make_optimizer(
+    config: RunConfig, engine: Engine, device_type: str = "cpu", *, sets_up: bool = True
+) -> torch.optim.Optimizer:
     """Make the optimizer as the Trainer does: weight decay on matrices only, and a group for each mesh of DTensors."""
     model = engine.model
     kind, settings = find_optimizer(config.optimizer, warmup_steps=0)
     if kind is MuonWithAdamW:
         optimizer = kind()(model, **settings)
     else:
-        alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        alike: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 decays = len(engine.whole_shape(parameter)) >= 2

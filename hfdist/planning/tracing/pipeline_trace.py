@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.config.batch import BatchPlan
@@ -111,7 +111,7 @@ class PipelineTrace(Recorder):
         super().__init__(rank=topology.pipeline_rank, device=torch.device("cpu"))
         self._trace = trace
         self._left_out = left_out
-        self.model: Any = None
+        self.model: nn.Module | None = None
         """Model whose gradients are named as such."""
         self._costs: dict[tuple[int, Phase], OpCosts] = defaultdict(OpCosts)
         self._forwards: dict[int, int] = defaultdict(int)
@@ -129,7 +129,7 @@ class PipelineTrace(Recorder):
             for stage, share in shares.items()
         )
 
-    def span(self, action: Action, *, stage: int, microbatch: int) -> Any:
+    def span(self, action: Action, *, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Put around each action of the rank."""
         phase = _PHASES.get(action)
         return nullcontext() if phase is None else self._follow(phase, stage)
@@ -157,6 +157,7 @@ class PipelineTrace(Recorder):
             self._kept = trace.held.activations - held
         else:
             self._others = None
+            assert self.model is not None
             gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
             trace.hold(map(local_tensor, gradients), GRADIENTS)
 
@@ -165,7 +166,7 @@ def find_header(model: PreTrainedModel, config: RunConfig, batch: Batch) -> Head
     """Describe what the first block of a whole fake model hands on."""
     blocks = find_block_parts(model)
     half = torch.float16 if config.train.precision is Precision.fp16 else torch.bfloat16
-    autocast: Any = torch.autocast("cpu", half, enabled=config.train.precision is not Precision.fp32)
+    autocast = torch.autocast("cpu", half, enabled=config.train.precision is not Precision.fp32)
     with Trace(), autocast:
         sent = StageModule(model, blocks, range(1), CARRIES[0], {}).run(lambda stage: stage(**batch), None)
     return unpack(sent)[0]

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from hfdist.planning.costs import OpCosts
 from hfdist.strategies.step_memory import MemoryUse
 from hfdist.strategies.traffic import Phase
+
+Arguments = tuple[Any, ...]
+"""Of an operation: tensors, lists of them, numbers, types."""
+Named = dict[str, Any]
+"""Those that are given by name."""
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = "weights", "gradients", "optimizer", "activations", "buffers"
 KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS)
@@ -52,7 +58,7 @@ class _Block:
 
     def __init__(self, size: int, kind: str) -> None:
         self.size, self.kind = size, kind
-        self.reference: Any = None
+        self.reference: _StorageReference | None = None
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
@@ -168,8 +174,8 @@ class Trace(TorchDispatchMode):
             return None
         if block is None:
             block = self._blocks[key] = _Block(0, ACTIVATIONS)
-            block.reference = _StorageReference(storage, self._freed)
-            block.reference.key = key
+            block.reference = reference = _StorageReference(storage, self._freed)
+            reference.key = key
         if size != block.size:
             self._grow(block, size - block.size, notes_peak=notes_peak)
         return block
@@ -187,7 +193,7 @@ class Trace(TorchDispatchMode):
         if most is None or self._total >= most[0]:
             self._peaks[self.phase] = (self._total, tuple(self._held.values()))
 
-    def _freed(self, reference: Any) -> None:
+    def _freed(self, reference: _StorageReference) -> None:
         block = self._blocks.get(reference.key)
         # Another storage may be at its address by now.
         if block is not None and block.reference is reference:
@@ -232,7 +238,9 @@ class Trace(TorchDispatchMode):
 
     # ---- operations ----
 
-    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, operation: OperatorBase, types: tuple[type, ...], args: Arguments = (), kwargs: Named | None = None
+    ) -> object:
         if any(kind not in _SEEN for kind in types):
             # A DTensor's own operations come by themselves.
             return NotImplemented
@@ -260,10 +268,12 @@ class Trace(TorchDispatchMode):
         block = self._see(tensor)
         return block is not None and block.kind == ACTIVATIONS
 
-    def _count(self, operation: Any, args: Any, kwargs: Any, output: Any, outputs: list[torch.Tensor]) -> None:
-        packet = getattr(operation, "_overloadpacket", None)
-        if packet is None or operation.is_view or packet in _ALLOCATING:
+    def _count(
+        self, operation: OperatorBase, args: Arguments, kwargs: Named, output: object, outputs: list[torch.Tensor]
+    ) -> None:
+        if not isinstance(operation, OpOverload) or operation.is_view or operation._overloadpacket in _ALLOCATING:
             return
+        packet = operation._overloadpacket
         if not outputs and not packet.__name__.endswith("_"):
             return
         counter = self._counters[self.phase]
@@ -303,7 +313,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _run(operation: Any, types: tuple[type, ...], args: Any, kwargs: Any) -> Any:
+def _run(operation: OperatorBase, types: tuple[type, ...], args: Arguments, kwargs: Named) -> object:
     """Run an operation: for real, where its tensors are real and small."""
     if FakeTensor in types:
         if operation is _GROUPED:
@@ -320,7 +330,7 @@ def _run(operation: Any, types: tuple[type, ...], args: Any, kwargs: Any) -> Any
     return output
 
 
-def _is_known(operation: Any, args: Any, kwargs: Any) -> bool:
+def _is_known(operation: OperatorBase, args: Arguments, kwargs: Named) -> bool:
     """Whether an operation without fake tensors makes a small one, so that it can be computed for real."""
     tensors = list(_tensors(args))
     if not tensors:
@@ -334,7 +344,9 @@ def _is_known(operation: Any, args: Any, kwargs: Any) -> bool:
     return size <= _MOST_REAL
 
 
-def _grouped_product(left: Any, right: Any, offs: Any = None, *_: object, **__: object) -> Any:
+def _grouped_product(
+    left: torch.Tensor, right: torch.Tensor, offs: Any = None, *_: object, **__: object
+) -> torch.Tensor:
     """Do what torch's own does for fake tensors, which knows bfloat16 only, as a GPU; a CPU takes each type."""
     groups = [offs.shape[0]] if left.ndim == right.ndim == 2 else [left.shape[0]] if left.ndim == right.ndim else []
     return left.new_empty(*groups, left.shape[-2], right.shape[-1])
@@ -348,7 +360,7 @@ def _even_choices(output: tuple[torch.Tensor, torch.Tensor], num_choices: int) -
     return values, chosen
 
 
-def _without_masks(operation: Any, args: Any) -> Any:
+def _without_masks(operation: OperatorBase, args: Arguments) -> Arguments:
     """Name the chosen rows by their numbers, where a mask is known: how many there are follows from its values."""
     if operation is not _aten.index.Tensor:
         return args
@@ -363,24 +375,28 @@ def _without_masks(operation: Any, args: Any) -> Any:
     return values, named
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+def _attention_backward_flops(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
+) -> int:
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-def _grouped_product_flops(left: Any, right: Any, *_: object, **__: object) -> int:
+def _grouped_product_flops(left: torch.Tensor, right: torch.Tensor, *_: object, **__: object) -> int:
     """Rows of the left one are shared out over groups of the right one, or the columns over which both are summed."""
     return int(2 * math.prod(left.shape) * right.shape[-1])
 
 
-def _grouped_product_backward_flops(_gradient: object, left: object, right: object, *_: object, **__: object) -> int:
+def _grouped_product_backward_flops(
+    _gradient: object, left: torch.Tensor, right: torch.Tensor, *_: object, **__: object
+) -> int:
     return 2 * _grouped_product_flops(left, right)
 
 
-_FORMULAS: dict[Any, Callable[..., int]] = {
+_FORMULAS: dict[object, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     _aten._grouped_mm: _grouped_product_flops,
