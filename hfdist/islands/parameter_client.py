@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -21,10 +21,19 @@ from hfdist.islands.codec import encode
 from hfdist.islands.member import Member, make_member
 from hfdist.islands.owned_pieces import OwnedPieces, join, place_of, to_host
 from hfdist.islands.parameter_store import find_slots
+from hfdist.messages.message import Message
 
 _GRADIENT = "gradient"
 _MOST_CONNECTIONS = 3
 """The most connections that end one after another before anything has come."""
+
+
+class Place(TypedDict):
+    """Where an island is."""
+
+    step: int
+    state: dict[str, object]
+    """What others need besides tensors to go on from there."""
 
 
 class GradientRecorder(torch.optim.SGD):
@@ -87,7 +96,7 @@ class ParameterClient:
             for piece, value in zip(self._owned.own(), values, strict=True):
                 yield replace(piece, key=key, view=value, set_number=None)
 
-    def connect(self, job: Mapping[str, object], step: int, state: object) -> dict[str, Any]:
+    def connect(self, job: Mapping[str, object], step: int, state: object) -> Place:
         """Connect to the server, and take its weights.
 
         Args:
@@ -96,7 +105,7 @@ class ParameterClient:
             state: what others need besides tensors to go on from there, as JSON.
 
         Returns:
-            step and state of the island that is ahead of all.
+            That of the island that is ahead of all.
 
         Raises:
             PeerError: the server does not answer.
@@ -105,7 +114,7 @@ class ParameterClient:
         self._member = make_member(self._config, job, gather_json(f"rank {rank()}"))
         return self._join(step, state, may_begin=True)
 
-    def exchange(self, step: int, recorder: GradientRecorder, targets: float, state: object) -> dict[str, Any] | None:
+    def exchange(self, step: int, recorder: GradientRecorder, targets: float, state: object) -> Place | None:
         """Push the gradients of a step, and take weights.
 
         Args:
@@ -157,7 +166,7 @@ class ParameterClient:
         self._member.close()
         self._member = None
 
-    def _join(self, step: int, state: object, *, may_begin: bool) -> dict[str, Any]:
+    def _join(self, step: int, state: object, *, may_begin: bool) -> Place:
         """Bring what this island has, to begin with it or to be given what the others have.
 
         `may_begin` is False after a step: what the optimizer keeps is then older than the weights.
@@ -173,20 +182,20 @@ class ParameterClient:
             answer = self._ask(message | {"state": state if rank() == 0 else None}, content)
             if answer is not None:
                 self._take(answer, with_slots=True)
-                found: dict[str, Any] = gather_json({"step": answer["step"], "state": answer["state"]})[0]
+                found: Place = gather_json({"step": answer["step"], "state": answer["state"]})[0]
                 return found
         what = "the server of the islands has ended each connection, or was started anew and has no weights"
         hint = "its own lines say why; the same command goes on from the last checkpoint"
         raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
 
-    def _ask(self, message: Mapping[str, object], content: bytes = b"") -> dict[str, Any] | None:
+    def _ask(self, message: Mapping[str, object], content: bytes = b"") -> Message | None:
         """Send on all ranks, and wait for weights; None: the connection of some rank has ended."""
         assert self._member is not None
         self._member.send(message, content)
         answer = self._member.wait_for("weights")
         return answer if all(gather_json(answer is not None)) else None
 
-    def _take(self, answer: dict[str, Any], *, with_slots: bool) -> None:
+    def _take(self, answer: Message, *, with_slots: bool) -> None:
         content = answer.get("payload", b"")
         values = torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.empty(0)
         rows = values.view(1 + (len(self._slots.tensors) if with_slots else 0), -1).split(self._sizes, 1)

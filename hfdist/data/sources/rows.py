@@ -72,7 +72,7 @@ def _from_sharegpt(row: Mapping[str, object]) -> dict[str, object]:
     return _conversation(_with_system(messages, row), row)
 
 
-def _from_alpaca(row: Mapping[str, object]) -> dict[str, Any]:
+def _from_alpaca(row: Mapping[str, object]) -> dict[str, object]:
     """Alpaca's `instruction`, `input` and `output`, earlier turns in `history`; only the last answer is learned."""
     messages = []
     for n, turn in enumerate(_list(row.get("history") or [], "history")):
@@ -83,8 +83,8 @@ def _from_alpaca(row: Mapping[str, object]) -> dict[str, Any]:
     asked = [_text(row[name], name) for name in ("instruction", "input") if row.get(name)]
     messages.append({"role": "user", "content": "\n".join(asked)})
     messages.append({"role": "assistant", "content": _text(row["output"], "output")})
-    messages = _with_system(messages, row)
-    return _conversation(messages, row) | ({"learned_from": len(messages) - 1} if row.get("history") else {})
+    whole = _with_system(messages, row)
+    return _conversation(whole, row) | ({"learned_from": len(whole) - 1} if row.get("history") else {})
 
 
 def _from_prompt(row: Mapping[str, object]) -> dict[str, object]:
@@ -197,7 +197,7 @@ def _conversation(messages: Sequence[Mapping[str, object]], row: Mapping[str, ob
     return {"messages": messages, "tools": wrapped}
 
 
-def _with_system(messages: list[dict[str, Any]], row: Mapping[str, object]) -> list[dict[str, Any]]:
+def _with_system(messages: Sequence[Mapping[str, object]], row: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
     system = row.get("system")
     if not system or (messages and messages[0]["role"] == "system"):
         return messages
@@ -237,10 +237,11 @@ def _content(content: object, where: str) -> str:
     return _text(content, f"{where}.content")
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
+def _call(given: object, where: str) -> dict[str, object]:
+    call = given if isinstance(given, dict) else {}
+    function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        _refuse("a tool call names no function", where, call, '{"function": {"name": ..., "arguments": {...}}}')
+        _refuse("a tool call names no function", where, given, '{"function": {"name": ..., "arguments": {...}}}')
     # The nulls of arguments stay: a call may say so.
     arguments = function.get("arguments")
     function = without_nulls(function) | {"arguments": {} if arguments is None else _parsed(arguments)}
@@ -252,10 +253,11 @@ def _check_weight(turn: Mapping[str, object], where: str) -> None:
         _refuse("a weight says neither that a turn is learned nor that it is not", where, turn["weight"], "1 or 0")
 
 
-def _from_value(item: Any, where: str) -> dict[str, object]:
-    if isinstance(item, dict) and "from" not in item and "role" in item:
+def _from_value(given: object, where: str) -> dict[str, object]:
+    item = given if isinstance(given, dict) else {}
+    if "from" not in item and "role" in item:
         return _message(item, where)
-    speaker = item.get("from") if isinstance(item, dict) else None
+    speaker = item.get("from")
     if not isinstance(speaker, str) or speaker not in _ROLES:
         _refuse("a turn has no speaker that is known", f"{where}.from", speaker, ", ".join(_ROLES))
     value = _text(item.get("value"), f"{where}.value")
@@ -272,7 +274,7 @@ def _from_value(item: Any, where: str) -> dict[str, object]:
     return {"role": "assistant", "content": "", "tool_calls": [_call(call, where) for call in calls], **weight}
 
 
-def _parsed(value: object) -> Any:
+def _parsed(value: object) -> object:
     """A list or an object, also where it comes as JSON; all else as it is."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
@@ -283,7 +285,7 @@ def _parsed(value: object) -> Any:
     return parsed if isinstance(parsed, list | dict) else value
 
 
-def _list(value: object, where: str) -> list[Any]:
+def _list(value: object, where: str) -> list[object]:
     value = _parsed(value)
     if not isinstance(value, list):
         _refuse("this is no list", where, value, "a list")
@@ -306,7 +308,7 @@ class _Form(NamedTuple):
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
-    convert: Callable[[Mapping[str, Any]], dict[str, Any]]
+    convert: Callable[[Mapping[str, object]], dict[str, object]]
 
 
 _FORMS: dict[RowFormat, _Form] = {

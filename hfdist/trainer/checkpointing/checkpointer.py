@@ -63,7 +63,7 @@ _SET_BY_SCHEDULES = ("lr", "betas", "momentum")
 class SaveOptions:
     """How a Trainer saves, besides TrainingArguments."""
 
-    run_values: dict[str, Any] | None = None
+    run_values: Mapping[str, object] | None = None
     """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
     keep: Keep | None = None
     """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
@@ -277,7 +277,7 @@ class Checkpointer:
             HELD_OUT_LOSS: held_out_loss if held_out_loss is not None and math.isfinite(held_out_loss) else None,
         }
 
-    def progress_state(self) -> dict[str, Any]:
+    def progress_state(self) -> dict[str, object]:
         """Give what the step depends on besides tensors and data, as JSON; see `load_progress`."""
         scaler = self._training.accelerator.scaler
         return {
@@ -501,7 +501,7 @@ class Checkpointer:
     def find_best(self) -> tuple[Path, float] | None:
         """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss."""
 
-        def find() -> list[Any] | None:
+        def find() -> list[object] | None:
             for path, loss in by_held_out_loss(self.folder):
                 try:
                     verify(path)
@@ -537,9 +537,9 @@ def intervals_of(checkpoint: Path, args: TrainingArguments) -> Iterator[None]:
         vars(args).update(own)
 
 
-def newest_entries(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def newest_entries(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
     """Give the newest `NUM_ENTRIES` evaluations and the newest `NUM_ENTRIES` other entries, in their order."""
-    kept: list[dict[str, Any]] = []
+    kept: list[dict[str, float]] = []
     numbers = {True: 0, False: 0}
     for entry in reversed(log_history):
         is_evaluation = "eval_loss" in entry
@@ -549,13 +549,13 @@ def newest_entries(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept[::-1]
 
 
-def drop_old(log_history: list[dict[str, Any]]) -> None:
+def drop_old(log_history: list[dict[str, float]]) -> None:
     """Take older entries out of the list itself once it holds four times as many: less often than with each entry."""
     if len(log_history) >= 4 * NUM_ENTRIES:
         log_history[:] = newest_entries(log_history)
 
 
-def newest_losses(log_history: list[dict[str, Any]]) -> list[float]:
+def newest_losses(log_history: list[dict[str, float]]) -> list[float]:
     """Give the held-out losses of the newest `NUM_ENTRIES` evaluations, oldest first: before a resume as after it."""
     return [entry["eval_loss"] for entry in log_history if "eval_loss" in entry][-NUM_ENTRIES:]
 
