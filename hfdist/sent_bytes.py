@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch.library import _scoped_library
 
 from hfdist.topology import Topology
@@ -87,7 +88,7 @@ class SentBytes:
 
     def _call(
         self,
-        overload: Any,
+        overload: OpOverload,
         known: _Operator,
         keys: torch.DispatchKeySet,
         *args: Any,

@@ -74,7 +74,7 @@ def run_ranks(
 
 def _collect(pipes: list[Connection], timeout_seconds: float) -> list[object]:
     deadline = time.monotonic() + timeout_seconds
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     while len(results) < len(pipes):
         missing = [rank for rank in range(len(pipes)) if rank not in results]
         ready = wait([pipes[rank] for rank in missing], timeout=max(0.0, deadline - time.monotonic()))

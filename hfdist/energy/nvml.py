@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import ModuleType
 
 from hfdist.energy.meter import Meter, Source
 
@@ -36,7 +36,7 @@ class EnergyCounter(Meter):
 
     source = Source.nvml
 
-    def __init__(self, nvml: Any, handle: object) -> None:
+    def __init__(self, nvml: ModuleType, handle: object) -> None:
         self._nvml, self._handle = nvml, handle
         self._last_millijoules = self._read()
         self._joules = 0.0
@@ -63,7 +63,7 @@ class PowerOverTime(Meter):
     source = Source.nvml
     sample_seconds = _SAMPLE_SECONDS
 
-    def __init__(self, nvml: Any, handle: object) -> None:
+    def __init__(self, nvml: ModuleType, handle: object) -> None:
         self._nvml, self._handle = nvml, handle
         self._watts, self._last_seconds = self._read(), time.monotonic()
         self._joules = 0.0

@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OperatorBase
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
@@ -208,7 +213,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.beneath: Any = None
+        self.beneath: Any = None  # torch's own mode, whose class is private
         self.keeps_output = False
         self._kept: set[StorageWeakRef] = set()
 
@@ -229,7 +234,13 @@ class _Watch(TorchDispatchMode):
         super().__exit__(*error)
         self.beneath.__exit__(*error)
 
-    def __torch_dispatch__(self, operation: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        operation: OperatorBase,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         # Private, but there is no other way to ask it; higher-order operators have none.
         schema = getattr(operation, "_schema", None)
@@ -261,7 +272,9 @@ def _policy(watch: _Watch) -> Callable[..., CheckpointPolicy]:
     kept = {getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)}
     counted = {getattr(torch.ops.aten, name).default for name in _PRODUCTS}
 
-    def policy(context: Any, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, operation: object, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
         is_kept = operation in kept
         if operation in counted:
             # Counted apart in the forward and in its repetition, so that both decide alike.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +71,7 @@ def use_float8(model: PreTrainedModel) -> None:
             layer.register_forward_pre_hook(_autocast)
 
 
-def _autocast(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _autocast(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     # torchao's layers look at a GPU's autocast only.
     return tuple(x.to(torch.get_autocast_dtype("cpu")) for x in inputs) if torch.is_autocast_enabled("cpu") else inputs
 

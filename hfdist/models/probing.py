@@ -282,7 +282,7 @@ class _Rules:
     def _small_overrides(self, overrides: dict[int, dict[str, object]]) -> dict[int, dict[str, object]]:
         """The overrides of single blocks, in the same proportion to the values of the other blocks."""
 
-        def small(name: str, value: object) -> Any:
+        def small(name: str, value: object) -> object:
             usual = self.fields.get(name)
             if isinstance(value, int) and isinstance(usual, int) and usual > 0:
                 return max(self.small(name, usual) * value // usual, 1)

@@ -61,7 +61,7 @@ def are_judged_alike(corpus: Corpus) -> bool:
     return len({example.get("rejected") is True for example in examples}) == 1
 
 
-def _chosen(example: dict[str, Any]) -> Any:
+def _chosen(example: dict[str, Any]) -> object:
     return example["messages"][example["learned_from"] :] if "messages" in example else example["completion"]
 
 

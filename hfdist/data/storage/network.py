@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -131,12 +131,13 @@ class Network:
         return self._opened[place]
 
 
-def details_in(info: dict[str, Any], address: str) -> Details:
+def details_in(info: Mapping[str, object], address: str) -> Details:
     """Read size and version from what fsspec tells about a file; DataError where the store does not tell the size."""
-    if not isinstance(info.get("size"), int):
+    size = info.get("size")
+    if not isinstance(size, int):
         raise DataError("the server does not tell the size of the file", where=redact(address))
     version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-    return Details(info["size"], version or f"{info['size']} bytes")
+    return Details(size, version or f"{size} bytes")
 
 
 def _open(scheme: str) -> AbstractFileSystem:

@@ -87,7 +87,7 @@ def _find_baseline(run: RunState) -> float | None:
     return unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
 
 
-def _loss_before(log_history: Sequence[Mapping[str, Any]]) -> float | None:
+def _loss_before(log_history: Sequence[Mapping[str, float]]) -> float | None:
     return next(
         (float(entry["eval_loss"]) for entry in log_history if entry["step"] == 0 and "eval_loss" in entry), None
     )

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from hfdist.errors import printable
 
@@ -45,10 +44,16 @@ class AlertCommand:
             thread.join(_LONGEST_SECONDS + 1)
 
     def _run(self, text: str) -> None:
-        silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         try:
             ended = subprocess.run(
-                self._words, input=text, text=True, errors="replace", timeout=_LONGEST_SECONDS, check=False, **silent
+                self._words,
+                input=text,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                timeout=_LONGEST_SECONDS,
+                check=False,
             )
         except OSError as error:
             logger.warning("report.alert_command cannot be started: %s", error.strerror)

@@ -10,17 +10,20 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from hfdist.errors import ConfigError
 from hfdist.tools.report.page import page, parts
 from hfdist.tools.report.reading.run_files import RunFiles
+
+Request = socket.socket | tuple[bytes, socket.socket]
+"""A browser's connection, as servers of the standard library have it."""
 
 _HOST = "127.0.0.1"
 _NAMES = (_HOST, "localhost")
@@ -124,14 +127,14 @@ class Server(ThreadingHTTPServer):
         """The page's address."""
         return f"http://{_HOST}:{self.server_address[1]}/{self.secret}/"
 
-    def process_request(self, request: Any, client_address: object) -> None:
+    def process_request(self, request: Request, client_address: object) -> None:
         """Give each browser a thread, as long as there are not too many."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: object) -> None:
+    def process_request_thread(self, request: Request, client_address: object) -> None:
         """Answer one browser."""
         try:
             super().process_request_thread(request, client_address)

@@ -103,7 +103,7 @@ def table(figures: Mapping[str, float]) -> str:
     )
 
 
-def _answer(request: dict[str, Any]) -> Any:
+def _answer(request: dict[str, Any]) -> object:
     """List the tasks, or measure a model; called in the harness's process."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

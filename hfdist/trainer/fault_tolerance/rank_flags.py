@@ -10,9 +10,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ class Preemption(TrainerCallback):
         """Name of the signal after which this run has stopped."""
         self._received = 0
         self._received_seconds = 0.0
-        self._before: Mapping[signal.Signals, Any] = {}
+        self._before: Mapping[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Begin to listen."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag, read_number
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
@@ -14,6 +14,9 @@ from hfdist.config.run import AUTO
 from hfdist.errors import ConfigError
 from hfdist.tools.doctor.bandwidth.figures import LEAST_LINK_BYTES, describe_size, read_size
 from hfdist.tools.doctor.processes import read_processes
+
+if TYPE_CHECKING:
+    from hfdist.tools.doctor.bandwidth.measure import Request
 
 _HELP = """\
 Measure what the collectives of this machine, or of several, reach by size: latency, algorithm bandwidth and bus
@@ -82,7 +85,7 @@ def _measure(arguments: list[str]) -> None:
         sys.exit(start_ranks(_be_rank, request, processes=processes, max_restarts=0))
 
 
-def _be_rank(request: Any) -> None:
+def _be_rank(request: Request) -> None:
     from hfdist.tools.doctor.bandwidth.measure import measure_rank
 
     with told_in_one_message(stop_everywhere):

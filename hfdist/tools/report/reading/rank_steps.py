@@ -6,10 +6,12 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import TypeVar
 
 from hfdist.records import RankColumn
 from hfdist.tools.report.text import number, numbers
+
+Number = TypeVar("Number", int, float)
 
 PARTS = (RankColumn.compute_seconds.value, RankColumn.data_seconds.value, RankColumn.wait_seconds.value)
 STEP = RankColumn.step_seconds.value
@@ -69,7 +71,7 @@ class Stretch:
         self.peak_bytes = _each(max, self.peak_bytes, peaks)
 
 
-def _each(join: Callable[[Any, Any], Any], first: Sequence[object], second: Sequence[object]) -> list[Any]:
+def _each(join: Callable[[Number, Number], Number], first: Sequence[Number], second: Sequence[Number]) -> list[Number]:
     """Join values of the same rank; a rank that one of them lacks counts as 0 there."""
     return [join(a, b) for a, b in zip_longest(first, second, fillvalue=0)]
 
