@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch._ops import OpOverload
 from torch.library import _scoped_library
 
 from hfdist.topology import Topology
@@ -88,7 +87,7 @@ class SentBytes:
 
     def _call(
         self,
-        overload: OpOverload,
+        overload: Any,
         known: _Operator,
         keys: torch.DispatchKeySet,
         *args: Any,

@@ -43,7 +43,7 @@ class _Saved(NamedTuple):
 
     entries: dict[TensorId, Entry]
     numbers: dict[TensorId, float]
-    state: dict[str, Any]
+    state: dict[str, object]
 
 
 def read_checkpoint(
@@ -120,7 +120,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return _read_state(path, read_manifest(path))[1]
 
 
-def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], dict[str, Any]]:
+def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], dict[str, object]]:
     content = read_json(_listed(path, manifest, STATE_FILE))
     try:
         numbers: dict[TensorId, float] = {

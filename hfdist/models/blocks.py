@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OperatorBase
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -236,7 +235,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        operation: OperatorBase,
+        operation: Callable[..., object],
         types: tuple[type, ...],
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,

@@ -53,6 +53,7 @@ Batch = dict[str, torch.Tensor]
 Function = Callable[[nn.Module, Batch], object]
 """(model, part of a batch) -> any value made from the model's outputs."""
 Value = TypeVar("Value")
+"""What such a function makes."""
 
 
 class Forward(Protocol):

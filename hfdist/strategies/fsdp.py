@@ -180,7 +180,7 @@ def _with_replicas(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 def _shard(unit: nn.Module, axes: DeviceMesh, reshards: bool, policy: OffloadPolicy) -> None:
     _prepare(unit, axes)
-    # Any: torch's class of what follows is private.
+    # Any: the class that the reduction must have for torch is private.
     sharded: Any = fully_shard(unit, mesh=axes, reshard_after_forward=reshards, offload_policy=policy)
     if axes.device_type == "cpu":
         sharded.set_custom_reduce_scatter(_ExchangedSums())

@@ -24,7 +24,6 @@ from deepspeed.runtime.zero import stage3, utils
 from torch import nn
 
 # Not public; see memory.py.
-from torch._ops import OperatorBase
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,7 +34,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
 from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
-from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Arguments, Named, Trace
+from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Arguments, Named, Operation, Trace
 from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
@@ -55,7 +54,7 @@ class _Values(TorchDispatchMode):
     """Gives what DeepSpeed asks a fake tensor for: a norm of 1, no overflow, and equal values everywhere."""
 
     def __torch_dispatch__(
-        self, operation: OperatorBase, types: tuple[type, ...], args: Arguments = (), kwargs: Named | None = None
+        self, operation: Operation, types: tuple[type, ...], args: Arguments = (), kwargs: Named | None = None
     ) -> object:
         if operation is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 0

@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +26,8 @@ from hfdist.planning.costs import OpCosts
 from hfdist.strategies.step_memory import MemoryUse
 from hfdist.strategies.traffic import Phase
 
+Operation = Callable[..., Any]
+"""One of torch's: its class is private."""
 Arguments = tuple[Any, ...]
 """Of an operation: tensors, lists of them, numbers, types."""
 Named = dict[str, Any]
@@ -239,7 +240,7 @@ class Trace(TorchDispatchMode):
     # ---- operations ----
 
     def __torch_dispatch__(
-        self, operation: OperatorBase, types: tuple[type, ...], args: Arguments = (), kwargs: Named | None = None
+        self, operation: Operation, types: tuple[type, ...], args: Arguments = (), kwargs: Named | None = None
     ) -> object:
         if any(kind not in _SEEN for kind in types):
             # A DTensor's own operations come by themselves.
@@ -269,11 +270,11 @@ class Trace(TorchDispatchMode):
         return block is not None and block.kind == ACTIVATIONS
 
     def _count(
-        self, operation: OperatorBase, args: Arguments, kwargs: Named, output: object, outputs: list[torch.Tensor]
+        self, operation: Any, args: Arguments, kwargs: Named, output: object, outputs: list[torch.Tensor]
     ) -> None:
-        if not isinstance(operation, OpOverload) or operation.is_view or operation._overloadpacket in _ALLOCATING:
+        packet = getattr(operation, "_overloadpacket", None)
+        if packet is None or operation.is_view or packet in _ALLOCATING:
             return
-        packet = operation._overloadpacket
         if not outputs and not packet.__name__.endswith("_"):
             return
         counter = self._counters[self.phase]
@@ -313,7 +314,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _run(operation: OperatorBase, types: tuple[type, ...], args: Arguments, kwargs: Named) -> object:
+def _run(operation: Operation, types: tuple[type, ...], args: Arguments, kwargs: Named) -> object:
     """Run an operation: for real, where its tensors are real and small."""
     if FakeTensor in types:
         if operation is _GROUPED:
@@ -330,7 +331,7 @@ def _run(operation: OperatorBase, types: tuple[type, ...], args: Arguments, kwar
     return output
 
 
-def _is_known(operation: OperatorBase, args: Arguments, kwargs: Named) -> bool:
+def _is_known(operation: Operation, args: Arguments, kwargs: Named) -> bool:
     """Whether an operation without fake tensors makes a small one, so that it can be computed for real."""
     tensors = list(_tensors(args))
     if not tensors:
@@ -360,7 +361,7 @@ def _even_choices(output: tuple[torch.Tensor, torch.Tensor], num_choices: int) -
     return values, chosen
 
 
-def _without_masks(operation: OperatorBase, args: Arguments) -> Arguments:
+def _without_masks(operation: Operation, args: Arguments) -> Arguments:
     """Name the chosen rows by their numbers, where a mask is known: how many there are follows from its values."""
     if operation is not _aten.index.Tensor:
         return args

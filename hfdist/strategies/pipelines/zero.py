@@ -105,6 +105,7 @@ class PipelineZeroEngine(PipelineEngine):
         if self._scaler is None:
             step.step()
         else:
+            # All of an optimizer that the scaler asks for.
             stepped = cast(torch.optim.Optimizer, step)
             self._scaler.unscale_(stepped)
             self._scaler.step(stepped)

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional_collectives
+
+# Not public; a compiler takes these collectives alone. Elsewhere they cost more than torch.distributed's.
+import torch.distributed._functional_collectives as _collectives
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
-
-# Not public; a compiler takes these collectives alone. Elsewhere they cost more than torch.distributed's.
-_collectives = functional_collectives
 
 GATHERED, LOOKED_UP = "colwise_gather_output", "embedding_rowwise"
 
