@@ -149,7 +149,7 @@ class Member:
         connection = self._connection
         return connection is None or connection.is_broken.is_set() or number in connection.aborted
 
-    def finish(self, number: int, *, is_ok: bool, bad: Mapping[int, str] | None = None) -> dict[int, Any] | None:
+    def finish(self, number: int, *, is_ok: bool, bad: Mapping[int, str] | None = None) -> dict[int, object] | None:
         """Tell whether this island has all, or whose parts it could not use and why, and wait for all others.
 
         Returns:

@@ -80,7 +80,7 @@ class Message(dict[str, Any]):
             raise NotAMessageError(f"{key} is no object")
         return Message(value)
 
-    def by_number(self, key: str) -> dict[int, Any]:
+    def by_number(self, key: str) -> dict[int, object]:
         """Take an object whose keys are whole numbers."""
         try:
             return {int(name[:20]): value for name, value in self.mapping(key).items()}
@@ -93,7 +93,7 @@ class Message(dict[str, Any]):
         return self.get(key, default)
 
 
-def read_json(content: bytes, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(content: bytes, most_bytes: int = MOST_BYTES) -> object:
     """Read JSON that somebody else has written.
 
     Raises:

@@ -141,7 +141,7 @@ def refusal(error: Exception, where: str, hint: str | None = None) -> ConfigErro
     return ConfigError(f"PEFT refuses the adapter: {text[:300]}", where=where, hint=hint)
 
 
-def _saved_config(path: str) -> Any:
+def _saved_config(path: str) -> PeftConfig:
     from peft import PeftConfig
 
     with reading_from_hub("adapter.path", path):

@@ -218,7 +218,7 @@ def state_after_step(optimizer: torch.optim.Optimizer, group: Group, like: torch
     return dict(stepped.state[parameter])
 
 
-def state_before_step(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, Any]:
+def state_before_step(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, object]:
     """Give what it keeps for this very parameter before its first step; of most optimizers nothing."""
     return dict(over(optimizer, [group | {"params": [parameter]}]).state.get(parameter, {}))
 

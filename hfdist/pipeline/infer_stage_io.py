@@ -293,7 +293,9 @@ def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], chann
     return ProbeResult(problem, frozenset(needed), checksum)
 
 
-def _try(module: StageModule, batch: dict[str, torch.Tensor], incoming: Activations | None) -> tuple[Any, str | None]:
+def _try(
+    module: StageModule, batch: dict[str, torch.Tensor], incoming: Activations | None
+) -> tuple[object, str | None]:
     try:
         with preserve_state(module.model):
             value = module.run(lambda model: model(**batch), incoming)

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 from fsspec import get_filesystem_class
 from fsspec.spec import AbstractFileSystem
@@ -164,7 +164,7 @@ def _status(error: BaseException) -> int | None:
     """Give the HTTP status that caused an error, in the terms of aiohttp, botocore, httpx and gcsfs."""
     # fsspec calls every failed question "file not found".
     for cause in causes(error):
-        response: Any = getattr(cause, "response", None)
+        response: object = getattr(cause, "response", None)
         if isinstance(response, dict):
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         # Elsewhere than in gcsfs, such as in aiohttp, a code is not the server's.
