@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from typing import TypedDict, Unpack
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Compression, ContextMethod, StrategyConfig
@@ -46,6 +47,13 @@ class Sent:
     """The phase beside which it can run; None: the rank waits for it."""
     microbatches: int = 1
     """Micro batches in which it travels; the time of the others hides nothing."""
+
+
+class When(TypedDict, total=False):
+    """Fields of `Sent`."""
+
+    hidden_by: Phase | None
+    microbatches: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +155,7 @@ class Axes:
         calls: float,
         is_gradient: bool = True,
         of_experts: bool = False,
-        hidden_by: Phase | None = None,
-        microbatches: int = 1,
+        **when: Unpack[When],
     ) -> Iterator[Sent]:
         """Gradients or weights over the ranks of an axis: `data`, `shard` or `replicate`."""
         topology = self.topology
@@ -162,8 +169,7 @@ class Axes:
         # Without replicas what is sharded is sharded over all data ranks.
         axis = DATA if topology.replicate == 1 else axis
         num_elements *= self.sizes.trained_share if is_gradient else 1
-        num_bytes = num_elements * self.sizes.weight_bytes
-        yield from self._send(kind, axis, size, stride, num_bytes, calls, hidden_by, microbatches)
+        yield from self._send(kind, axis, size, stride, num_elements * self.sizes.weight_bytes, calls, **when)
 
     def average_gradients(self) -> Iterator[Sent]:
         """One all-reduce of all gradients at the end of a step, and apart of those of experts that ranks share."""
@@ -312,23 +318,8 @@ class Axes:
 
     @staticmethod
     def _send(
-        kind: str,
-        axis: str,
-        size: int,
-        stride: int,
-        whole_bytes: float,
-        calls: float,
-        hidden_by: Phase | None = None,
-        microbatches: int = 1,
+        kind: str, axis: str, size: int, stride: int, whole_bytes: float, calls: float, **when: Unpack[When]
     ) -> Iterator[Sent]:
         if size > 1 and whole_bytes > 0:
-            yield Sent(
-                axis=axis,
-                kind=kind,
-                size=size,
-                stride=stride,
-                num_bytes=ring_bytes(kind, whole_bytes, size),
-                calls=calls,
-                hidden_by=hidden_by,
-                microbatches=microbatches,
-            )
+            sent = ring_bytes(kind, whole_bytes, size)
+            yield Sent(axis=axis, kind=kind, size=size, stride=stride, num_bytes=sent, calls=calls, **when)
