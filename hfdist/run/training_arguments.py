@@ -83,7 +83,7 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
     } | _optimizer(config.optimizer, batch, max_steps)
 
 
-def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
+def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, object]:
     scheduler_type, scheduler_kwargs = scheduler_of(optimizer, max_steps)
     return {
         "optim": name_for_arguments(optimizer),

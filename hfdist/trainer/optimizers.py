@@ -131,7 +131,7 @@ class Optimizers:
     def evaluating(self, engine: Engine) -> Iterator[None]:
         """Meanwhile, the weights are those to be used, where an optimizer trains at others (schedule-free)."""
         # There is none before the first training.
-        optimizer: Any = self._training.trainer.optimizer
+        optimizer: object = self._training.trainer.optimizer
         inner = optimizer
         while hasattr(inner, "optimizer"):
             inner = inner.optimizer

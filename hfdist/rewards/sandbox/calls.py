@@ -87,7 +87,7 @@ def _line(message: Mapping[str, object]) -> bytes:
     return line
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: Any) -> object:
     kind = next((base for base in _PLAIN if isinstance(value, base)), None)
     if value is None or kind is bool:
         return value

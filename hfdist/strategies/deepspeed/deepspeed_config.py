@@ -60,7 +60,7 @@ def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, dev
     return _merge(generated, extra)
 
 
-def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, device_type: str) -> dict[str, Any]:
+def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, device_type: str) -> dict[str, object]:
     return {
         "train_batch_size": batch.global_batch_size,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
@@ -83,7 +83,7 @@ def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, d
 
 def _zero_section(strategy: StrategyConfig, device_type: str) -> dict[str, object]:
     stage = STAGE[strategy.sharding]
-    section: dict[str, Any] = {
+    section: dict[str, object] = {
         "stage": stage,
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "allgather_bucket_size": BUCKET_ELEMENTS,

@@ -7,7 +7,7 @@ version of at least s - max_staleness, so that an answer is seldom thrown away. 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Answers(NamedTuple):
@@ -15,7 +15,7 @@ class Answers(NamedTuple):
 
     version: int
     """Version of the policy that gave the answers."""
-    content: dict[str, Any]
+    content: dict[str, object]
     """The completions, as the generator sent them."""
 
 
@@ -78,7 +78,7 @@ class Dispatcher:
                 given.append((number, prompt.content))
         return given
 
-    def answer(self, generator: str, number: int, version: int, content: dict[str, Any]) -> None:
+    def answer(self, generator: str, number: int, version: int, content: dict[str, object]) -> None:
         """Take the answers of a generator. The first ones count, if they are not too old for the step."""
         prompt = self._prompts.get(number)
         if prompt is not None:
