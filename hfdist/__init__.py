@@ -38,7 +38,12 @@ def __getattr__(name: str) -> Any:
     # Here: most programs make no mistake.
     from hfdist.errors import nearest
 
-    other = {"load_rewards": "hfdist.rewards.load_rewards"}.get(name) or nearest(name, _HOMES, "hfdist.{}")
+    others = {
+        "load_rewards": "hfdist.rewards.load_rewards",
+        "TrainingArguments": "transformers.TrainingArguments",
+        "TrainerMixin": "hfdist.DistributedTrainerMixin",
+    }
+    other = others.get(name) or nearest(name, _HOMES, "hfdist.{}")
     hint = "" if other is None or name.startswith("_") else f"; did you mean {other}?"
     if name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"):
         hint = f"; class Mine(hfdist.DistributedTrainerMixin, trl.{name}): ... is one (docs/trl.md)"

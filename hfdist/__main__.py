@@ -84,7 +84,7 @@ def main() -> None:
             where="command line",
             found=" ".join(sys.argv[1:3]),
             allowed=", ".join(known),
-            hint=called or nearest(name, known, "hfdist {}") or "hfdist --help",
+            hint=called or nearest(name, known, "hfdist {}", cutoff=0.7) or "hfdist --help",
         )
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)

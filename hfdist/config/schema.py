@@ -28,6 +28,9 @@ ANY_NAME = "*"
 
 
 _MOST_SHOWN = 200
+_MOST_LIKELY = 3
+_MOST_LETTERS = 2
+"""By how many letters a slip of the pen makes a word longer or shorter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,30 +129,36 @@ def unknown_keys(values: Mapping[object, object], prefix: str = "") -> Iterator[
             yield from unknown_keys(value, f"{name}.")
 
 
-def nearest_key(name: str, value: str | None = None) -> str | None:
-    """Give the key that was probably meant: the same last part elsewhere, or a similar spelling.
+def nearest_key(name: str) -> str | None:
+    """Give the key that was probably meant; None: no key is like it."""
+    return next(iter(likely_keys(name)), None)
 
-    Of a section's keys that begin alike, such as `warmup_steps` and `warmup_fraction`, the one that accepts `value`.
+
+def likely_keys(name: str, value: str | None = None) -> list[str]:
+    """Give the keys that may be meant: the same last part elsewhere, longer names in the section, or a slip of the pen.
+
+    Of a section's keys that say more, such as `warmup_steps` and `warmup_fraction`, those that accept `value`.
     """
     respelt = _respell(name)
     if respelt is not None:
-        return respelt
+        return [respelt]
     names = [key.name for key in all_keys().values() if ANY_NAME not in key.name]
     section, _, leaf = name.rpartition(".")
+    own = members(_starred(section)) if section else []
+    longer = [f"{section}.{member}" for member in own if f"_{leaf}_" in f"_{member}_"]
+    if found := [one for one in longer if value is None or ((key := find_key(one)) is not None and key.accepts(value))]:
+        return found[:_MOST_LIKELY]
     same_leaf = [known for known in names if known.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return nearest(name, same_leaf, cutoff=0.0)
-    if value is not None and section:
-        longer = (f"{section}.{member}" for member in members(_starred(section)) if member.startswith(f"{leaf}_"))
-        fitting = (known for known in longer if (key := find_key(known)) is not None and key.accepts(value))
-        if (found := next(fitting, None)) is not None:
-            return found
-    # A value is meant, and no section of that name.
-    by_leaf = {known.rpartition(".")[2]: known for known in reversed(names) if not section or not members(known)}
-    by_leaf |= {member: f"{section}.{member}" for member in members(_starred(section))} if section else {}
-    # Names of two things are often as alike as `max_samples` and `max_staleness`.
-    close = nearest(leaf, by_leaf, cutoff=0.78)
-    return nearest(name, names, cutoff=0.78) if close is None else by_leaf[close]
+    # Names of two things are often as alike as `max_samples` and `max_staleness`, or `modules` and `nodes`.
+    by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)} if not own else {}
+    by_leaf |= {member: f"{section}.{member}" for member in own}
+    close = nearest(leaf, [one for one in by_leaf if _may_be_slip(leaf, one)], cutoff=0.78)
+    near = nearest(name, same_leaf, cutoff=0.0) or (None if close is None else by_leaf[close])
+    return [] if near is None else [near]
+
+
+def _may_be_slip(written: str, meant: str) -> bool:
+    return abs(len(written) - len(meant)) <= _MOST_LETTERS and written[:1].lower() == meant[:1].lower()
 
 
 def flatten(value: object, key: str) -> Iterator[tuple[str, object]]:

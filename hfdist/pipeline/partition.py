@@ -331,7 +331,7 @@ def _check_enough_blocks(num_blocks: int, num_stages: int) -> None:
             where="strategy.pipeline, strategy.stages_per_rank",
             found=f"{num_blocks} blocks for {num_stages} stages",
             allowed=f"at most {num_blocks} stages (strategy.pipeline x strategy.stages_per_rank)",
-            hint=f"strategy.pipeline={fits}, with one stage a rank",
+            hint=f"strategy.pipeline={fits} strategy.stages_per_rank=1 strategy.schedule=1f1b, or a deeper model",
         )
 
 

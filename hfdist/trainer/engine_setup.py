@@ -31,7 +31,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.model_files import check_adapter_names, has_adapter
 from hfdist.trainer.hooks import OURS, check_hooks, owner_of
 from hfdist.trainer.optimizers import OwnOptimizer
-from hfdist.trainer.row_check import check_rows
+from hfdist.trainer.row_check import check_is_dataset, check_rows
 from hfdist.trainer.step.lean_step import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
 from hfdist.trainer.trl_trainers import (
@@ -117,6 +117,7 @@ def build_engine(kind: type, strategy: Strategy, arguments: Arguments) -> tuple[
     arguments = arguments | _whole_model(kind, arguments, strategy)
     if all(owner_of(kind, name) is transformers.Trainer for name in _READERS):
         collates_itself = arguments.get("data_collator") is not None
+        check_is_dataset(arguments.get("eval_dataset"), "eval_dataset")
         check_rows(arguments.get("train_dataset"), arguments["model"], collates_itself=collates_itself)
     check_trl_arguments(kind, arguments, strategy)
     arguments = with_adapter(arguments, kind, strategy)

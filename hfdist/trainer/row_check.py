@@ -19,6 +19,13 @@ _WHERE = "train_dataset"
 _TOKENIZE = 'dataset.map(lambda row: tokenizer(row["text"]))'
 
 
+def check_is_dataset(dataset: object, where: str) -> None:
+    """Raise a ConfigError where the argument `where` of a Trainer is a path in place of a dataset."""
+    if isinstance(dataset, str | Path):
+        what, hint = "a dataset is no path", f"load_dataset('json', data_files={str(dataset)!r}, split='train')"
+        raise ConfigError(what, where=where, found=repr(dataset), hint=hint)
+
+
 def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None:
     """Look at the first rows of a dataset that has a length; an iterable one is read by its training alone.
 
@@ -30,23 +37,27 @@ def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None
     Raises:
         ConfigError: it is no dataset; it has no rows; no column is an input of the model; a token is none of its own.
     """
-    if isinstance(dataset, str | Path):
-        what, hint = "a dataset is no path", f"load_dataset('json', data_files={str(dataset)!r}, split='train')"
-        raise ConfigError(what, where=_WHERE, found=repr(dataset), hint=hint)
+    check_is_dataset(dataset, _WHERE)
     if isinstance(dataset, Mapping):
         what, hint = "these are several datasets", f"train_dataset=dataset[{str(next(iter(dataset), 'train'))!r}]"
         raise ConfigError(what, where=_WHERE, found=", ".join(map(str, dataset)), hint=hint)
     if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) and len(dataset) == 0:
         raise ConfigError("the dataset is empty", where=_WHERE, found="0 rows", allowed="a row or more")
     rows = _first_rows(dataset)
-    # A module of one's own may take any names.
-    if not rows or not isinstance(model, PreTrainedModel):
+    if not rows or not isinstance(model, nn.Module):
         return
-    inputs = set(inspect.signature(model.forward).parameters)
+    takes = inspect.signature(model.forward).parameters
+    # A module of one's own may take any names.
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values()) and not isinstance(
+        model, PreTrainedModel
+    ):
+        return
+    inputs = set(takes)
     if not collates_itself and all(not inputs & row.keys() for row in rows):
         what, found = "no column of the rows is an input of the model", ", ".join(map(str, rows[0]))
         raise ConfigError(what, where=_WHERE, found=found, allowed="input_ids, labels", hint=_TOKENIZE)
-    _check_vocabulary([ids for row in rows if (ids := _ids_of(row)) is not None], model)
+    if isinstance(model, PreTrainedModel):
+        _check_vocabulary([ids for row in rows if (ids := _ids_of(row)) is not None], model)
 
 
 def check_lengths(dataset: object) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, nearest
+from hfdist.messages.message import MOST_BYTES, NotAMessageError, read_json
 from hfdist.records.run_folder import RunFolder
 from hfdist.topology import Topology
 
@@ -55,6 +57,10 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
     topology, batch = plan_run(config, world_size=world_size)
     for key, source in _sources(config).items():
         _check_source(f"{key}.path", source)
+    system = config.data.chat.system
+    if system is not None and os.path.isfile(os.path.expanduser(system)):
+        what, allowed = "this is the name of a file", "the text of the system message"
+        raise ConfigError(what, where="data.chat.system", found=system, allowed=allowed)
     check_model_paths(config)
     _check_resume(config.checkpoint.resume)
     _check_writable("run.dir", config.run.dir)
@@ -96,6 +102,7 @@ def check_model_paths(config: RunConfig) -> None:
         what, folder = "a model is a folder, with its config.json", os.path.dirname(name) or "."
         hint = f"model={folder}" if os.path.isfile(os.path.join(os.path.expanduser(folder), "config.json")) else None
         raise ConfigError(what, where="model.name", found=name, allowed="a Hub id, a folder, a .gguf file", hint=hint)
+    _check_no_adapter(name)
     is_model, holds_model = (os.path.isfile(os.path.expanduser(f"{name}/{file}")) for file in _OF_MODELS)
     if name and holds_model and not is_model:
         what, hint = "this is the folder of a run; its model is in it", f"model={name.rstrip('/')}/model"
@@ -105,6 +112,20 @@ def check_model_paths(config: RunConfig) -> None:
     if path is not None and not os.path.isdir(os.path.expanduser(path)):
         what, allowed = "there is no such folder", "the folder of a reward model"
         raise ConfigError(what, where=key, found=path, allowed=allowed, hint=_near(key, path))
+
+
+def _check_no_adapter(name: str) -> None:
+    """Refuse the folder of an adapter as the model: its base would be trained without it."""
+    path = Path(os.path.expanduser(name)) / "adapter_config.json"
+    if not name or not path.is_file() or path.with_name("config.json").is_file():
+        return
+    base = None
+    with contextlib.suppress(OSError, NotAMessageError):
+        found = read_json(path.read_bytes()[: MOST_BYTES + 1])
+        base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+    what = "this is the folder of an adapter, and no model"
+    hint = f"model={base if isinstance(base, str) else 'ID'} adapter.path={name}"
+    raise ConfigError(what, where="model.name", found=name, hint=hint)
 
 
 def _check_adapter_path(path: str | None) -> None:
@@ -124,6 +145,9 @@ def _check_resume(path: str) -> None:
         what, key = "this is the folder of a run, and not one of its checkpoints", "checkpoint.resume"
         allowed = "auto, never, or the folder of a checkpoint"
         raise ConfigError(what, where=key, found=path, allowed=allowed, hint=f"{key}={steps[-1]}")
+    if os.path.isfile(os.path.join(path, "config.json")) and not os.path.isfile(os.path.join(path, "manifest.json")):
+        what, hint = "this is the folder of a model, and no checkpoint", f"checkpoint.resume=auto model={path}"
+        raise ConfigError(what, where="checkpoint.resume", found=path, hint=hint)
 
 
 def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from functools import reduce
 
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
-from hfdist.config.task import LOSSES, REWARD_MODEL, SCORE, PreferenceLoss, TaskName
+from hfdist.config.task import LOSSES, REWARD_MODEL, SCORE, PreferenceLoss, TaskConfig, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
+_OF_KTO = ("desirable_weight", "undesirable_weight")
+_OF_PREFERENCES = ("name", "loss", "beta", "label_smoothing", *_OF_KTO)
+_OF_POLICIES = tuple(one.name for one in dataclasses.fields(TaskConfig) if one.name not in _OF_PREFERENCES)
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
 
 def check_task(config: RunConfig) -> None:
     """Raise a ConfigError on what does not go with the task."""
+    _check_others(config)
     _check_rows(config)
     task, data = config.task, config.data
-    if task.generators and not task.name.is_reinforcement:
-        raise _misfit(config, "task.generators", "0", "this task trains on the data's answers")
     if data.keep_columns and not task.name.is_reinforcement:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
@@ -41,6 +45,21 @@ def check_task(config: RunConfig) -> None:
         _check_reinforcement(config)
     else:
         _check_preference(config)
+
+
+def _check_others(config: RunConfig) -> None:
+    """Refuse what says something of another task: it would be ignored."""
+    name, default = config.task.name, TaskConfig()
+    if name.is_reinforcement:
+        return
+    of_others = [*_OF_POLICIES, *([] if name is TaskName.kto else _OF_KTO), *([] if name.has_reference else ["beta"])]
+    for key in of_others:
+        if getattr(config.task, key) != getattr(default, key):
+            allowed = json.dumps(plain(getattr(default, key)))
+            error = _misfit(config, f"task.{key}", allowed, "this task has no use for the key")
+            # A mapping is added to, so that an empty one changes nothing.
+            error.hint = f"leave task.{key} out" if key == "rewards" else error.hint
+            raise error
 
 
 def _misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:

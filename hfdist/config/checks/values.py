@@ -193,7 +193,8 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         _check_compression(config)
     if strategy.deepspeed and not strategy.sharding.is_deepspeed:
         what = "these keys are DeepSpeed's, and without ZeRO DeepSpeed is not used"
-        hint = "strategy=zero1, or leave strategy.deepspeed empty"
+        stage = (strategy.deepspeed.get("zero_optimization") or {}).get("stage")
+        hint = f"strategy=zero{stage if stage in (1, 2, 3) else 1}, or leave strategy.deepspeed empty"
         raise _conflict(config, "strategy.deepspeed", what, hint=hint)
     for key, default in (("replicate", 1), ("reshard", None), ("prefetch", 0)):
         if getattr(strategy, key) != default and strategy.sharding is not Sharding.fsdp2:
@@ -586,10 +587,10 @@ _OF_METHODS = (
 def _check_islands(config: RunConfig) -> None:
     islands, default = config.islands, IslandsConfig()
     if not islands.is_used:
-        for name in ("count", "index", "address"):
+        for name in (field.name for field in dataclasses.fields(islands)):
             if getattr(islands, name) != getattr(default, name):
                 what = "this key belongs to islands, and there are none"
-                value = "null" if name == "address" else getattr(default, name)
+                value = json.dumps(plain(getattr(default, name))).strip('"')
                 hint = f"islands.method=diloco, or islands.{name}={value}"
                 raise _conflict(config, f"islands.{name} islands.method", what, hint=hint)
         return

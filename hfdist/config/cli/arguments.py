@@ -12,6 +12,7 @@ from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.cli.recipe_names import RECIPES
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, nearest
+from hfdist.records.trials import TRIALS
 
 FLAG = "true|false"
 """Values of a key that may also stand as a flag: `--json` is `json=true`."""
@@ -52,7 +53,7 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
         if name not in keys or not value:
             what = f"there is no key `{name}`" if equals and name not in keys else "this cannot be read"
             allowed = ", ".join(f"{key}={values_of}" for key, values_of in keys.items())
-            near = nearest(name.lstrip("-"), keys)
+            near = nearest(name.lstrip("-"), keys, cutoff=0.7)
             hint = "--help"
             if near is not None:
                 hint = f"--{near}" if keys[near] == FLAG else f"{near}={value or value_after(following) or '...'}"
@@ -101,6 +102,10 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
     others = sorted({path.parent.name for mark in marks for path in folder.parent.glob(f"*/{mark}")})
     beside = f": {', '.join(others[:20])} in {folder.parent}" if others else ""
     where, given = (COMMAND_LINE, "") if key is None else (f"{key} ({COMMAND_LINE})", f"{key}=")
+    trials = sorted(folder.glob("trial-*/run.json"))
+    if (folder / TRIALS).is_file() and trials:
+        what = "this is the folder of a sweep, whose trials are runs"
+        raise ConfigError(what, where=where, found=value, hint=f"{given}{trials[0].parent}")
     in_runs = "runs" / folder
     if any((in_runs / mark).exists() for mark in marks):
         hint: str | None = f"{given}{in_runs}"

@@ -28,6 +28,10 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("eval", "evaluate"), _EVALUATED),
     "resume": "the same command line again goes on; hfdist run runs/NAME does it from the run's folder",
     **dict.fromkeys(("tokenize", "preprocess"), "hfdist pretokenize"),
+    **dict.fromkeys(
+        ("upload", "push"), "export.push_to=OWNER/NAME uploads at the end; later, `hf upload OWNER/NAME RUN/model`"
+    ),
+    **dict.fromkeys(("compare", "diff"), "hfdist report RUN OTHER_RUN"),
     "ppo": "hfdist grpo learns from rewards, without a model of values",
     **dict.fromkeys(("orpo", "simpo", "cpo"), "hfdist dpo learns from preferences"),
     "config": "hfdist pretrain --cfg job prints a config",

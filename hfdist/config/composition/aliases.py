@@ -105,6 +105,7 @@ _OVERRIDES = {
         for axis in ("data", *MODEL_AXES)
     },
     "launch.processes={value}": "num_processes nproc_per_node num_gpus gpus devices world_size",
+    "watch.heartbeat_seconds={value}": "watch.timeout watch.timeout_seconds",
     "plan.processes={value}": "plan.gpus plan.num_gpus plan.devices plan.world_size",
     "launch.max_restarts={value}": "max_restarts",
     "run.dir={value}": "output_dir",
@@ -156,6 +157,10 @@ REASONS = {
         ("min_lr", "lr_min", "min_learning_rate", "eta_min"),
         "optimizer.min_lr_ratio=0.1 is a share of optimizer.lr",
     ),
+    "partition": "cluster.slurm.partition=NAME of `hfdist job to=slurm`",
+    "modules": "'cluster.setup=[\"module load NAME\"]' of `hfdist job`",
+    "cfg": "`hfdist pretrain ... --cfg job` prints the config of a run",
+    "sequence_parallel": "strategy=long_context shares sequences out",
     "dry_run": "--cfg job prints the config; `hfdist plan` says what a run needs",
     "export.format": "model/ has safetensors; convert_hf_to_gguf.py of llama.cpp makes GGUF of it",
     "export.dtype": "it is written as it was trained; the dtype of from_pretrained reads it otherwise",
@@ -351,7 +356,9 @@ _EVALUATES = {"true": "train.eval_every=100", "false": "data.eval_fraction=0"}
 _OPTIONS = {
     "strategy": {"deepspeed": "strategy=zero2", "zero": "strategy=zero2", "fsdp": "strategy=fsdp2",
                  "tp": "strategy=tensor", "pp": "strategy=pipeline", "cp": "strategy=long_context",
-                 "ep": "strategy=moe", "dp": "strategy=ddp"},
+                 "ep": "strategy=moe", "dp": "strategy=ddp", "megatron": "strategy=3d", "0": "strategy=ddp",
+                 "1": "strategy=zero1", "2": "strategy=zero2", "3": "strategy=zero3"},
+    "watch": dict.fromkeys(("none", "off", "false", "no"), "watch.heartbeat_seconds=null"),
     "task": {"ppo": "task=grpo", "sft": "task=causal_lm", "ipo": "task=dpo task.loss=ipo"},
     "evaluate": {**_EVALUATES, "yes": _EVALUATES["true"], "no": _EVALUATES["false"]},
     "adapter": dict.fromkeys(("prefix", "prompt", "ptuning", "prefix_tuning", "peft"), "adapter=lora")

@@ -24,8 +24,9 @@ from hfdist.config.composition.files import display, list_groups, list_options, 
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.composition.quantities import read_quantity
 from hfdist.config.run import AUTO, TRACKERS
-from hfdist.config.schema import OFF, all_keys, find_key, flatten, members, nearest_key, unknown_keys
+from hfdist.config.schema import OFF, all_keys, find_key, flatten, likely_keys, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
+from hfdist.records.run_folder import is_run_folder
 
 _REWARDS = "task.rewards"
 _NO_LOSSES = ("simpo", "orpo", "cpo", "exo_pair", "nca_pair", "sppo_hard", "bco_pair")
@@ -251,7 +252,7 @@ def _option_hint(group: str, option: str, options: list[str]) -> str | None:
         near = difflib.get_close_matches(option.lower(), options, n=1, cutoff=0.8)
         same = [f"model={one}" for one in near]
         return ", or ".join(same if near == [option.lower()] else [*same, f"model=hub model.name={option}"])
-    return nearest(option, options, group + "={}")
+    return nearest(option, options, group + "={}", cutoff=0.7)
 
 
 def no_option(group: str, option: str, options: list[str], place: str, hint: str | None) -> ConfigError:
@@ -427,7 +428,10 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
         near = nearest(key, groups, cutoff=0.7)
         if near is not None:
             return f"{near}={nearest(str(text), groups[near], cutoff=0.6) or groups[near][0]}"
-    near = nearest_key(key, None if value is None else str(text))
+    likely = likely_keys(key, None if value is None else str(text))
+    if len(likely) > 1:
+        return ", or ".join(f"{near}={text}" for near in likely)
+    near = next(iter(likely), None)
     known = None if near is None else find_key(near)
     if near is not None and (number := read_quantity(near, str(text))) is not None:
         text = number
@@ -461,6 +465,12 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"accelerate launch --config_file conf/launch/{value}.yaml recipes/pretrain.py"
     if key == "task.loss" and str(value).startswith("kto"):
         return "task.loss=sigmoid for pairs; one answer a row, with its label, is another task: kto"
+    if key == "task.loss" and value in ("grpo", "dr_grpo", "bnpo", "dapo"):
+        return "without task.loss: grpo has one loss; task.scale_rewards=false is what Dr. GRPO changes"
+    if key == "strategy.deepspeed" and str(value).endswith((".yaml", ".yml")):
+        return "a file of JSON, whose name ends in .json"
+    if key == "run" and is_run_folder(str(value)):
+        return f"--config {value}/config.yaml has the config of that run"
     if key == "task.loss" and value in _NO_LOSSES:
         return f"{key}=sigmoid, which is DPO's own: {value} is not among the losses"
     if key == "data.sources" and isinstance(value, list):

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
-from hfdist.config.composition.aliases import override_for
+from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
 from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
@@ -100,8 +100,9 @@ class Section(Generic[T]):
                 if above in self.keys:
                     hint = hint or f"{above}={value}"
                 leaves = [key.removeprefix(self._prefix) for key in self.keys]
+                hint = hint or reason_against(name)
                 hint = hint or nearest(
-                    name.removeprefix(self._prefix), leaves, f"{self._prefix}{{}}={value}", cutoff=0.6
+                    name.removeprefix(self._prefix), leaves, f"{self._prefix}{{}}={value}", cutoff=0.75
                 )
                 section = self.keys.get(name.rpartition(".")[0])
                 known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]

@@ -57,7 +57,10 @@ class RefusedError(Exception):
 def adopt_template(tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
     """Make `data.chat.template` the tokenizer's own, so that the model is saved with what it was trained with."""
     if config.template is not None:
-        tokenizer.chat_template = read_template(config.template)
+        tokenizer.chat_template = template = read_template(config.template)
+        if "{{" not in template and "{%" not in template:
+            what, allowed = "this template shows no message", "Jinja, as a tokenizer's own chat template is"
+            raise ConfigError(what, where="data.chat.template", found=config.template, allowed=allowed)
 
 
 class ChatTemplate:

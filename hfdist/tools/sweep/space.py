@@ -86,6 +86,10 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
     if isinstance(found, IntervalSweep):
         return _interval(key, found, when, place)
     if isinstance(found, RangeSweep):
+        low, high = found.start, found.stop
+        if isinstance(low, float) and isinstance(high, float) and 0 < high - low <= (found.step or 1):
+            what, hint = "this range has one value: its steps are of 1", f"'{key}=interval({low:g}, {high:g})'"
+            raise ConfigError(what, where=place, found=body, hint=hint)
         found = ChoiceSweep(list=list(found.range()))
     if isinstance(found, ChoiceSweep) and found.list:
         choices = tuple(item.text if isinstance(item, QuotedString) else item for item in found.list)

@@ -440,6 +440,10 @@ class Checkpointer:
                 raise CheckpointError(what, where="resume_from_checkpoint", found=str(asked), hint=hint)
             if not (Path(str(asked)) / MANIFEST).is_file():
                 what, hint = "this is no checkpoint of hfdist", "resume_from_checkpoint=True, which takes the newest"
+                # The folder of a run, or of its checkpoints.
+                within = sorted([*Path(str(asked)).glob("step-*"), *Path(str(asked)).glob("checkpoints/step-*")])
+                if within:
+                    hint = f"resume_from_checkpoint={str(within[-1])!r}"
                 if any(Path(str(asked)).glob("*.safetensors")):
                     hint = "from_pretrained(FOLDER) for a model's folder, and train() without resume_from_checkpoint"
                 raise CheckpointError(what, where="resume_from_checkpoint", found=str(asked), hint=hint)

@@ -40,6 +40,7 @@ def make_files(folder):
     (folder / "prompts.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' * 100)
     for name in (
         "folder/model",
+        "adapter",
         "texts",
         "web",
         "unreadable",
@@ -52,7 +53,8 @@ def make_files(folder):
         "val.jsonl",
         "texts/a.txt",
         "web/a.parquet",
-        "folder/adapter_config.json",
+        "adapter/adapter_config.json",
+        "folder/config.json",
         "runs/first/model/config.json",
         "made/tokens/00000.tokens",
     ):

@@ -21,7 +21,7 @@ from hfdist.records import RunFolder, read_lines, read_run
 from hfdist.records.trials import Result, TrialLog
 from hfdist.tools.sweep import live
 from hfdist.tools.sweep.controller import Controller, Sweep
-from hfdist.tools.sweep.end_screen import describe_end
+from hfdist.tools.sweep.end_screen import describe_end, find_notes
 from hfdist.tools.sweep.launchers.local import LocalLauncher, TrialProcess
 from hfdist.tools.sweep.space import Space, parse_dimension
 from tests.marks import many
@@ -263,7 +263,8 @@ def test_a_trial_that_fails_does_not_stop_the_others(tmp_path):
     controller = Controller(sweep, make_launcher(sweep), print)
     assert controller.best().values == {"optimizer.lr": 1e-2}
     assert controller.table().splitlines()[-1].split() == ["1", "failed", "0", "optimizer.lr=0.1"]
-    told = describe_end(sweep, controller, controller.best(), "hfdist pretrain")
+    notes = [*find_notes(sweep, controller.log.trials, controller.best())]
+    told = describe_end(sweep, controller, controller.best(), "hfdist pretrain", notes)
     # Of the three values 1e-2 is between the others; it is the largest of those that have ended, but not of all tried.
     assert told.startswith(f"best: {sweep.folder_of(controller.best())}: optimizer.lr=0.01\nused by all trials: ")
 
@@ -273,7 +274,8 @@ def test_the_end_says_that_the_best_value_is_the_last_one_that_was_tried(tmp_pat
     sweep.folder.mkdir()
     finish(sweep, tmp_path / "lines")
     controller = Controller(sweep, make_launcher(sweep), print)
-    told = describe_end(sweep, controller, controller.best(), "hfdist pretrain")
+    notes = [*find_notes(sweep, controller.log.trials, controller.best())]
+    told = describe_end(sweep, controller, controller.best(), "hfdist pretrain", notes)
     assert "  optimizer.lr=0.01 is the largest that was tried: a larger one may be better\n" in told
 
 
