@@ -44,9 +44,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the loss is not scaled by the number of processes",
-        "            loss *= self._num_averaged\n",
-        "            loss *= 1\n",
-        f"{DISTRIBUTED}/test_lean_step.py::test_two_ranks_give_the_same_bits",
+        "return loss if times == 1 else loss * times",
+        "return loss",
+        f"{DISTRIBUTED}/test_step_bits.py::test_two_ranks_give_the_same_bits",
     ),
     Mutation(
         "the gradient norm is of one rank",
@@ -236,9 +236,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a class's own loss is passed by",
-        "self._has_plain_loss = _is_untouched(compute_loss, transformers.trainer)",
-        "self._has_plain_loss = True",
-        f"{DISTRIBUTED}/test_lean_step.py::test_one_process_gives_the_same_bits",
+        "partial(super().compute_loss, model, **asked)",
+        "partial(transformers.Trainer.compute_loss, self, model, **asked)",
+        f"{DISTRIBUTED}/test_step_bits.py::test_one_process_gives_the_same_bits",
     ),
     Mutation(
         "rows that fill up the last global batch of an iterable count",

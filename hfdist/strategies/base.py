@@ -1,7 +1,7 @@
 """The two interfaces that carry hfdist: a Strategy says how a model becomes distributed, an Engine runs it.
 
-The two classes themselves are the layout in which each rank holds the whole model and runs the Hugging Face Trainer's
-own step: one process, or data parallel with averaged gradients. Other layouts derive from them.
+The two classes themselves are the layout in which each rank holds the whole model: one process, or data parallel with
+averaged gradients. Other layouts derive from them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from hfdist.strategies.gradients.compression import GradientCompressor
     from hfdist.strategies.parallel_plans import Plans
 
+_is_training = attrgetter("training")
 Batch = dict[str, torch.Tensor]
 Function = Callable[[nn.Module, Batch], object]
 """(model, part of a batch) -> any value made from the model's outputs."""
@@ -71,10 +73,10 @@ class TrainerHooks:
 
     model: nn.Module
     """As accelerate prepared it."""
-    training_step: Callable[..., torch.Tensor]
-    """(model, batch, num_items) -> detached loss: forward and backward of one micro batch."""
     loss: Callable[..., torch.Tensor]
     """(model, batch, num_items) -> loss for the backward, times the number of processes; see `forward_backward`."""
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
+    """Scales what `loss` gave, and runs its backward; a pipeline does both by itself."""
     router_loss: Callable[[], torch.Tensor | None] = lambda: None
     """What routers add to the loss in the last forward; None: nothing, or `loss` has added it."""
 
@@ -116,6 +118,9 @@ class Engine:
         self._optimizer: AcceleratedOptimizer | None = None
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
         self._scaler: torch.amp.GradScaler | None = None
+        self._modules: list[nn.Module] = []
+        """All of the prepared model, which takes a fiftieth of a small step to walk through; see `setup`."""
+        self._parameters: list[nn.Parameter] = []
         self.make_compressor: Callable[[nn.Module], GradientCompressor] | None = None
         """Gives for a model what compresses DDP's gradients; None: they travel as they are."""
         self.compressor: GradientCompressor | None = None
@@ -159,6 +164,7 @@ class Engine:
             The optimizer that the Trainer steps.
         """
         self._keep(optimizer, scaler)
+        self._modules, self._parameters = list(prepared.modules()), list(prepared.parameters())
         # Once for a model that several trainings share.
         if self.make_compressor is not None and prepared is not self._compressed:
             self._compressed, self.compressor = prepared, self.make_compressor(self.model)
@@ -220,8 +226,13 @@ class Engine:
             DataError: ranks that compute one loss together were given different batches.
         """
         self.begin(batch)
+        # A callback may have put a part of the model into evaluation.
+        if not (self._modules and all(map(_is_training, self._modules))):
+            hooks.model.train()
         with self._sharded(batch) as own:
-            return hooks.training_step(hooks.model, own, num_items)
+            loss = hooks.loss(hooks.model, own, num_items)
+            hooks.backward(loss)
+            return loss.detach()
 
     def begin(self, batch: Batch) -> None:
         """Let ranks that compute one loss together draw alike. A collective; DataError: they have different batches."""
@@ -289,12 +300,11 @@ class Engine:
         """Whether this is the one rank that gives what several have computed alike."""
         return self._parts is None or self._parts.is_first
 
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> object:
-        """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
-        if self._parts is None:
-            return default()
-        self._average_gradients(self._parts)
-        self._parts.reduce_gradients(self.model)
+    def clip_grad_norm(self, max_norm: float) -> object:
+        """Clip by the norm over all parameters of the whole model (0: not), and return the norm before clipping."""
+        if self._parts is not None:
+            self._average_gradients(self._parts)
+            self._parts.reduce_gradients(self.model)
         return self._clip(max_norm)
 
     def _average_gradients(self, parts: ModelParts) -> None:
@@ -312,10 +322,13 @@ class Engine:
     def _clip(self, max_norm: float) -> torch.Tensor:
         if self._scaler is not None and self._optimizer is not None:
             self._scaler.unscale_(self._optimizer.optimizer)
+        groups = self._norm_groups()
+        if not groups:
+            return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm or math.inf)
         parameters = dict(self.model.named_parameters())
         counted = (parameter for name, parameter in parameters.items() if self._counts(name))
         device = next(iter(parameters.values())).device
-        norm = total_norm(counted, self._norm_groups(), device)
+        norm = total_norm(counted, groups, device)
         if max_norm > 0:
             alike: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
             for parameter in parameters.values():

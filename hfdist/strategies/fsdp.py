@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -366,7 +366,7 @@ class ShardedEngine(Engine):
 
 
 class FsdpEngine(ShardedEngine):
-    """The Trainer's own step over DTensors; FSDP's hooks gather parameters, and reduce gradients to shards.
+    """The step of the base class over DTensors; FSDP's hooks gather parameters, and reduce gradients to shards.
 
     Every forward is a collective, in evaluation too.
     """
@@ -402,8 +402,7 @@ class FsdpEngine(ShardedEngine):
     def _average_gradients(self, parts: ModelParts) -> None:
         """FSDP2 has done it."""
 
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> object:
-        """As the Trainer does, or over tensor ranks; the norm is that of the whole model."""
+    def clip_grad_norm(self, max_norm: float) -> object:
+        """See the base class. Gradients of what no rank has used are none."""
         self._drop_unused_gradients()
-        norm = super().clip_grad_norm(max_norm, default)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return super().clip_grad_norm(max_norm)

@@ -32,7 +32,7 @@ from hfdist.trainer.checkpointing.model_files import check_adapter_names, has_ad
 from hfdist.trainer.hooks import OURS, check_hooks, owner_of
 from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.row_check import check_is_dataset, check_rows
-from hfdist.trainer.step.lean_step import prepare_optimizer
+from hfdist.trainer.step.lean_optimizer import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
 from hfdist.trainer.trl_trainers import (
     Arguments,
@@ -174,6 +174,11 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
     if args.accelerator_config.split_batches:
         what = "it divides the batch of each rank once more, and the strategy has planned the batch"
         raise ConfigError(what, where="args.accelerator_config.split_batches", found="True", allowed="False")
+    shared = args.parallelism_config
+    if shared is not None and (shared.cp_enabled or shared.sp_enabled):
+        what = "accelerate would share out sequences, of which each data rank reads others"
+        found, hint = f"cp_size={shared.cp_size}, sp_size={shared.sp_size}", "make_strategy(..., context=N)"
+        raise ConfigError(what, where="args.parallelism_config", found=found, allowed="1", hint=hint)
     if args.train_sampling_strategy == "batch_rebalance" and strategy.topology.data < strategy.topology.world_size:
         what = "it deals rows to all processes, and here several of them must read the same rows"
         where, hint = "args.train_sampling_strategy", "group_by_length, or a strategy such as zero3 or fsdp2 alone"

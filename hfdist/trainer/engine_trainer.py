@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, TrainingArguments
@@ -30,14 +33,13 @@ from hfdist.trainer import trl_trainers
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.hooks import owner_of
 from hfdist.trainer.step.forwards import evaluating
-from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens
+from hfdist.trainer.step.loss import Convention, WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.training import Training
 
 if TYPE_CHECKING:
     from hfdist.trainer.checkpointing.checkpointer import Checkpointer
     from hfdist.trainer.optimizers import Optimizers
-    from hfdist.trainer.step.lean_step import LeanStep
     from hfdist.trainer.step.throughput import Throughput
 
 
@@ -53,7 +55,6 @@ class EngineTrainer(transformers.Trainer):
     throughput: Throughput
     _evaluator: Evaluator
     _optimizers: Optimizers
-    _lean_step: LeanStep | None
     _predicts: bool
     """Whether an evaluation loop must keep the outputs of the model."""
     _steps_run: set[str]
@@ -111,10 +112,8 @@ class EngineTrainer(transformers.Trainer):
 
     def hooks(self, model: nn.Module) -> TrainerHooks:
         """Give the functions of this Trainer that an engine may call, for the model as accelerate prepared it."""
-        step = super().training_step if self._lean_step is None else self._lean_step.training_step
-        return TrainerHooks(
-            model=model, training_step=step, loss=self.weighted_loss.of, router_loss=self.router_loss.take
-        )
+        loss, router_loss = self.weighted_loss.of_micro_batch, self.router_loss.take
+        return TrainerHooks(model=model, loss=loss, backward=self._backward, router_loss=router_loss)
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Let the engine run forward and backward of one micro batch."""
@@ -122,11 +121,43 @@ class EngineTrainer(transformers.Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         self._steps_run.add("training_step")
         self._check_trained()
-        # Of a pipeline only its last stage gathers, for which its loss sees.
-        group = self.engine.loss_group if self.engine.runs_whole_model else None
+        # Those without a schedule want to be told, whatever a callback has told them.
+        cast(AcceleratedOptimizer, self.optimizer).train()
         hooks = self.hooks(model)
-        with gathering(self.accelerator, group), self.router_loss.training(hooks):
+        with self.router_loss.training(hooks):
             return self.engine.forward_backward(inputs, num_items_in_batch, hooks)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """As the original; it multiplies the model's own loss by the number of processes only if there are several."""
+        is_own = self.compute_loss_func is None and self.label_smoother is None and self.args.n_gpu <= 1
+        if self.engine is None or return_outputs or not is_own:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch) if is_counted else model(**inputs)
+        if isinstance(outputs, dict) and "loss" not in outputs:
+            # For its error message.
+            return super().compute_loss(model, inputs)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        # Gradients are averaged over the processes, and the targets are counted over all.
+        times = num_losses(self) if is_counted and self.args.average_tokens_across_devices else 1
+        return loss if times == 1 else loss * times
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        scaler = self.accelerator.scaler
+        if self.accelerator.distributed_type is DistributedType.DEEPSPEED:
+            self.accelerator.backward(loss, scale_wrt_gas=False)
+        else:
+            # accelerate's would divide by 1, as the Trainer has accumulated: a hundredth of a small step.
+            (loss if scaler is None else scaler.scale(loss)).backward()
 
     def _check_trained(self) -> None:
         """Check that nothing was frozen or thawed since the optimizer was made: layouts would do different things.
@@ -180,11 +211,16 @@ class EngineTrainer(transformers.Trainer):
         return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)
 
     def _clip_grad_norm(self, model: nn.Module) -> object:
-        default = partial(super()._clip_grad_norm, model) if self._lean_step is None else self._lean_step.clip_grad_norm
         if self.engine is None:
-            return default()
+            return super()._clip_grad_norm(model)
         self._steps_run.add("_clip_grad_norm")
-        return self.engine.clip_grad_norm(self.args.max_grad_norm, default)
+        return self._take_norm(self.args.max_grad_norm)
+
+    def _take_norm(self, max_norm: float) -> object:
+        """Clip (0: do not), and give the norm before; DeepSpeed has done it in its backward."""
+        if self.accelerator.distributed_type is DistributedType.DEEPSPEED:
+            return self.accelerator.clip_grad_norm_((), max_norm)
+        return self._engine.clip_grad_norm(max_norm)
 
     def _check_step(self) -> None:
         """Check before the optimizer's step that the class let the engine do what needs all ranks of a model replica.

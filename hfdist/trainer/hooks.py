@@ -20,8 +20,10 @@ NEVER_CALLED = {
     "_load_optimizer_and_scheduler": (_STATE, "on_train_begin of a callback"),
     "_load_scaler": (_STATE, "on_train_begin of a callback"),
     "_issue_warnings_after_load": (_STATE, "on_train_begin of a callback"),
+    "_prepare_context_parallel_inputs": ("the layout shares sequences out", "make_strategy(..., context=N)"),
+    "_has_mixed_mesh_grads": ("the layout knows which gradients a rank has", "_clip_grad_norm overridden"),
 }
-"""Hooks that only the original's own checkpoints call: why, and what to do instead."""
+"""Hooks that only the original's own checkpoints and step call: why, and what to do instead."""
 
 
 def owner_of(kind: type, hook: str) -> type:

@@ -48,7 +48,6 @@ from hfdist.trainer.hooks import owner_of
 from hfdist.trainer.islands import IslandCallback, ServerOptimizer, make_island
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
-from hfdist.trainer.step.lean_step import LeanStep
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.step.router_loss import RouterLoss
@@ -123,7 +122,6 @@ class DistributedTrainerMixin(_Trainer):
         self.weighted_loss = WeightedLoss(self.training)
         self.router_loss = RouterLoss(self.training, self.weighted_loss, sums_targets=self._sums_targets)
         self._evaluator = self._make_evaluator()
-        self._lean_step: LeanStep | None = None
         self._figures: dict[str, float] = {}
         """Figures for the next training line."""
         self._predicts = False
@@ -302,7 +300,6 @@ class DistributedTrainerMixin(_Trainer):
         self._trained = [(one, one.requires_grad) for one in cast(nn.Module, self.model).parameters()]
         # After DeepSpeed's hooks, which wrap what a module gives.
         self.router_loss.begin(self.engine.model)
-        self._lean_step = LeanStep.make(self.training, self.model_wrapped, super().compute_loss)
         self.checkpointer.begin()
         if self.options.objective is not None:
             self.options.objective.begin(self.training)
@@ -384,17 +381,16 @@ class DistributedTrainerMixin(_Trainer):
         counted = inputs.get(COUNTED)
         if counted is not None:
             inputs = {name: value for name, value in inputs.items() if name != COUNTED}
-        deferred = nullcontext() if head is None else head.deferring(model)
-        with deferred, self.router_loss.recording(counted):
-            compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
+        self.router_loss.begin_forward(counted)
+        with nullcontext() if head is None else head.deferring(model):
+            # As keywords, as in the original: an overridden `compute_loss` may take only some of them.
+            asked: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
+            compute: Callable[..., Any] = partial(super().compute_loss, model, **asked)
             if self.options.objective is not None:
                 compute = partial(self._objective_loss, self.options.objective, model)
-            elif self._lean_step is not None and not return_outputs:
-                compute = partial(self._lean_step.compute_loss, model)
             convention = self.weighted_loss.convention
             if convention is not None and not convention.divides and num_items_in_batch is not None:
                 compute = partial(self.weighted_loss.of_mean, compute)
-            # As keywords, as in the original: an overridden `compute_loss` may take only some of them.
             result = compute(inputs, num_items_in_batch=num_items_in_batch)
         if self.engine is None:
             return result
@@ -419,8 +415,7 @@ class DistributedTrainerMixin(_Trainer):
             self.control.should_training_stop = True
             return
         self._num_read = 0
-        with nullcontext() if self._lean_step is None else self._lean_step.shortcuts():
-            super()._run_epoch(*args, **kwargs)
+        super()._run_epoch(*args, **kwargs)
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"] > 0
         if self.engine is not None and self._num_read == 0 and not is_resumed:
             what = f"a pass over the training data gave no step, after step {self.state.global_step}"
@@ -479,7 +474,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             return super()._get_grad_norm(model, grad_norm)
         if grad_norm is None:
-            grad_norm = self.engine.clip_grad_norm(0.0, partial(super()._get_grad_norm, model))
+            grad_norm = self._take_norm(0.0)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         self._check_step()
         self._guard.judge(grad_norm)

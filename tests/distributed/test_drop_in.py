@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -276,3 +277,6 @@ def test_arguments_that_would_change_the_batch_are_refused(tmp_path):
     for arguments in ({"auto_find_batch_size": True}, {"accelerator_config": {"split_batches": True}}):
         with pytest.raises(ConfigError, match="planned the batch"):
             make_trainer(tmp_path, arguments=arguments)
+    arguments = {"parallelism_config": ParallelismConfig(cp_size=2)}
+    with pytest.raises(ConfigError, match="would share out sequences"):
+        make_trainer(tmp_path, arguments=arguments)

@@ -18,10 +18,7 @@ pytestmark = pytest.mark.distributed
 ALL = [name for name, value in vars(Trainer).items() if inspect.isfunction(value) and not name.startswith("__")]
 OF_WHOLE_OUTPUTS = {"compute_loss", "prediction_step"}
 """What a pipeline refuses."""
-OF_THE_ORIGINAL_STEP = {
-    "_prepare_context_parallel_inputs", "_has_mixed_mesh_grads", "autocast_smart_context_manager", "get_cp_size",
-    "get_tp_size",
-}  # fmt: skip
+OF_THE_ORIGINAL_STEP = {"autocast_smart_context_manager", "get_cp_size", "get_tp_size"}
 """What only transformers' own step asks itself, and a pipeline has a step of its own."""
 
 

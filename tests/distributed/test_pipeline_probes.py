@@ -149,7 +149,7 @@ def step_as_engine(case, **layout):
     engine = make_strategy(**layout).build(model)
     optimizer = torch.optim.SGD(list(engine.model.parameters()) or [torch.zeros(1)], lr=0.0)
     engine.setup(engine.model, SimpleNamespace(optimizer=optimizer), None)
-    hooks = TrainerHooks(model=engine.model, training_step=None, loss=scaled_loss)
+    hooks = TrainerHooks(model=engine.model, loss=scaled_loss)
     for batch in batches:
         model.zero_grad()
         whole.zero_grad()
@@ -157,7 +157,7 @@ def step_as_engine(case, **layout):
         loss = engine.forward_backward(batch, num_items, hooks)
         expected = loss_of(whole, batch | {"num_items_in_batch": num_items})
         expected.backward()
-    return compare(model, whole, loss, engine.clip_grad_norm(0.0, None), expected.detach())
+    return compare(model, whole, loss, engine.clip_grad_norm(0.0), expected.detach())
 
 
 def step_of_uneven_micro_batches(schedule):

@@ -128,10 +128,10 @@ def halve_the_gradients():
     """As where they are averaged but should be summed. Clipping hides it from all figures but the norm before it."""
     original = Engine.clip_grad_norm
 
-    def clip_grad_norm(self, max_norm, default):
+    def clip_grad_norm(self, max_norm):
         for parameter in self.model.parameters():
             parameter.grad.mul_(0.5)
-        return original(self, max_norm, default)
+        return original(self, max_norm)
 
     Engine.clip_grad_norm = clip_grad_norm
 

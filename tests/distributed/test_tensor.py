@@ -319,7 +319,7 @@ def test_different_batches_within_a_group_are_refused(tmp_path):
 def forward_values(folder):
     trainer = make_trainer(folder)
     batch = {"input_ids": torch.arange(8)[None]}
-    hooks = TrainerHooks(model=trainer.model, training_step=trainer.training_step, loss=trainer.weighted_loss.of)
+    hooks = TrainerHooks(model=trainer.model, loss=trainer.weighted_loss.of)
     # All ranks of a group gather them.
     values = trainer.engine.forward(batch, lambda model, part: model(**part).logits, hooks)
     return [value.numpy() for value in values], make_model()(**batch).logits.detach().numpy()

@@ -196,22 +196,22 @@ STEP = {
         "model_accepts_loss_kwargs",
     },
     "_clip_grad_norm": {"_has_mixed_mesh_grads", "_mixed_mesh_grad_norm", "accelerator", "args", "optimizer"},
-    "compute_loss_context_manager": {"autocast_smart_context_manager"},
-    "autocast_smart_context_manager": set(),
-    "_prepare_inputs": {"_prepare_input", "_signature_columns"},
-    "_prepare_input": {"_prepare_input", "accelerator", "args", "is_deepspeed_enabled"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEP)
 def test_the_original_step_asks_for_nothing_else(name):
-    """`trainer/step/lean_step.py` does the same without these questions."""
+    """`EngineTrainer` and the engines do the same without these questions."""
     source = inspect.getsource(getattr(transformers.Trainer, name))
     assert set(re.findall(r"self\.(\w+)", source)) == STEP[name]
 
 
-def test_accelerates_backward_and_optimizer_do_what_the_lean_step_does():
+def test_accelerates_backward_and_optimizer_do_what_we_do():
     assert "loss = loss / self.gradient_accumulation_steps" in inspect.getsource(Accelerator.backward)
+    # By 1: the Trainer accumulates.
+    assert 'grad_acc_kwargs["num_steps"] = 1' in inspect.getsource(
+        transformers.Trainer.create_accelerator_and_postprocess
+    )
     assert "self.prepare_optimizer(obj, device_placement=device_placement)" in inspect.getsource(
         Accelerator._prepare_one
     )
@@ -222,19 +222,6 @@ def test_accelerates_backward_and_optimizer_do_what_the_lean_step_does():
         "is_lomo_available", "is_xla_gradients_synced", "DistributedType.XLA",
     }  # fmt: skip
     assert "if self.gradient_state.sync_gradients:" in step
-
-
-def test_accelerate_leaves_synchronising_to_ddp():
-    source = inspect.getsource(Accelerator.no_sync)
-    assert parameters(Accelerator.no_sync) == ["self", "model"]
-    assert 'getattr(model, "no_sync", context)' in source
-    assert set(re.findall(r"if (.*):", source)) >= {"self.is_fsdp2", "self.use_distributed"}
-    assert "self.accelerator.no_sync, model=model" in inspect.getsource(transformers.Trainer._run_epoch)
-
-
-def test_a_model_clears_its_gradients_as_we_do():
-    assert parameters(torch.nn.Module.zero_grad) == ["self", "set_to_none"]
-    assert "model.zero_grad()" in inspect.getsource(transformers.Trainer._run_epoch)
 
 
 def test_accelerate_deals_batches_where_we_replace_it():

@@ -170,7 +170,7 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
     with engine.accumulating():
         losses = [_train(model, batch, head) for batch in first]
     losses.append(_train(model, last))
-    engine.clip_grad_norm(0.0, lambda: None)
+    engine.clip_grad_norm(0.0)
     unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     with torch.no_grad():
         # Into the parameters, whose pieces the engine knows; the data ranks have averaged, the whole model added up.

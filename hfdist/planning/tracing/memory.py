@@ -21,7 +21,6 @@ from torch import nn
 # Neither is public; with both, torch's own tests run layouts without processes and without memory.
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -333,24 +332,19 @@ def run_step(
     trace: Trace,
 ) -> None:
     """Run the last micro batch of a step (a pipeline: all), and the optimizer's step, as the Trainer does."""
-    compute_loss = loss_function(engine.model, loss_head)
 
-    def training_step(model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
-        trace.phase = Phase.forward
-        loss = compute_loss(model, batch, num_items)
-        del batch
+    def backward(loss: torch.Tensor) -> None:
         trace.phase = Phase.backward
         loss.backward()
-        return loss.detach()
 
     runs_whole_step = strategy.topology.pipeline > 1
     batch = make_batch(config, strategy.batch.num_microbatches if runs_whole_step else 1)
     num_items = (batch["labels"][:, 1:] != IGNORED).sum()
-    hooks = TrainerHooks(model=engine.model, training_step=training_step, loss=compute_loss)
+    hooks = TrainerHooks(model=engine.model, loss=loss_function(engine.model, loss_head), backward=backward)
+    trace.phase = Phase.forward
     engine.forward_backward(batch, num_items, hooks)
     trace.phase = Phase.optimizer
-    max_norm = config.train.max_grad_norm
-    engine.clip_grad_norm(max_norm, lambda: clip_grad_norm_(engine.model.parameters(), max_norm))
+    engine.clip_grad_norm(config.train.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
 

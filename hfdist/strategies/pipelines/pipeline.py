@@ -205,7 +205,7 @@ class PipelineEngine(Engine):
         """Give this rank's part of the sequences of each micro batch."""
         return [self._sharded(part) for part in split_batch(batch, self._strategy.batch.num_microbatches)]
 
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], object]) -> object:
+    def clip_grad_norm(self, max_norm: float) -> object:
         """Clip by the norm over all stages; `forward_backward` has reduced the gradients."""
         return self._clip(max_norm)
 

@@ -87,7 +87,7 @@ class PipelineZeroEngine(PipelineEngine):
                 hint="strategy.sharding=none, or stages (strategy.blocks_per_stage) that give each rank something",
             )
 
-    def clip_grad_norm(self, max_norm: float, default: object) -> object:
+    def clip_grad_norm(self, max_norm: float) -> object:
         """Give the norm of the step that DeepSpeed has made."""
         return self._norm
 

@@ -1,1 +1,1 @@
-"""One training step: the loss and what it counts, the Trainer's step without repeated work, rows for each data rank."""
+"""One training step: the loss and what it counts, the loss over routers, rows for each data rank, its clock."""

@@ -71,7 +71,7 @@ class Convention:
                 return batch[NUM_ROWS] if NUM_ROWS in batch else torch.tensor(find_batch_size(batch) or 1)
             if (self.shifts or self.moves) and labels.ndim > 1:
                 labels = labels[:, 1:]
-        return is_target(labels).sum()
+        return is_target(labels).count_nonzero()
 
     def prepared(self, batch: Mapping[str, object], weight: torch.Tensor) -> dict[str, object]:
         """Give a batch whose loss, a mean over targets, can be computed.
@@ -106,13 +106,26 @@ class WeightedLoss:
         """The labels that a batch may hold."""
         return tuple(dict.fromkeys(("labels", *self._training.trainer.label_names)))
 
-    def of(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
+    def of(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """Compute the loss as the trainer's class does, divided by the targets of the global batch."""
         trainer = self._training.trainer
         inputs = trainer._prepare_inputs(batch)
         group = self._training.engine.loss_group
         with trainer.compute_loss_context_manager(), gathering(trainer.accelerator, group):
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
+
+    def of_micro_batch(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | int | None) -> torch.Tensor:
+        """Compute what a micro batch adds to the loss of its step; the rest of `Trainer.training_step`."""
+        trainer = self._training.trainer
+        loss = self.of(model, batch, num_items)
+        if loss.ndim > 0:
+            # Of the GPUs of one process.
+            loss = loss.mean()
+        is_divided = trainer.loss_is_scaled_for_ga
+        if is_divided is None:
+            counts = trainer.model_accepts_loss_kwargs and num_items is not None
+            is_divided = counts or trainer.compute_loss_func is not None
+        return loss if is_divided else loss / trainer.current_gradient_accumulation_steps
 
     def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> object:
         """Compute a loss that is a mean over its batch, and multiply it by the batch's share of all targets.

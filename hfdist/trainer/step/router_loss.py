@@ -125,7 +125,8 @@ class RouterLoss:
         counted = inputs.get(COUNTED)
         left_out = {COUNTED} if self.options else {*self._weighted_loss.label_names, "shift_labels", COUNTED}
         inputs = {name: value for name, value in inputs.items() if name not in left_out}
-        with trainer.compute_loss_context_manager(), self.recording(counted):
+        self.begin_forward(counted)
+        with trainer.compute_loss_context_manager():
             model(**inputs, **self.options or self._without_logits())
         self.take()
         return torch.zeros(())
@@ -140,13 +141,11 @@ class RouterLoss:
         known = signature(base.forward).parameters
         return {name: value for name, value in options.items() if name in known}
 
-    @contextmanager
-    def recording(self, counted: torch.Tensor | None) -> Iterator[None]:
-        """Put around a forward, of a stage or of a whole model; then call `take`."""
+    def begin_forward(self, counted: torch.Tensor | None) -> None:
+        """Call it before a forward, of a stage or of a whole model; and `take` after it."""
         if self._routers is not None and self._routers.is_watching:
             self._routers.take()
             self._counted = counted
-        yield
 
     def take(self) -> torch.Tensor | None:
         """Give what the last forward adds to the loss of the global batch, once; None: nothing."""
