@@ -46,7 +46,7 @@ MUTATIONS = [
         "the loss is not scaled by the number of processes",
         "return loss if times == 1 else loss * times",
         "return loss",
-        f"{DISTRIBUTED}/test_step_bits.py::test_two_ranks_give_the_same_bits",
+        f"{DISTRIBUTED}/test_losses.py::test_weighs_as_if_all_were_one_batch",
     ),
     Mutation(
         "the gradient norm is of one rank",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
+import transformers.trainer
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
@@ -136,7 +137,9 @@ class EngineTrainer(transformers.Trainer):
     ) -> Any:
         """As the original; it multiplies the model's own loss by the number of processes only if there are several."""
         is_own = self.compute_loss_func is None and self.label_smoother is None and self.args.n_gpu <= 1
-        if self.engine is None or return_outputs or not is_own:
+        # Nothing was put in its place at run time.
+        is_original = transformers.Trainer.compute_loss.__globals__ is vars(transformers.trainer)
+        if self.engine is None or return_outputs or not (is_own and is_original):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch) if is_counted else model(**inputs)
