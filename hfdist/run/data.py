@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.checks.values import check_schedule
+from hfdist.config.checks.optimizer import check_schedule
 from hfdist.config.data import cache_dir
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig

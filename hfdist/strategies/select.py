@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.deepspeed import check_optimizer_sections, read_deepspeed_file
-from hfdist.config.checks.values import check_layout
+from hfdist.config.checks.strategy import check_layout
 from hfdist.config.cli.process_end import report_uncaught
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.presets import read_preset

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
+from hfdist.config.checks.conflict import conflict
 from hfdist.config.run import RunConfig
 from hfdist.config.train import parse_time
 from hfdist.errors import BudgetError, ConfigError
@@ -64,6 +65,22 @@ def check_budgets(config: RunConfig) -> None:
         now = used[name]
         if limit <= ended_at.get(name, 0) or (now is not None and now >= limit):
             raise used_up(config, name, now, record)
+
+
+def check_limits(config: RunConfig) -> None:
+    """A budget stops a run, which must be able to go on; and what it limits must be known."""
+    limits, cost = find_limits(config), config.cost
+    if limits and config.checkpoint.every is None:
+        what, name = (
+            "a run whose budget is used up goes on from its checkpoint, and none is written",
+            next(iter(limits)),
+        )
+        keys, hint = f"train.{name} checkpoint.every", f"checkpoint.every=100, or train.{name}=null"
+        raise conflict(config, keys, what, allowed="null", hint=hint)
+    if "max_cost" in limits and cost.price_per_hour is None and cost.price_per_kwh is None:
+        what = "nothing is known of what the run costs"
+        keys, hint = "train.max_cost cost.price_per_hour cost.price_per_kwh", "cost.price_per_hour=2.5 (of one GPU)"
+        raise conflict(config, keys, what, allowed="null without a price", hint=hint)
 
 
 def used_up(config: RunConfig, name: str, used: float | None, record: RunRecord) -> BudgetError:

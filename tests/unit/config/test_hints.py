@@ -16,7 +16,7 @@ from tests.unit.config.hint_chains import Chains
 from tests.unit.config.mistaken_lines import LINES
 
 CONFIG = Path(hfdist.__file__).parent / "config"
-ERRORS = ("ConfigError", "_conflict", "_misfit", "_no_option", "refuse")
+ERRORS = ("ConfigError", "conflict", "_misfit", "_no_option", "refuse")
 """What makes a message."""
 OTHERS = {
     # Of a file, which is to be changed, or of what is beside the config.

@@ -1,0 +1,61 @@
+"""Checks `checkpoint.*`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+from hfdist.config.checks.conflict import conflict
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import OFF
+from hfdist.errors import nearest
+
+
+def check_checkpoints(config: RunConfig) -> None:
+    """Raise a ConfigError on saves that come at no step, and on what needs saves."""
+    every, keep_every, resume = config.checkpoint.every, config.checkpoint.keep_every, config.checkpoint.resume
+    eval_every = config.train.eval_every
+    if every is not None and keep_every is not None and keep_every % every != 0:
+        what = "most of the steps to keep are not saved"
+        allowed = "a multiple of checkpoint.every, or null"
+        hint = f"checkpoint.keep_every={-(-keep_every // every) * every}"
+        raise conflict(config, "checkpoint.keep_every checkpoint.every", what, allowed=allowed, hint=hint)
+    if every is not None and config.checkpoint.keep_best and (eval_every is None or every % eval_every != 0):
+        what = "not every checkpoint is evaluated, so the best is not known"
+        allowed = "true where train.eval_every divides checkpoint.every, or false"
+        # Save as often as the run evaluates, unless this misses steps of `keep_every`.
+        is_missed = eval_every is None or (keep_every is not None and keep_every % eval_every != 0)
+        hint = f"train.eval_every={every}"
+        hint = hint if is_missed else f"checkpoint.every={eval_every}, or {hint}"
+        raise conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)
+    if config.checkpoint.replicate_every is not None:
+        _check_replicas(config, every)
+    words = ["auto", "never"]
+    steps = sorted(str(path) for path in Path(resume).expanduser().glob("step-*") if not path.suffix)
+    if resume and resume not in words and steps:
+        what, hint = "this folder holds checkpoints, and is none itself", shlex.quote(f"checkpoint.resume={steps[-1]}")
+        raise conflict(config, "checkpoint.resume", what, allowed="the folder of one of them", hint=hint)
+    if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
+        what = "this is neither auto, nor never, nor a folder that exists"
+        allowed = "auto, never, or the folder of a checkpoint"
+        beside = sorted(str(path) for path in Path(resume).expanduser().parent.glob("step-*") if not path.suffix)
+        hint = (
+            shlex.quote(f"checkpoint.resume={beside[-1]}")
+            if beside
+            else f"checkpoint.resume={'never' if resume.lower() in OFF else 'auto'}"
+        )
+        hint = nearest(resume.lower(), words, "checkpoint.resume={}") or hint
+        raise conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
+
+
+def _check_replicas(config: RunConfig, every: int | None) -> None:
+    if every is None:
+        what = "replicas in memory bridge the steps between saves, and there are none"
+        hint = "checkpoint.every=100, or checkpoint.replicate_every=null"
+        raise conflict(config, "checkpoint.replicate_every checkpoint.every", what, hint=hint)
+    folder = config.checkpoint.replicate_dir
+    if not os.access(folder, os.W_OK | os.X_OK) or not Path(folder).is_dir():
+        what = "replicas need a folder in memory that can be written"
+        hint = "checkpoint.replicate_every=null, or another folder, such as a mounted tmpfs"
+        raise conflict(config, "checkpoint.replicate_dir", what, allowed="a folder of every machine", hint=hint)

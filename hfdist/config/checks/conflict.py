@@ -1,0 +1,30 @@
+"""The error of values that do not go together, and how a value is written in it."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import plain
+from hfdist.errors import ConfigError
+
+
+def conflict(
+    config: RunConfig, keys: str, what: str, *, allowed: str | None = None, hint: str | None = None
+) -> ConfigError:
+    """Give an error about the first of `keys`; the values of the other keys are the reason."""
+    key, *others = keys.split()
+    found = shown(config, key)
+    if others:
+        found += ", with " + " and ".join(f"{other}={shown(config, other)}" for other in others)
+    return ConfigError(what, where=key, found=found, allowed=allowed, hint=hint)
+
+
+def shown(config: RunConfig, key: str) -> str:
+    """Give a value as it is written in an override."""
+    value = plain(reduce(getattr, key.split("."), config))
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, (list, dict)):
+        return f"[{', '.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)

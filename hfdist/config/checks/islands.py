@@ -1,0 +1,59 @@
+"""Checks `islands.*`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+from hfdist.config.checks.conflict import conflict
+from hfdist.config.islands import IslandMethod, IslandsConfig
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import plain
+from hfdist.config.train import Precision
+
+_ROUNDS = (IslandMethod.diloco, IslandMethod.federated)
+_OF_METHODS = (
+    dict.fromkeys(("every", "outer_optimizer", "outer_lr", "outer_momentum", "outer_beta2", "outer_eps"), _ROUNDS)
+    | dict.fromkeys(("fragments", "overlap", "mix"), _ROUNDS[:1])
+    | dict.fromkeys(("participation", "proximal"), _ROUNDS[1:])
+    | {"staleness": (IslandMethod.parameter_server,)}
+)
+"""Keys of `islands`: the methods that read them."""
+
+
+def check_islands(config: RunConfig) -> None:
+    """Raise a ConfigError on keys that the method, or none, has no use for."""
+    islands, default = config.islands, IslandsConfig()
+    if not islands.is_used:
+        for name in (field.name for field in dataclasses.fields(islands)):
+            if getattr(islands, name) != getattr(default, name):
+                what = "this key belongs to islands, and there are none"
+                value = json.dumps(plain(getattr(default, name))).strip('"')
+                hint = f"islands.method=diloco, or islands.{name}={value}"
+                raise conflict(config, f"islands.{name} islands.method", what, hint=hint)
+        return
+    if islands.address is None or not re.fullmatch(r".+:\d{1,5}", islands.address):
+        what = "the server of the islands has no address"
+        hint = "hfdist serve port=29600, and islands.address=HOST:29600"
+        raise conflict(config, "islands.address islands.method", what, allowed="HOST:PORT", hint=hint)
+    is_server = islands.method is IslandMethod.parameter_server
+    for name, methods in _OF_METHODS.items():
+        if islands.method not in methods and getattr(islands, name) != getattr(default, name):
+            what = f"this key does not belong to islands.method={islands.method.value}"
+            raise conflict(config, f"islands.{name} islands.method", what, hint=f"islands={methods[0].value}")
+    if is_server and config.train.precision is Precision.fp16:
+        what = "a loss scaler looks at the gradients of one island alone"
+        raise conflict(
+            config, "train.precision islands.method", what, allowed="fp32, bf16", hint="train.precision=bf16"
+        )
+    if islands.every % islands.fragments != 0:
+        what = "the parts of the model cannot be exchanged at equal distances"
+        allowed = f"a divisor of {islands.every}"
+        raise conflict(config, "islands.fragments islands.every", what, allowed=allowed)
+    if islands.overlap >= islands.exchange_every:
+        what, allowed = "the next exchange would begin before the last has ended", f"0 to {islands.exchange_every - 1}"
+        raise conflict(config, "islands.overlap islands.every islands.fragments", what, allowed=allowed)
+    if islands.index >= islands.count:
+        what, allowed = "there are fewer islands", f"0 to {islands.count - 1}"
+        raise conflict(config, "islands.index islands.count", what, allowed=allowed)
