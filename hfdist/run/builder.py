@@ -121,7 +121,7 @@ class Run(RunState):
 
     @reporting("building the Trainer")
     def build_trainer(self) -> None:
-        """Make the Trainer, and log what it is about to do."""
+        """Make the Trainer, with the callbacks of the parts."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
         check_packing(model, data.stream, self.strategy)
         self.objective = make_objective(
@@ -148,10 +148,9 @@ class Run(RunState):
         self._join(Joins.built)
         # The progress bar and metrics.jsonl say the same, and are easier to read.
         self.trainer.remove_callback(PrinterCallback)
-        tell_start(self)
 
     def train(self) -> None:
-        """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export.
+        """Log what is about to be done, train from the checkpoint that `checkpoint.resume` chooses, report and export.
 
         Raises:
             PreemptedError: a signal has stopped it, saved.
@@ -165,6 +164,7 @@ class Run(RunState):
                 until_the_end.enter_context(part.during(self))
             replicas = trainer.options.replicas
             self.start = find_start(config, replicas)
+            tell_start(self)
             trainer.args.eval_on_start = bool(config.evaluate.at_start) and self.start.checkpoint is None
             first = "evaluating, then taking the first step" if trainer.args.eval_on_start else "taking the first step"
             with naming_lack_of_memory(self.plan), reporting(first) as self.first_step:

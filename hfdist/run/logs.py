@@ -39,11 +39,12 @@ def set_up_logging(topology: Topology) -> None:
     # DeepSpeed and accelerate log each step of their set-up; DeepSpeed sets its level anew when it is imported.
     for name in ("DeepSpeed", "accelerate", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
-        logging.getLogger(name).addFilter(_is_error)
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
     # What a library calls in torch under an older name is no user's business, and would stand within the bar.
-    for category in (FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"(torch|deepspeed|accelerate)\b")
-    warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+    if not sys.warnoptions:
+        for category in (FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module=r"(torch|deepspeed|accelerate)\b")
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
     for of_the_hub in logging.getLogger("huggingface_hub").handlers:
         of_the_hub.addFilter(_without_queries)
     if not topology.is_main:

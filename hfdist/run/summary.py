@@ -7,12 +7,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hfdist.checkpoint.folder import list_checkpoints, step_of
+from hfdist.checkpoint.folder import step_of
 from hfdist.config.batch import BatchPlan
 from hfdist.config.data import EXAMPLES, DataConfig, Packing, RowFormat
 from hfdist.config.islands import IslandMethod, IslandsConfig
@@ -33,6 +34,7 @@ from hfdist.optim.registry import make_small
 from hfdist.optim.width import rate_factor
 from hfdist.planning.describe import describe_shortly
 from hfdist.run.state import RunState
+from hfdist.trainer.checkpointing.start import Start
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ _TURNS = {"instruction": "prompt", "output": "completion"}
 
 def tell_start(run: RunState) -> None:
     """Log what a run is about to do."""
-    config, data, done = run.config, run.data, _steps_done(run.config)
+    config, data, done = run.config, run.data, _steps_done(run.start)
     logger.info("%s", _describe(run, done))
     if done or not run.trainer.is_world_process_zero():
         return
@@ -61,11 +63,9 @@ def tell_start(run: RunState) -> None:
         logger.info("%s", text)
 
 
-def _steps_done(config: RunConfig) -> int:
-    """Give the step of the newest checkpoint from which the run will go on, if it is whole."""
-    if config.checkpoint.resume == "never":
-        return 0
-    return max((step_of(path.name) for path in list_checkpoints(config.run.folder.checkpoints)), default=0)
+def _steps_done(start: Start) -> int:
+    """Give the steps of the checkpoint from which the run goes on."""
+    return 0 if start.checkpoint is None else max(step_of(Path(start.checkpoint).name), 0)
 
 
 def _describe(run: RunState, steps_done: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
@@ -121,6 +121,10 @@ class Engine:
         self._modules: list[nn.Module] = []
         """All of the prepared model, which takes a fiftieth of a small step to walk through; see `setup`."""
         self._parameters: list[nn.Parameter] = []
+        self._trained: list[torch.Tensor] = []
+        """What the optimizer had when the two above were listed."""
+        self._prepared: nn.Module | None = None
+        """As accelerate wrapped it; None before `setup`."""
         self.make_compressor: Callable[[nn.Module], GradientCompressor] | None = None
         """Gives for a model what compresses DDP's gradients; None: they travel as they are."""
         self.compressor: GradientCompressor | None = None
@@ -164,7 +168,8 @@ class Engine:
             The optimizer that the Trainer steps.
         """
         self._keep(optimizer, scaler)
-        self._modules, self._parameters = list(prepared.modules()), list(prepared.parameters())
+        self._prepared = prepared
+        self._list_parts()
         # Once for a model that several trainings share.
         if self.make_compressor is not None and prepared is not self._compressed:
             self._compressed, self.compressor = prepared, self.make_compressor(self.model)
@@ -172,6 +177,15 @@ class Engine:
             if isinstance(prepared, DistributedDataParallel):
                 self.compressor.register(prepared)
         return optimizer
+
+    def _list_parts(self) -> None:
+        assert self._prepared is not None
+        self._modules, self._parameters = list(self._prepared.modules()), list(self._prepared.parameters())
+        self._trained = self._list_trained()
+
+    def _list_trained(self) -> list[torch.Tensor]:
+        groups = [] if self._optimizer is None else self._optimizer.optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
 
     def _keep(self, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Keep both. What an optimizer must see whole, and ranks have parts of, is replaced in its groups.
@@ -324,6 +338,10 @@ class Engine:
             self._scaler.unscale_(self._optimizer.optimizer)
         groups = self._norm_groups()
         if not groups:
+            trained = self._list_trained()
+            if len(trained) != len(self._trained) or not all(map(is_, trained, self._trained)):
+                # A callback has given the optimizer others.
+                self._list_parts()
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm or math.inf)
         parameters = dict(self.model.named_parameters())
         counted = (parameter for name, parameter in parameters.items() if self._counts(name))

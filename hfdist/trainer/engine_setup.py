@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
+from transformers.training_args import OptimizerNames
 
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, first_line
@@ -55,6 +56,7 @@ _REFUSED = {
     ),
 }
 """Arguments that a strategy refuses: why, and what to do instead."""
+_IN_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
 
 
 def find_strategy(strategy: object, arguments: Arguments) -> tuple[Strategy, Arguments]:
@@ -171,6 +173,9 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
     for name, (reason, hint) in _REFUSED.items():
         if getattr(args, name):
             raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
+    if args.optim in _IN_BACKWARD:
+        what, hint = "it steps within the backward of accelerate, which the strategy runs itself", "optim='adamw_torch'"
+        raise ConfigError(what, where="args.optim", found=str(args.optim.value), hint=hint)
     if args.accelerator_config.split_batches:
         what = "it divides the batch of each rank once more, and the strategy has planned the batch"
         raise ConfigError(what, where="args.accelerator_config.split_batches", found="True", allowed="False")

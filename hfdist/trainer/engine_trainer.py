@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 import transformers.trainer
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
@@ -138,7 +139,7 @@ class EngineTrainer(transformers.Trainer):
         """As the original; it multiplies the model's own loss by the number of processes only if there are several."""
         is_own = self.compute_loss_func is None and self.label_smoother is None and self.args.n_gpu <= 1
         # Nothing was put in its place at run time.
-        is_original = transformers.Trainer.compute_loss.__globals__ is vars(transformers.trainer)
+        is_original = getattr(transformers.Trainer.compute_loss, "__globals__", None) is vars(transformers.trainer)
         if self.engine is None or return_outputs or not (is_own and is_original):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -158,6 +159,9 @@ class EngineTrainer(transformers.Trainer):
         scaler = self.accelerator.scaler
         if self.accelerator.distributed_type is DistributedType.DEEPSPEED:
             self.accelerator.backward(loss, scale_wrt_gas=False)
+        elif getattr(self.accelerator.backward, "__func__", None) is not Accelerator.backward:
+            # Put in its place by a program.
+            self.accelerator.backward(loss)
         else:
             # accelerate's would divide by 1, as the Trainer has accumulated: a hundredth of a small step.
             (loss if scaler is None else scaler.scale(loss)).backward()

@@ -59,7 +59,7 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
         _check_source(f"{key}.path", source)
     system = config.data.chat.system
     if system is not None and os.path.isfile(os.path.expanduser(system)):
-        what, allowed = "this is the name of a file", "the text of the system message"
+        what, allowed = "this is the name of a file", "the text of the system message, such as that of the file"
         raise ConfigError(what, where="data.chat.system", found=system, allowed=allowed)
     check_model_paths(config)
     _check_resume(config.checkpoint.resume)
@@ -121,10 +121,13 @@ def _check_no_adapter(name: str) -> None:
         return
     base = None
     with contextlib.suppress(OSError, NotAMessageError):
-        found = read_json(path.read_bytes()[: MOST_BYTES + 1])
+        with path.open("rb") as file:
+            found = read_json(file.read(MOST_BYTES + 1))
         base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
     what = "this is the folder of an adapter, and no model"
-    hint = f"model={base if isinstance(base, str) else 'ID'} adapter.path={name}"
+    # It may be anybody's text.
+    is_name = isinstance(base, str) and re.fullmatch(r"[\w./~-]+", base, re.ASCII)
+    hint = f"model={base if is_name else 'ID'} {shlex.quote(f'adapter.path={name}')}"
     raise ConfigError(what, where="model.name", found=name, hint=hint)
 
 
@@ -252,7 +255,7 @@ def _check_source(key: str, source: SourceConfig) -> None:
         what, allowed = "token files are a folder", "a folder that hfdist pretokenize has written"
         raise ConfigError(what, where=key, found=path, allowed=allowed, hint="data=FILE for a file of text")
     if source.kind is SourceKind.files and RunFolder(Path(full)).record.is_file():
-        what, hint = "this is the folder of a run, which holds no data", f"data=FILE; its model is model={path}/model"
+        what, hint = "this is the folder of a run, and not one of data", f"data=FILE; its model is model={path}/model"
         raise ConfigError(what, where=key, found=path, hint=hint)
     if source.kind is SourceKind.files and os.path.isfile(os.path.join(full, "00000.tokens")):
         what, hint = "this is a folder of token files", f"data=tokens data.sources.tokens.path={path}"

@@ -12,19 +12,7 @@ from hfdist.errors import ConfigError
 
 
 def check_report(config: RunConfig) -> None:
-    """Raise a ConfigError on a sample without tokens, and on a command for alerts that cannot be called."""
-    _check_sample(config)
-    _check_alert_command(config)
-
-
-def _check_sample(config: RunConfig) -> None:
-    if config.report.sample_prompt is not None and config.report.sample_tokens == 0:
-        raise conflict(
-            config, "report.sample_tokens report.sample_prompt", "no token continues it", hint="report.sample_tokens=64"
-        )
-
-
-def _check_alert_command(config: RunConfig) -> None:
+    """Raise a ConfigError on a command for alerts that cannot be called."""
     command = config.report.alert_command
     if command is None:
         return

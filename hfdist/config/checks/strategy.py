@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hfdist.config.checks.conflict import conflict, shown
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Compression, ContextMethod, Offload, Sharding, StrategyConfig
@@ -28,7 +30,8 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         _check_compression(config)
     if strategy.deepspeed and not strategy.sharding.is_deepspeed:
         what = "these keys are DeepSpeed's, and without ZeRO DeepSpeed is not used"
-        stage = (strategy.deepspeed.get("zero_optimization") or {}).get("stage")
+        section = strategy.deepspeed.get("zero_optimization")
+        stage = section.get("stage") if isinstance(section, Mapping) else None
         hint = f"strategy=zero{stage if stage in (1, 2, 3) else 1}, or leave strategy.deepspeed empty"
         raise conflict(config, "strategy.deepspeed", what, hint=hint)
     for key, default in (("replicate", 1), ("reshard", None), ("prefetch", 0)):

@@ -51,8 +51,13 @@ def _check_others(config: RunConfig) -> None:
     """Refuse what says something of another task: it would be ignored."""
     name, default = config.task.name, TaskConfig()
     if name.is_reinforcement:
-        return
-    of_others = [*_OF_POLICIES, *([] if name is TaskName.kto else _OF_KTO), *([] if name.has_reference else ["beta"])]
+        of_others = ["loss", "label_smoothing", *_OF_KTO, *(["scale_rewards"] if name is TaskName.rloo else [])]
+    else:
+        of_others = [
+            *_OF_POLICIES,
+            *([] if name is TaskName.kto else _OF_KTO),
+            *([] if name.has_reference else ["beta"]),
+        ]
     for key in of_others:
         if getattr(config.task, key) != getattr(default, key):
             allowed = json.dumps(plain(getattr(default, key)))
@@ -141,7 +146,7 @@ def _check_reinforcement(config: RunConfig) -> None:
         raise ConfigError(what, where="task.rewards, data.format", found=found, hint=hint)
     if REWARD_MODEL in config.task.rewards and config.task.reward_model is None:
         what, allowed = "it is not said which model gives this reward", "the folder of a reward model"
-        hint = "task.reward_model=RUN/model, of a run with task=reward"
+        hint = "task.reward_model=RUN/model, of a run that trains a reward model"
         raise ConfigError(what, where="task.reward_model", found="null", allowed=allowed, hint=hint)
     if config.task.generators and config.task.sync_every > config.task.max_staleness + 1:
         raise ConfigError(

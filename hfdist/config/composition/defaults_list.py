@@ -62,7 +62,11 @@ def refuse_config_of_others(values: Mapping[str, object], place: str) -> None:
         )
         raise ConfigError(what, where=place, found=next(iter(values)), hint=hint)
     if "zero_optimization" in values:
-        what, hint = "this is a config of DeepSpeed", f"strategy=zero2 strategy.deepspeed={place}, without --config"
+        section = values["zero_optimization"]
+        stage = section.get("stage") if isinstance(section, dict) else None
+        what, file = "this is a config of DeepSpeed", shlex.quote(f"strategy.deepspeed={place}")
+        hint = f"strategy=zero{stage if stage in (1, 2, 3) else 2} {file}, without --config"
+        hint += "" if place.endswith(".json") else "; as a file of JSON, whose name ends in .json"
         raise ConfigError(what, where=place, found=next(iter(values)), hint=hint)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed([*all_keys()]) if ANY_NAME not in key}
     others = {

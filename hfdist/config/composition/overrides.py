@@ -189,7 +189,7 @@ def _prepare(text: str, recipe: str) -> GivenOverride:
     if override.is_sweep_override():
         given = text.partition("=")[2]
         hint, known = f"hfdist sweep sweep=grid recipe={recipe} {key}={given} for a run of each", find_key(key)
-        if re.fullmatch(r"\d{1,3}(,\d{3})+", given):
+        if re.fullmatch(r"\d{1,3}(,000)+", given):
             hint = f"{key}={given.replace(',', '')}"
         if known is not None and known.takes_list:
             hint += f"; a list is '{key}=[{given}]'"

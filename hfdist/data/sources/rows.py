@@ -424,10 +424,12 @@ class RowReader:
                 example = _canonical(form, present, where)
                 is_kept = self.keeps_columns and isinstance(example, str)
                 return f"{example}\n{self._others(form, row)}" if is_kept else example
-        empty = [name for form in self._forms if set(form.needed) <= set(values) for name in form.needed]
+        # Only what the row itself has, and not a name of the config.
+        empty = [
+            name for form in self._forms if set(form.needed) <= set(row) for name in form.needed if row[name] is None
+        ]
         if empty:
-            named = next(name for name in empty if name not in present)
-            return BadRow(ContentError(f"the row has no value in `{named}`", where=where, found="null"))
+            return BadRow(ContentError(f"the row has no value in `{empty[0]}`", where=where, found="null"))
         return BadRow(self._no_format(kinds_of([present]), where, is_row=True))
 
     def _others(self, form: _Form, row: Mapping[str, object]) -> str:
@@ -465,7 +467,8 @@ class RowReader:
         if "input_ids" in present:
             column, hint = None, _TAKES_TEXT
         elif set(_FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
-            column, hint = None, f"hfdist dpo learns from preferences; as text: {self.section}.text=chosen"
+            as_text = f"; as text: {self.section}.text=chosen" if present["chosen"] is Kind.text else ""
+            column, hint = None, f"hfdist dpo learns from preferences{as_text}"
         elif any(set(form.needed) <= set(present) for form in _FORMS.values()):
             as_text = "" if hint is None else f"; as text: {hint}"
             column, hint = None, f"hfdist finetune learns from conversations, with the same model and data{as_text}"
@@ -476,7 +479,9 @@ class RowReader:
         """Write the override that names the text columns of several files; `has_asked`: one has what is asked for."""
         names = dict.fromkeys([*(self.text.paths if has_asked else ()), *columns])
         key = f"{self.section}.text"
-        quoted = [name if re.fullmatch(r"[\w.-]+", name) else json.dumps(name, ensure_ascii=False) for name in names]
+        quoted = [
+            name if re.fullmatch(r"[\w.-]+", name, re.ASCII) else json.dumps(name, ensure_ascii=False) for name in names
+        ]
         value = f"[{','.join(quoted)}]" if len(quoted) > 1 else quoted[0]
         return shlex.quote(f"{key}={value}")
 
@@ -492,8 +497,10 @@ class RowReader:
     def _no_format(self, present: Mapping[str, Kind], where: str, *, is_row: bool = False) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)
         column = next((name for name, kind in present.items() if kind is Kind.text), None)
-        as_text = f"{self.section}.format=text {self.section}.text={column} reads it, where it is plain text"
-        as_text = "" if column is None else as_text
+        as_text = ""
+        if column is not None:
+            named = self.name_texts([column], has_asked=False)
+            as_text = f"{self.section}.format=text {named} reads it, where it is plain text"
         missing = [name for name in _NAMED[self.format] if name not in present]
         others = [column for column in present if column not in (*_NAMED[self.format], *_NUMBERS)]
         free = [column for column in others if present[column] in (Kind.text, Kind.turns)]

@@ -87,7 +87,7 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
         return _interval(key, found, when, place)
     if isinstance(found, RangeSweep):
         low, high = found.start, found.stop
-        if isinstance(low, float) and isinstance(high, float) and 0 < high - low <= (found.step or 1):
+        if isinstance(low, float) and isinstance(high, float) and 0 < high - low <= 1 == found.step:
             what, hint = "this range has one value: its steps are of 1", f"'{key}=interval({low:g}, {high:g})'"
             raise ConfigError(what, where=place, found=body, hint=hint)
         found = ChoiceSweep(list=list(found.range()))

@@ -30,7 +30,14 @@ from hfdist.checkpoint import (
     restore_random_state,
     verify,
 )
-from hfdist.checkpoint.folder import HELD_OUT_LOSS, by_held_out_loss, original_name, remove_unfinished, step_name
+from hfdist.checkpoint.folder import (
+    HELD_OUT_LOSS,
+    by_held_out_loss,
+    list_checkpoints,
+    original_name,
+    remove_unfinished,
+    step_name,
+)
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
@@ -441,7 +448,7 @@ class Checkpointer:
             if not (Path(str(asked)) / MANIFEST).is_file():
                 what, hint = "this is no checkpoint of hfdist", "resume_from_checkpoint=True, which takes the newest"
                 # The folder of a run, or of its checkpoints.
-                within = sorted([*Path(str(asked)).glob("step-*"), *Path(str(asked)).glob("checkpoints/step-*")])
+                within = list_checkpoints(Path(str(asked))) or list_checkpoints(Path(str(asked)) / "checkpoints")
                 if within:
                     hint = f"resume_from_checkpoint={str(within[-1])!r}"
                 if any(Path(str(asked)).glob("*.safetensors")):

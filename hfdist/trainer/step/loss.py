@@ -118,8 +118,7 @@ class WeightedLoss:
         """Compute what a micro batch adds to the loss of its step; the rest of `Trainer.training_step`."""
         trainer = self._training.trainer
         loss = self.of(model, batch, num_items)
-        if loss.ndim > 0:
-            # Of the GPUs of one process.
+        if trainer.args.n_gpu > 1:
             loss = loss.mean()
         is_divided = trainer.loss_is_scaled_for_ga
         if is_divided is None:

@@ -249,7 +249,6 @@ LINES = [
     f"{PAIRS} task.beta=0",
     f"{REWARD} evaluate.metrics=[exact_match]",
     f"{REWARD} report.sample_prompt=a",
-    "pretrain report.sample_prompt=a report=quiet",
     "pretrain train.max_steps=2k",
     "finetune model=adapter data=chats.jsonl",
     "pretrain report.every=1",
