@@ -218,7 +218,7 @@ def share_type(model_type: str, strategy: Strategy) -> Sharded:
     except ConfigError as error:
         return Sharded(reason=f"{error.what}: {error.found}")
     whole, saved = run_whole(model, batches), compare_saved(engine, model)
-    hooks = TrainerHooks(model=engine.model, training_step=_train_share, loss=_train_share)
+    hooks = TrainerHooks(model=engine.model, loss=_loss_of_share)
     losses = []
     for batch in batches:
         # A loss is a mean over targets.
@@ -268,10 +268,9 @@ def padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return batch | {"attention_mask": mask, "labels": labels}
 
 
-def _train_share(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
-    loss = model(**batch, num_items_in_batch=num_items).loss
-    loss.backward()
-    return loss.detach()
+def _loss_of_share(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch, num_items_in_batch=num_items).loss
+    return loss
 
 
 def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor], head: LossHead | None = None) -> float:
