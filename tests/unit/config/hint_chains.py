@@ -86,7 +86,7 @@ def follow(line: str, error: HfdistError, command: str | None, words: list[str])
 
 _REPLACED = (
     "there is no|has no option|lists no group|twice|cannot be deleted|not an override"
-    r"|has this column|no such field|of its own|no dataset of the Hub|folder of a run, which|folder of token files"
+    r"|has this column|no such field|of its own|no dataset of the Hub|folder of a run, and|folder of token files"
 )
 """Of what these messages are about, nothing stays."""
 
