@@ -53,7 +53,7 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
         if name not in keys or not value:
             what = f"there is no key `{name}`" if equals and name not in keys else "this cannot be read"
             allowed = ", ".join(f"{key}={values_of}" for key, values_of in keys.items())
-            near = nearest(name.lstrip("-"), keys, cutoff=0.65)
+            near = nearest(name.lstrip("-").partition(".")[0], keys, cutoff=0.65)
             hint = "--help"
             if near is not None:
                 hint = f"--{near}" if keys[near] == FLAG else f"{near}={value or value_after(following) or '...'}"
