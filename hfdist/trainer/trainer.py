@@ -376,7 +376,7 @@ class DistributedTrainerMixin(_Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
-        # An objective defers by itself, in evaluations, too.
+        # An objective defers by itself.
         head = None if return_outputs or self.options.objective is not None else self.options.loss_head
         counted = inputs.get(COUNTED)
         if counted is not None:

@@ -1,8 +1,10 @@
 """A loss without whole logits trains as one from all of them, in every layout."""
 
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
+from torch.nn import functional
 
 from hfdist.models.loss import chunked
 from tests.distributed.runs import eval_losses, losses, pretrain, weights
@@ -12,6 +14,8 @@ pytestmark = pytest.mark.distributed
 
 SHORT = ("train.max_steps=4", "train.micro_batch_size=2", "train.eval_every=4", "model.config.num_hidden_layers=4",
          "data.sequence_length=32")  # fmt: skip
+VOCABULARY = 1024
+CHUNK = 50 * VOCABULARY
 UNTIED = "model.config.tie_word_embeddings=false"
 CASES = {
     "tied": (),
@@ -33,17 +37,28 @@ def whole(tmp_path_factory, cache_dir):
     return train
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Several chunks of a micro batch, of which the last is smaller."""
-    monkeypatch.setitem(chunked.CHUNK_LOGITS, "cpu", 50 * 1024)
-    monkeypatch.setattr(chunked, "LEAST_ROWS", 1)
+@contextmanager
+def small_chunks():
+    """Several chunks of a micro batch, of which the last is smaller; more logits at a time end the run."""
+    linear = functional.linear
+
+    def limited(hidden, weight, bias=None):
+        out = linear(hidden, weight, bias)
+        assert len(weight) < VOCABULARY or out.numel() <= CHUNK, f"{out.numel()} logits at a time"
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(chunked.CHUNK_LOGITS, "cpu", CHUNK)
+        patch.setattr(chunked, "LEAST_ROWS", 1)
+        patch.setattr(functional, "linear", limited)
+        yield
 
 
 @pytest.mark.parametrize(
     ("case", "strategy", "num_processes", "more"),
     [
         ("tied", "single", 1, ("train.gradient_checkpointing=true",)),
+        ("adapter on the head", "fsdp2", 2, ()),
         many("tied", "zero3", 2, ()),
         ("tied", "pipeline", 2, ("strategy.schedule=zbv",)),
         many("head alone", "pipeline", 2, ("strategy.schedule=interleaved_zero_bubble",)),
@@ -51,9 +66,10 @@ def small_chunks(monkeypatch):
         ("adapter on the head", "zero3", 2, ("model.loss=auto",)),
     ],
 )
-def test_trains_as_with_whole_logits(whole, small_chunks, tmp_path, case, strategy, num_processes, more):
+def test_trains_as_with_whole_logits(whole, tmp_path, case, strategy, num_processes, more):
     overrides = ("model.loss=chunked", *SHORT, *CASES[case], *more)
-    run = pretrain(tmp_path, num_processes, f"strategy={strategy}", *overrides)
+    with small_chunks():
+        run = pretrain(tmp_path, num_processes, f"strategy={strategy}", *overrides)
     assert losses(run) == pytest.approx(losses(whole(case)), rel=1e-6)
     assert eval_losses(run) == pytest.approx(eval_losses(whole(case)), rel=1e-6)
     if "adapter" not in case:
@@ -62,9 +78,15 @@ def test_trains_as_with_whole_logits(whole, small_chunks, tmp_path, case, strate
             assert (value - reference[name]).norm() <= 1e-5 * reference[name].norm(), name
 
 
-def test_same_under_bfloat16_but_for_rounding(cache_dir, small_chunks, tmp_path):
+def test_whole_logits_are_noticed(cache_dir, tmp_path):
+    with small_chunks(), pytest.raises(Exception, match="logits at a time"):
+        pretrain(tmp_path, 1, "strategy=single", "model.loss=full", *SHORT)
+
+
+def test_same_under_bfloat16_but_for_rounding(cache_dir, tmp_path):
     settings = ("strategy=single", "train.precision=bf16", *SHORT)
-    chunked = pretrain(tmp_path / "chunked", 1, *settings, "model.loss=chunked")
+    with small_chunks():
+        chunked = pretrain(tmp_path / "chunked", 1, *settings, "model.loss=chunked")
     full = pretrain(tmp_path / "full", 1, *settings, "model.loss=full")
     assert losses(chunked) == pytest.approx(losses(full), rel=1e-3)
     assert losses(chunked) != losses(full)

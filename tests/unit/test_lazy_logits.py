@@ -149,13 +149,11 @@ def test_a_trained_scale_gets_its_gradient():
     assert torch.allclose(*grads)
 
 
-def test_the_head_is_itself_again_afterwards_and_without_gradients():
+def test_the_head_is_itself_again_afterwards():
     head = nn.Linear(WIDTH, VOCABULARY)
     hidden = torch.randn(1, 2, WIDTH)
     with deferring(head, VOCABULARY, ChunkedLoss(CPU)):
         assert isinstance(head(hidden), _DeferredLogits)
-        with torch.no_grad():
-            assert isinstance(head(hidden), torch.Tensor)
     assert isinstance(head(hidden), torch.Tensor)
     assert "forward" not in vars(head)
 
@@ -187,6 +185,20 @@ def test_no_more_logits_exist_at_a_time_than_a_chunk_holds():
         losses(nn.Linear(WIDTH, VOCABULARY), plain)
     assert watch.most == ROWS * VOCABULARY
     assert 0 < most_logits(ChunkedLoss(CPU, chunk_logits=5 * VOCABULARY)) <= 5 * VOCABULARY
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_makes_no_more_of_them_and_gives_the_same_loss(context):
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(WIDTH, VOCABULARY), torch.randn(2, ROWS // 2, WIDTH)
+    targets = torch.randint(VOCABULARY, (ROWS,))
+    with context():
+        whole = plain(head(hidden), targets)
+        with Watch() as watch, deferring(head, VOCABULARY, ChunkedLoss(CPU, chunk_logits=5 * VOCABULARY)) as seen:
+            assert torch.isclose(plain(head(hidden), targets), whole, rtol=1e-6)
+            # As a model without labels: transformers' mean over none.
+            assert plain(head(hidden), torch.full_like(targets, IGNORED)).isnan()
+    assert (0 < watch.most <= 5 * VOCABULARY, seen.made_whole) == (True, [])
 
 
 def test_however_large_the_vocabulary_a_chunk_has_rows_enough(monkeypatch):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -29,7 +31,7 @@ _LOSS_BOUND, _GRADIENT_BOUND = 1e-5, 1e-4
 
 
 class LossHead:
-    """Defers the logits of training steps, and computes the loss from some rows at a time.
+    """Defers the logits of training steps and evaluations, and computes the loss from some rows at a time.
 
     Args:
         chunk_logits: logits that may exist at a time; None: by the kind of device.
@@ -42,10 +44,10 @@ class LossHead:
         self._chunked: dict[torch.device, ChunkedLoss] = {}
         self._is_over = False
 
-    def deferring(self, model: nn.Module, *, evaluates: bool = False) -> AbstractContextManager[object]:
+    def deferring(self, model: nn.Module) -> AbstractContextManager[object]:
         """Compute losses without whole logits in this context: of a model as the Trainer calls it, or of one stage.
 
-        `evaluates`: also in evaluation mode and without gradients, where whoever calls the model wants no logits.
+        Whoever calls the model in it wants the loss and not the logits, with gradients or without.
         """
         base: Any = model
         while not isinstance(base, PreTrainedModel):
@@ -54,12 +56,9 @@ class LossHead:
                 self._stop("ddp_find_unused_parameters needs them")
             base = base.module
         head = base.get_output_embeddings()
-        if self._is_over or head is None or not (model.training or evaluates):
+        if self._is_over or head is None:
             return nullcontext()
-        if not torch.is_grad_enabled() and any(isinstance(weight, DTensor) for weight in head.parameters()):
-            # FSDP2 frees the head after a forward without gradients.
-            return nullcontext()
-        return self._watched(head, evaluates=evaluates)
+        return self._watched(head, partial(_gathered, base, head))
 
     def _stop(self, why: str) -> None:
         if not self._is_over:
@@ -67,8 +66,8 @@ class LossHead:
             logger.warning("model.loss: all logits are held, since %s", why)
 
     @contextmanager
-    def _watched(self, module: nn.Module, *, evaluates: bool) -> Iterator[Head]:
-        with deferring(module, _vocabulary(module), self._by_chunks, evaluates=evaluates) as head:
+    def _watched(self, module: nn.Module, gathering: Callable[[], AbstractContextManager[object]]) -> Iterator[Head]:
+        with deferring(module, _vocabulary(module), self._by_chunks, gathering=gathering) as head:
             yield head
         if head.made_whole:
             # Right, but slower than to make them in the first place.
@@ -79,6 +78,22 @@ class LossHead:
         if device not in self._chunked:
             self._chunked[device] = ChunkedLoss(device, chunk_logits=self._chunk_logits)
         return self._chunked[device](rows)
+
+
+@contextmanager
+def _gathered(model: nn.Module, head: nn.Module) -> Iterator[None]:
+    """Gather the head with what FSDP2 shards beside it, in the model's own unit, if a forward has freed it.
+
+    A collective: it is freed after forwards without gradients, which every rank runs.
+    """
+    if isinstance(model, FSDPModule) and any(isinstance(weight, DTensor) for weight in head.parameters()):
+        model.unshard()
+        try:
+            yield
+        finally:
+            model.reshard()
+    else:
+        yield
 
 
 def choose_loss(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> LossHead | None:

@@ -9,7 +9,7 @@ none can come out differently.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ class Head:
     vocabulary: int
     """Logits of a row."""
     loss: SumOfLosses
+    gathering: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes its parameters whole for a call; it may come after the model's forward, which has freed them."""
     made_whole: list[str] = field(default_factory=list)
     """The operations that needed all logits of a batch, one entry for each time."""
     is_deferring: bool = True
@@ -88,22 +90,27 @@ class _Demand(NamedTuple):
 
 
 @contextmanager
-def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses, *, evaluates: bool = False) -> Iterator[Head]:
+def deferring(
+    module: nn.Module,
+    vocabulary: int,
+    loss: SumOfLosses,
+    *,
+    gathering: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[Head]:
     """Let a head defer its logits, in this context only.
 
     Args:
         module: the output embedding.
         vocabulary: how many logits it gives for a row.
         loss: computes the loss of deferred rows.
-        evaluates: whether it defers them without gradients, too.
+        gathering: makes the parameters of `module` whole for a call.
     """
-    head = Head(module, module.forward, vocabulary, loss)
+    head = Head(module, module.forward, vocabulary, loss, gathering)
 
     def forward(hidden: torch.Tensor, *args: object, **kwargs: object) -> Logits:
         if len(args) == 1 and isinstance(args[0], _Demand):
             return args[0].compute(hidden)
-        wants_logits = not (torch.is_grad_enabled() or evaluates)
-        if args or kwargs or wants_logits or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
+        if args or kwargs or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
             return head.forward(hidden, *args, **kwargs)
         return _DeferredLogits(head, hidden, (), _Autocast.present(hidden.device))
 
@@ -153,7 +160,7 @@ class _DeferredLogits:
         if self._whole is None:
             self._head.made_whole.append(why)
             # With a graph even where the model only looks at them: a loss of them may follow.
-            with self._autocast.again(), torch.inference_mode(False), torch.enable_grad():
+            with self._autocast.again(), torch.inference_mode(False), torch.enable_grad(), self._head.gathering():
                 demand = (_Demand(self._head.forward),) if self._head.is_deferring else ()
                 value = _made(self._head.module(self._hidden, *demand), why)
                 for step in self._per_row:
@@ -340,7 +347,7 @@ def _cross_entropy(
 
 def _compute(rows: Rows, autocast: _Autocast) -> torch.Tensor:
     head = rows.head
-    with autocast.again():
+    with autocast.again(), head.gathering():
         total: torch.Tensor = head.module(rows.hidden, _Demand(lambda hidden: head.loss(rows._replace(hidden=hidden))))
     return total
 

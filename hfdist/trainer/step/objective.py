@@ -175,9 +175,9 @@ def reduce_tokens(
 ) -> torch.Tensor:
     """Run the model, and give what `reduce` makes of the losses of all tokens but the first of each row.
 
-    No whole logits are made where `head` defers them (models/loss), in evaluations neither, but of FSDP2.
+    No whole logits are made where `head` defers them (models/loss), in evaluations neither.
     """
-    with nullcontext() if head is None else head.deferring(model, evaluates=True):
+    with nullcontext() if head is None else head.deferring(model):
         outputs = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
         logits = outputs.logits[:, :-1]
         logits = logits if temperature == 1.0 else logits / temperature
