@@ -131,7 +131,7 @@ class ChunkedLoss:
                 else:
                     logits = torch.addmm(bias, hidden, weight.T, out=out)
                 if of_rows is None and not sums and shared_vocabulary.vocabulary_shard_of(module) is None:
-                    losses[part] = _losses(logits, rows, rows.targets[part])
+                    losses[part] = _losses_alone(logits, rows, rows.targets[part])
                     continue
                 losses[part], gradient = self._of_logits(logits, rows, rows.targets[part])
                 if weights is not None:
@@ -151,7 +151,7 @@ class ChunkedLoss:
         shard = shared_vocabulary.vocabulary_shard_of(rows.head.module)
         if shard is not None:
             return shared_vocabulary.losses_and_gradient(logits, rows, targets, shard)
-        if rows.label_smoothing == 0.0 and all(step == cast(torch.float32) for step in rows.per_row):
+        if _is_plain(rows):
             return self._losses_and_gradient(logits, targets, rows.ignore_index)
         with torch.enable_grad():
             losses = _losses(logits.requires_grad_(), rows, targets)
@@ -215,6 +215,35 @@ def _losses(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Te
     )
 
 
+def _is_plain(rows: Rows) -> bool:
+    """Whether the losses are those of the head's own logits."""
+    return rows.label_smoothing == 0.0 and all(step == cast(torch.float32) for step in rows.per_row)
+
+
+def _losses_alone(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:
+    """Give the losses of a chunk of logits, which are overwritten: an evaluation needs no more memory than a step."""
+    if not _is_plain(rows):
+        return _losses(logits, rows, targets)
+    losses, *_ = _losses_in_place(logits.float(), targets, rows.ignore_index)
+    return losses
+
+
+def _losses_in_place(
+    wide: torch.Tensor, targets: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give token losses, the column of each row's target [rows, 1], and the sum of each row's exponentials [rows, 1].
+
+    `wide` is float32, logits [rows, vocabulary] before, and their exponentials (less the largest) after.
+    """
+    is_target = targets != ignore_index
+    places = targets.masked_fill(~is_target, 0)[:, None]
+    own, largest = wide.gather(1, places), wide.amax(-1, keepdim=True)
+    sums = wide.sub_(largest).exp_().sum(-1, keepdim=True)
+    # Chosen, not multiplied by zero: an ignored row need not be finite.
+    losses = (largest - own + sums.log())[:, 0].masked_fill(~is_target, 0)
+    return losses, places, sums
+
+
 def _losses_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,13 +252,8 @@ def _losses_and_gradient(
     If that is float32, also in their place.
     """
     is_target = targets != ignore_index
-    places = targets.masked_fill(~is_target, 0)[:, None]
-    wide = logits.float()
-    own, largest = wide.gather(1, places), wide.amax(-1, keepdim=True)
-    gradient = wide.sub_(largest).exp_()
-    sums = gradient.sum(-1, keepdim=True)
-    # Chosen, not multiplied by zero: an ignored row need not be finite.
-    losses = (largest - own + sums.log())[:, 0].masked_fill(~is_target, 0)
+    gradient = logits.float()
+    losses, places, sums = _losses_in_place(gradient, targets, ignore_index)
     gradient.div_(sums)
     gradient.scatter_add_(1, places, torch.full_like(places, -1, dtype=torch.float32))
     # A pass over all of it, which a CPU can spare, where nothing waits for an answer.
