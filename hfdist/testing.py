@@ -38,17 +38,19 @@ def run_ranks(
     """Call `function(*arguments)` on `world_size` forked ranks.
 
     Args:
-        function: runs with RANK, WORLD_SIZE and LOCAL_RANK set and one thread; must return something picklable.
+        function: runs with one thread, and with `group` with RANK, WORLD_SIZE and LOCAL_RANK set; must return something
+            picklable.
         world_size: number of ranks.
         arguments: passed on.
         timeout_seconds: after this, all ranks are killed.
-        group: make the default gloo process group first; False: nor a launcher's environment, as plain `python`.
+        group: make the default gloo process group first; False: start ranks as plain `python` does, without a group
+            and a launcher's environment.
 
     Returns:
         What each rank returned, in order of rank.
 
     Raises:
-        RankFailed: with the traceback of the first rank that failed.
+        RankFailed: with the traceback of the lowest rank that failed.
     """
     context = multiprocessing.get_context("fork")
     server, port = _serve_store(context) if group else (None, None)
@@ -117,9 +119,10 @@ def _rank_main(
             # accelerate and deepspeed both take over a group that is already there.
             dist.init_process_group("gloo", store=_store(port), rank=rank, world_size=world_size)
         answer = (True, function(*arguments))
+        pipe.send(answer)
     except BaseException:
         answer = (False, traceback.format_exc())
-    pipe.send(answer)
+        pipe.send(answer)
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -135,7 +138,12 @@ def _serve_store(context: ForkContext) -> tuple[ForkProcess, int]:
     ours, theirs = context.Pipe(duplex=False)
     server = context.Process(target=_store_main, args=(theirs,))
     server.start()
-    return server, ours.recv()
+    # So that its death ends the wait.
+    theirs.close()
+    try:
+        return server, ours.recv()
+    except EOFError as error:
+        raise RankFailed("the store of the process group cannot be served") from error
 
 
 def _store_main(pipe: Connection) -> None:

@@ -71,8 +71,9 @@ def nearest_multiples(value: int, unit: int) -> list[int]:
 
 def num_warmup_steps(optimizer: OptimizerConfig, *, tokens_per_step: int, max_steps: int) -> int:
     """Length of the warm-up in steps, given in steps, in tokens, or as a share of all steps, though never all."""
-    if optimizer.warmup_fraction is not None:
+    if optimizer.warmup_fraction:
         return min(math.ceil(optimizer.warmup_fraction * max_steps), max_steps - 1)
-    if optimizer.warmup_tokens is None:
+    # None and 0 both leave it to the next one: only one of the three is more.
+    if not optimizer.warmup_tokens:
         return optimizer.warmup_steps
     return math.ceil(optimizer.warmup_tokens / tokens_per_step)

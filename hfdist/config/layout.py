@@ -61,9 +61,9 @@ class Layout(Mesh):
             recompute=self.recompute or Recompute.all,
             activation_offload=train.activation_offload and recomputes,
         )
-        lanes = config.data.lanes
-        # The next multiple of the data ranks: a run that is planned has not begun to read.
-        data = replace(config.data, lanes=-(-lanes // self.data) * self.data)
+        lanes, readers = config.data.lanes, self.data * config.islands.shares
+        # The next multiple of the data ranks of all islands: a run that is planned has not begun to read.
+        data = replace(config.data, lanes=-(-lanes // readers) * readers)
         return replace(config, strategy=own, train=step, data=data)
 
     def overrides(self, config: RunConfig) -> tuple[str, ...]:

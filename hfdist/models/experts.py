@@ -9,17 +9,23 @@ import torch
 from transformers import PreTrainedConfig
 
 _ALL = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "top_k")
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    """Give how many experts a router of this text model chooses from; 0: there is none."""
-    return first_number(config, _ALL)
+    """Give how many experts a router of this text model chooses from; 0: its config does not say."""
+    return first_number(config, _ALL) or first_number(_of_ffn(config), _ALL)
 
 
 def num_chosen_experts(config: PreTrainedConfig) -> int:
-    """Give how many experts a router of this text model chooses for a token; 0: there is none."""
-    return first_number(config, _CHOSEN)
+    """Give how many experts a router of this text model chooses for a token; 0: its config does not say."""
+    return first_number(config, _CHOSEN) or first_number(_of_ffn(config), _CHOSEN)
+
+
+def _of_ffn(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Give the config of dbrx's feed-forward layers, which has the experts; others have none of their own."""
+    own: object = getattr(config, "ffn_config", None)
+    return own if isinstance(own, PreTrainedConfig) else config
 
 
 def num_active(
@@ -45,6 +51,6 @@ def first_number(config: PreTrainedConfig, names: Iterable[str]) -> int:
         # transformers raises it for what differs by block.
         with suppress(RuntimeError):
             value = getattr(config, name, None)
-            if isinstance(value, int):
+            if isinstance(value, int) and not isinstance(value, bool):
                 return value
     return 0

@@ -196,8 +196,11 @@ class Engine:
         inner, before = optimizer.optimizer, self._optimizer
         self._optimizer, self._scaler = optimizer, scaler
         shared = {} if self.optimizer_sees is Reach.element else {id(one.parameter): one for one in self._shared()}
-        if not shared or (self._whole_steps is not None and before is not None and before.optimizer is inner):
-            # The latter of an earlier training: its groups have whole parameters already.
+        if self._whole_steps is not None and before is not None and before.optimizer is inner:
+            # Of an earlier training: its groups have whole parameters already.
+            return
+        self._whole_steps = None
+        if not shared:
             return
         of_wholes = self._groups_of_wholes(inner)
         if of_wholes and scaler is not None:
@@ -365,12 +368,12 @@ class Engine:
     def showing_whole_shapes(self) -> Iterator[None]:
         """Meanwhile, parameters of which this rank has a part have the shape of the whole, and no memory for values."""
         hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for parameter in self.model.parameters():
-            shape = self.whole_shape(parameter)
-            if shape != tuple(parameter.shape):
-                hidden.append((parameter, parameter.data))
-                parameter.data = parameter.new_empty(1).expand(shape)
         try:
+            for parameter in self.model.parameters():
+                shape = self.whole_shape(parameter)
+                if shape != tuple(parameter.shape):
+                    hidden.append((parameter, parameter.data))
+                    parameter.data = parameter.new_empty(1).expand(shape)
             yield
         finally:
             for parameter, own in hidden:
@@ -390,7 +393,7 @@ class Engine:
     def pieces(self) -> Iterable[Piece]:
         """List the pieces of named tensors that this rank saves and loads: weights and optimizer state."""
         wholes = self._whole_steps
-        # It looks whether there is any state, and what is stepped in parts is about to be given its own.
+        # Made first: it asks whether the optimizer has state, and `_held_pieces` may make some.
         reader = None if wholes is None or self._optimizer is None else StateReader(self._optimizer.optimizer)
         for piece in self._held_pieces():
             yield from self._own_pieces(piece)

@@ -135,10 +135,12 @@ class Training:
         before = [watch.progress.exempt for watch in watches]
         for watch in watches:
             watch.progress.exempt = doing
-        with self.paused():
-            yield
-        for watch, exempt in zip(watches, before, strict=True):
-            watch.progress.exempt = exempt
+        try:
+            with self.paused():
+                yield
+        finally:
+            for watch, exempt in zip(watches, before, strict=True):
+                watch.progress.exempt = exempt
 
     @contextmanager
     def without_epoch(self) -> Iterator[None]:

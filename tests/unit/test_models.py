@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
+from hfdist.models.experts import num_chosen_experts, num_experts
 from hfdist.models.flops import find_peak_flops, flops_per_token, measure_size, num_parameters
 from hfdist.models.probing import class_keeps_documents_apart, keeps_documents_apart
 from hfdist.models.tokenizer import train_bpe
@@ -215,6 +216,18 @@ def test_a_token_costs_only_the_experts_that_are_chosen_for_it():
     size = measure_size(model)
     # Gate, up and down of six experts in each of two blocks, and the input embedding.
     assert size.num_multiplying == size.num_parameters - 2 * 6 * 3 * 32 * 16 - 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}),
+        ("dbrx", {"ffn_config": {"moe_num_experts": 8, "moe_top_k": 2}}),
+    ],
+)
+def test_experts_are_counted_by_the_names_of_their_fields(model_type, fields):
+    config = AutoConfig.for_model(model_type, **fields)
+    assert (num_experts(config), num_chosen_experts(config)) == (8, 2)
 
 
 # In TFLOP/s, dense bf16 (fp16 where there is no bf16), by the names of torch.cuda.get_device_name.

@@ -32,14 +32,17 @@ def check_checkpoints(config: RunConfig) -> None:
     if config.checkpoint.replicate_every is not None:
         _check_replicas(config, every)
     words = ["auto", "never"]
-    steps = sorted(str(path) for path in Path(resume).expanduser().glob("step-*") if not path.suffix)
+    steps = sorted(str(path) for path in Path(resume).glob("step-*") if not path.suffix)
     if resume and resume not in words and steps:
-        what, hint = "this folder holds checkpoints, and is none itself", shlex.quote(f"checkpoint.resume={steps[-1]}")
+        what, hint = (
+            "this folder holds checkpoints, but it is not a checkpoint",
+            shlex.quote(f"checkpoint.resume={steps[-1]}"),
+        )
         raise conflict(config, "checkpoint.resume", what, allowed="the folder of one of them", hint=hint)
-    if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
+    if resume not in words and not (resume and Path(resume).is_dir()):
         what = "this is neither auto, nor never, nor a folder that exists"
         allowed = "auto, never, or the folder of a checkpoint"
-        beside = sorted(str(path) for path in Path(resume).expanduser().parent.glob("step-*") if not path.suffix)
+        beside = sorted(str(path) for path in Path(resume).parent.glob("step-*") if not path.suffix)
         hint = (
             shlex.quote(f"checkpoint.resume={beside[-1]}")
             if beside
@@ -51,7 +54,7 @@ def check_checkpoints(config: RunConfig) -> None:
 
 def _check_replicas(config: RunConfig, every: int | None) -> None:
     if every is None:
-        what = "replicas in memory bridge the steps between saves, and there are none"
+        what = "replicas are made between saves, and this run saves nothing"
         hint = "checkpoint.every=100, or checkpoint.replicate_every=null"
         raise conflict(config, "checkpoint.replicate_every checkpoint.every", what, hint=hint)
     folder = config.checkpoint.replicate_dir

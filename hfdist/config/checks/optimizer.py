@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.conflict import conflict
 from hfdist.config.islands import IslandMethod
@@ -11,7 +13,7 @@ from hfdist.errors import ConfigError
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise a ConfigError on a warm-up that is given twice or too long, and on rates that do not go together."""
+    """Check warm-up, schedule, changes and base width; ConfigError: they do not go together."""
     optimizer = config.optimizer
     names = ("warmup_steps", "warmup_tokens", "warmup_fraction")
     warmups = {f"optimizer.{name}": getattr(optimizer, name) for name in names if getattr(optimizer, name)}
@@ -54,7 +56,8 @@ def _check_changes(config: RunConfig) -> None:
         what, found = "the changes must stand in the order of their steps", ", ".join(map(str, steps))
         raise ConfigError(what, where="optimizer.changes", found=found, allowed="rising steps")
     if not optimizer.weight_decay and any(change.weight_decay is not None for change in optimizer.changes):
-        what, hint = "where nothing decays at first, it is not known what decays later", "optimizer.weight_decay=1e-9"
+        what = "weight decay cannot begin at a change: which parameters decay is decided at the start"
+        hint = "optimizer.weight_decay=1e-9"
         raise conflict(config, "optimizer.weight_decay", what, allowed="above 0, if it changes", hint=hint)
     if optimizer.changes and config.islands.method is IslandMethod.parameter_server:
         what, hint = "the server has the optimizer, whose values stay", "optimizer.changes=[]"
@@ -67,7 +70,7 @@ def check_schedule(config: RunConfig, max_steps: int) -> None:
     tokens_per_step = config.train.global_batch_size * config.data.sequence_length
     warmup_steps = num_warmup_steps(optimizer, tokens_per_step=tokens_per_step, max_steps=max_steps)
     if warmup_steps >= max_steps:
-        leaf = "warmup_steps" if optimizer.warmup_tokens is None else "warmup_tokens"
+        leaf = "warmup_tokens" if optimizer.warmup_tokens else "warmup_steps"
         what = "the warm-up is as long as the whole run, so the learning rate never reaches its peak"
         found, allowed = f"{warmup_steps} steps of {max_steps}", f"fewer than {max_steps} steps"
         hint = f"optimizer.{leaf}={getattr(optimizer, leaf) * (max_steps // 10) // warmup_steps}"
@@ -77,4 +80,5 @@ def check_schedule(config: RunConfig, max_steps: int) -> None:
         what = "warm-up and decay are longer than the run"
         found = f"{warmup_steps} + {decay_steps} steps of {max_steps}"
         allowed = f"<= {(max_steps - warmup_steps) / max_steps:g}"
-        raise ConfigError(what, where="optimizer.decay_fraction", found=found, allowed=allowed)
+        hint = f"optimizer.decay_fraction={math.floor((max_steps - warmup_steps) / max_steps * 1000) / 1000:g}"
+        raise ConfigError(what, where="optimizer.decay_fraction", found=found, allowed=allowed, hint=hint)

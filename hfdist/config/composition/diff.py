@@ -14,8 +14,8 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.errors import CheckpointError
 
-# The layout is safe by design. What stands in files is compared by content, with the data's cursor. Rows are
-# quarantined while a run goes on, and leave the others where they were.
+# The layout is safe by design. Paths are, as the data's cursor compares the content of files. Rows are quarantined
+# while a run goes on, and leave the others where they were.
 _SAFE = """
 run.* launch.* report.* export.* checkpoint.* evaluate.* watch.* cost.* strategy.* adapter.merge model.loss
 islands.address islands.timeout_seconds islands.codec train.max_hours train.max_cost train.max_kwh train.deadline
@@ -24,6 +24,8 @@ train.compile train.gradient_checkpointing train.recompute train.activation_offl
 data.chat.template data.workers data.prefetch data.on_bad_rows data.quarantine data.eval_sources*
 task.answer_seconds data.eval_sequences data.cache_dir data.file_cache_bytes data.token_cache_bytes
 """
+# It loses a part of the gradients.
+_UNSAFE = "strategy.compression*"
 LENGTHS = ("train.max_steps", "train.epochs")
 _SCHEDULE = "optimizer.schedule"
 
@@ -49,10 +51,13 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
     old = _defaults(new, old) | old
     safe = {key for pattern in _SAFE.split() for key in fnmatch.filter(old | new, pattern)}
+    safe -= {*fnmatch.filter(old | new, _UNSAFE)}
     if old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name:
-        # Elsewhere the rate of every step depends on it.
+        # Under any other schedule the rate of every step depends on the length.
         safe.update(LENGTHS)
-    keys = dict.fromkeys([*new, *old])
+    # An empty mapping on one side is no change of its own where the other side has keys in it.
+    sections = {key.rpartition(".")[0] for key in old | new}
+    keys = [key for key in dict.fromkeys([*new, *old]) if key not in sections]
     return [Change(key, old.get(key), new.get(key), key in safe) for key in keys if old.get(key) != new.get(key)]
 
 

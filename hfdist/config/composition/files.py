@@ -38,6 +38,7 @@ HYDRA_KEYS = ("help", "job", "output_subdir", "run")
 """Hydra's own settings that may stand in a file; none of them makes Hydra load or call anything."""
 NOT_GROUPS = ("cluster", "hardware", "launch", "plan", "sweep")
 """Folders of `conf/` that hold no options of a run: of `hfdist job`, `plan` and `sweep`, and of accelerate."""
+_MERGE = "tag:yaml.org,2002:merge"
 _MAPPING = "a YAML mapping: `key: value` lines"
 
 _folders: ContextVar[tuple[Path, ...]] = ContextVar("hfdist_conf_folders", default=())
@@ -100,7 +101,8 @@ class CheckedFolder(ConfigSource):
         if not path.is_file():
             raise ConfigLoadError(f"Config not found : {path}")
         text = read_config_text(path)
-        config = copy.deepcopy(_load(text))
+        with _refusing_yaml(text, display(path)):
+            config = copy.deepcopy(_load(text))
         try:
             header = self._get_header_dict(text[:512])
         except ValueError as error:
@@ -154,7 +156,9 @@ def read_config_text(path: Path) -> str:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Give what a config file holds, with its references as text; ConfigError: see `read_config_text`."""
-    values: dict[str, Any] | None = yaml.safe_load(read_config_text(path))
+    text, place = read_config_text(path), display(path)
+    with _refusing_yaml(text, place):
+        values: dict[str, Any] | None = yaml.load(text, _PlainLoader)  # a safe loader
     return values or {}
 
 
@@ -239,12 +243,31 @@ def display(path: Path) -> str:
         return str(path)
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """Loads dates as the text that they are, as OmegaConf does."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # an attribute of PyYAML's
+        first: [pair for pair in pairs if not pair[0].endswith(":timestamp")]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
 def _parse(text: str, place: str) -> yaml.Node | None:
-    try:
+    with _refusing_yaml(text, place):
         # The slower pure Python loader: the C one overflows the stack on deep nesting.
         return yaml.compose(text, Loader=yaml.SafeLoader)
+
+
+@contextmanager
+def _refusing_yaml(text: str, place: str) -> Iterator[None]:
+    """Raise a ConfigError where PyYAML cannot read the text."""
+    try:
+        yield
     except RecursionError as error:
         raise _too_deep(place) from error
+    except ValueError as error:
+        # What an explicit tag asks for, such as `!!int x`.
+        raise ConfigError(f"not valid YAML: {error}", where=place, hint="values without `!!` tags") from error
     except yaml.YAMLError as error:
         mark, lines = getattr(error, "problem_mark", None), text.splitlines()
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -265,21 +288,25 @@ def _yaml_hint(problem: str, line: str) -> str | None:
 
 
 def _check_size(root: yaml.Node, place: str) -> None:
-    sizes: dict[int, int] = {}
+    # Nodes and levels of each node, with its aliases written out.
+    sizes: dict[int, tuple[int, int]] = {}
     above: set[int] = set()
 
-    def count(node: yaml.Node, depth: int) -> int:
+    def measure(node: yaml.Node, depth: int) -> tuple[int, int]:
         if id(node) in above:
             raise ConfigError("an alias stands for a value that contains it", where=_at(node, place))
         if depth > MAX_DEPTH:
             raise _too_deep(_at(node, place))
         if id(node) not in sizes:
             above.add(id(node))
-            sizes[id(node)] = 1 + sum(count(child, depth + 1) for child in _children(node))
+            parts = [measure(child, depth + 1) for child in _children(node)]
+            sizes[id(node)] = 1 + sum(size for size, _ in parts), 1 + max((levels for _, levels in parts), default=-1)
             above.remove(id(node))
+        if depth + sizes[id(node)][1] > MAX_DEPTH:
+            raise _too_deep(_at(node, place))
         return sizes[id(node)]
 
-    num_nodes = count(root, 0)
+    num_nodes, _ = measure(root, 0)
     if num_nodes > MAX_NODES:
         what = "the config file unfolds to too many values (aliases count each time)"
         raise ConfigError(what, where=place, found=f"{num_nodes} values", allowed=f"<= {MAX_NODES}")
@@ -296,7 +323,10 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
 def _pairs(
     node: yaml.Node, path: tuple[str, ...], place: str
 ) -> Iterator[tuple[tuple[str, ...], yaml.Node, yaml.Node]]:
-    """Every key with its value, and the names above it; ConfigError: a mapping has the same key twice."""
+    """Every key with its value, and the names above it; ConfigError: a mapping has the same key twice.
+
+    What `<<` merges into a mapping stands in it under the same names.
+    """
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             if isinstance(item, yaml.ScalarNode):
@@ -311,6 +341,10 @@ def _pairs(
                 what, hint = "the same key twice in one mapping", f"keep one of the lines {lines[key.value]} and {line}"
                 raise ConfigError(what, where=_at(key, place), found=key.value, hint=hint)
             lines[str(key.value)] = line
+            if key.tag == _MERGE:
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    yield from _pairs(merged, path, place)
+                continue
             yield path, key, value
             yield from _pairs(value, (*path, str(key.value)), place)
 

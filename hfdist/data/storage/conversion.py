@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
     Args:
         paths: the files that were found.
         given: a file, a folder or a glob, as the user wrote it.
-        key: of the config, where it stands.
+        key: the config key whose value is `given`.
     """
     kind = next((suffix for suffix in SUFFIXES if any(path.name.endswith(suffix) for path in paths)), None)
     if kind is None:
@@ -55,10 +56,19 @@ def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
         file = shlex.quote(str(alike[0]))
         command = f"{command} < {file} > {file}.jsonl"
     else:
-        folder = shlex.quote(os.path.commonpath(alike))
-        command = f'find -L {folder} -name "*{kind}" | while read -r file; do {command} < "$file" > "$file.jsonl"; done'
+        command = _for_each(alike, given, kind, f'{command} < "$file" > "$file.jsonl"')
     is_folder = Path(given).expanduser().is_dir()
     return f"{command}; then {shlex.quote(f'{key}={given}' if is_folder else f'{key}={given}.jsonl')}"
+
+
+def _for_each(paths: Sequence[Path], given: str, kind: str, command: str) -> str:
+    """Give the loop of a shell that runs a command for each "$file": of a folder those of a kind, or of a glob all."""
+    if Path(given).expanduser().is_dir():
+        folder = shlex.quote(os.path.commonpath(paths) or ".")
+        return f'find -L {folder} -name "*{kind}" | while IFS= read -r file; do {command}; done'
+    # No other file: those beside them, or below, were not asked for.
+    glob = re.sub(r"([^\w*?\[\]./~-])", r"\\\1", given)
+    return f"{'shopt -s globstar; ' if '**' in given else ''}for file in {glob}; do {command}; done"
 
 
 def _as_text(paths: Sequence[Path], given: str, key: str) -> str | None:
@@ -69,9 +79,8 @@ def _as_text(paths: Sequence[Path], given: str, key: str) -> str | None:
     if len(paths) == 1:
         file = shlex.quote(str(paths[0]))
         return f"cp {file} {file}.txt; then {shlex.quote(f'{key}={paths[0]}.txt')}"
-    folder = shlex.quote(os.path.commonpath(paths))
     then = given if Path(given).expanduser().is_dir() else f"{given}.txt"
-    command = f'find -L {folder} -name "*{kind}" | while read -r file; do cp "$file" "$file.txt"; done'
+    command = _for_each(paths, given, kind, 'cp "$file" "$file.txt"')
     return f"{command}; then {shlex.quote(f'{key}={then}')}"
 
 
@@ -82,8 +91,9 @@ def _has_rows(path: Path) -> bool:
             head = file.read(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
         if head.startswith(b"["):
             return True
-        row = json.loads(head.partition(b"\n")[0])
-        # One list in an object holds the rows, most likely.
-        return isinstance(row, dict) and [*map(type, row.values())] != [list]
+        first, _, rest = head.partition(b"\n")
+        row = json.loads(first)
+        # One list in a single object holds the rows, most likely.
+        return isinstance(row, dict) and (bool(rest.strip()) or [*map(type, row.values())] != [list])
     except (OSError, ValueError, RecursionError):
         return False

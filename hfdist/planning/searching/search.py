@@ -12,6 +12,7 @@ import logging
 import warnings
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop
 from math import inf
@@ -113,7 +114,7 @@ def search_layouts(
 
 
 class _Search:
-    """The best layouts so far, of each way to compute a step and each way to shard the best one."""
+    """The best layouts so far: for each way to compute a step and each sharding, the best number of replicas."""
 
     def __init__(self, space: Space, evaluator: Evaluator, best: int) -> None:
         self._space, self._evaluator, self._best = space, evaluator, best
@@ -142,7 +143,7 @@ class _Search:
         best: Candidate | None = None
         for layout in layouts:
             self.num_evaluated += 1
-            most = self._worst if best is None else min(best.time.seconds, self._worst)
+            most = self._worst if best is None else best.time.seconds
             best = self._evaluator.evaluate(layout, most_seconds=most) or best
         if best is not None:
             insort(self.found, best, key=_order)
@@ -154,21 +155,18 @@ class _Search:
         for grid in self._space.grids():
             for scheduled in self._space.schedules(replace(grid, offload=offload)):
                 for layout in self._fitting(scheduled):
-                    queue.append((self._evaluator.least_seconds(layout), len(queue), layout))
+                    # What a strategy refuses, such as compressed gradients of one process, is no layout.
+                    with suppress(ConfigError):
+                        queue.append((self._evaluator.least_seconds(layout), len(queue), layout))
         return queue
 
     def _fitting(self, layout: Layout) -> Iterator[Layout]:
-        largest = 0
         for mode in MODES:
             for one in self._space.steps(replace(layout, recompute=mode)):
-                if one.micro_batch_size <= largest:
-                    # It fits with less to compute again.
-                    continue
                 if self._evaluator.least_bytes(one) > self._evaluator.available_bytes:
                     self.num_pruned += 1
                     # Larger micro batches only need more.
                     break
-                largest = one.micro_batch_size
                 yield one
 
 

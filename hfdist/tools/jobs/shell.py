@@ -60,7 +60,7 @@ def node_function(job: Job) -> str:
         'read -r interface address <<<"$route"',
         'export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="=$interface"',
     ]
-    # Not indented by line: a value may have several.
+    # Not given to `indent`: a quoted value may hold line breaks.
     last = " \\\n        ".join(command)
     return "start_ranks() {\n" + textwrap.indent("\n".join(body), "    ") + f"\n    {last}\n}}\n"
 
@@ -70,22 +70,25 @@ _ONE_MACHINE = """\
 {node_function}
 run_dir={run_dir}
 start=$({python} -P -m hfdist.tools.jobs.verdict "$run_dir") || exit 1
+ranks='' ends=''
+# A signal reaches only this shell: pass it on. The ranks save, and torchrun waits for them.
+trap 'ends=1; [ -z "$ranks" ] || kill -TERM "$ranks" 2>/dev/null' TERM INT
 start_ranks "$FIRST" "$PEER" "$NODE_RANK" {nodes} "${{PORT:-{port}}}" "$ID" &
 ranks=$!
-# Whoever ends this shell tells only this shell. The ranks save, and torchrun waits for them.
-trap 'kill -TERM "$ranks" 2>/dev/null' TERM INT
+[ -z "$ends" ] || kill -TERM "$ranks" 2>/dev/null
 wait "$ranks"
-launcher=$?
 while kill -0 "$ranks" 2>/dev/null; do
     wait "$ranks"
-    launcher=$?
 done
+# A signal may have ended the last wait and not the ranks; bash remembers how these ended.
+wait "$ranks"
+launcher=$?
 answer=$({python} -P -m hfdist.tools.jobs.verdict "$run_dir" "$start" "$launcher" {max_restarts}) || exit 1
 read -r code next <<<"$answer"
 echo "hfdist: the run has ended with exit code $code, $next (torchrun: $launcher)"
 """
 PORT = 29400
-"""Port of the rendezvous, where no other is set: where each machine of a job has a network address of its own."""
+"""Default port of the rendezvous. It suits jobs whose machines each have a network address of their own."""
 
 
 def machine_script(job: Job) -> str:

@@ -105,6 +105,8 @@ class Generator:
             FileNotFoundError: the version is not there any more.
         """
         if self._read != (rollback, version):
+            # A read that fails leaves a part of the new weights.
+            self._read = None
             self._files.read(rollback, version, self._model)
             self._read = rollback, version
         rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.values import check_config
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.schema import all_keys
@@ -130,6 +131,7 @@ CONTRADICTIONS = [
     (["strategy=tensor", "train.compile=model"], "train.compile", "not compiled as a whole", "train.compile=blocks"),
     (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["strategy=zero3", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
+    (['checkpoint.resume="~nobody_of_this_name/x"'], "checkpoint.resume", "nor a folder", "checkpoint.resume="),
     (["optimizer.warmup_steps=5", "optimizer.warmup_tokens=9"], None, "more than once", "optimizer.warmup_tokens=null"),
     (["optimizer.warmup_steps=5", "optimizer.warmup_fraction=0.1"], None, "more than once", "warmup_fraction=null"),
     (["train.max_steps=null"], "train.max_steps, train.epochs", "nothing ends the run", "train.epochs=1"),
@@ -264,3 +266,8 @@ def test_without_a_held_out_set_nothing_is_evaluated():
     # What is asked for by name stays, and is refused.
     with pytest.raises(ConfigError, match="nothing is held out"):
         compose_config(["data.eval_fraction=0", "model=tiny", "evaluate.at_start=true"], name="finetune")
+
+
+def test_a_length_of_zero_leaves_the_warm_up_to_the_other_key():
+    config = compose_config(["optimizer.warmup_tokens=0", "optimizer.warmup_fraction=0", "optimizer.warmup_steps=7"])
+    assert num_warmup_steps(config.optimizer, tokens_per_step=10, max_steps=100) == 7

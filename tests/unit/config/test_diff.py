@@ -51,6 +51,7 @@ def test_what_is_safe_goes_on(override, shown):
         ("train.seed=3", "train.seed: 0 -> 3"),
         ("optimizer.lr=1", "optimizer.lr: 0.0003 -> 1.0"),
         ("train.max_steps=200", "train.max_steps: 100 -> 200"),
+        ("strategy.compression=powersgd", "strategy.compression: none -> powersgd"),
         ("train.precision=bf16", "train.precision: fp32 -> bf16"),
         ("model.config.hidden_size=8", "model.config.hidden_size: 512 -> 8"),
         ("+data.sources.web={path: x}", "data.sources.web.kind: null -> files"),
@@ -71,6 +72,12 @@ def test_a_longer_run_of_a_constant_rate_is_the_same_training():
     constant = ["optimizer.schedule=constant"]
     (change,) = changes(constant, [*constant, "train.max_steps=200"])
     assert change.is_safe
+
+
+def test_the_first_key_of_an_empty_section_is_one_change():
+    assert [*map(str, changes([], ["+optimizer.arguments.momentum=0.9"]))] == [
+        "optimizer.arguments.momentum: null -> 0.9"
+    ]
 
 
 def test_a_checkpoint_of_before_some_keys_had_their_defaults():

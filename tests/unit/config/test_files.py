@@ -7,7 +7,7 @@ import pytest
 
 from hfdist.config.cli.about_run import read_line
 from hfdist.config.composition.compose import compose_config, to_yaml
-from hfdist.config.composition.files import MAX_BYTES, refuse_references, refuse_resolver
+from hfdist.config.composition.files import MAX_BYTES, read_config, refuse_references, refuse_resolver
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF
 
@@ -31,6 +31,9 @@ FILE = "experiment/mine.yaml"
 REMOTE = "model:\n  trust_remote_code: "
 TASKS = "evaluate:\n  lm_eval_include: tasks\n"
 
+DEEP_BY_ALIASES = "".join(
+    f"a{i}: &a{i} " + "[" * 20 + (f"*a{i - 1}" if i else "x") + "]" * 20 + "\n" for i in range(60)
+)
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 20)
 )
@@ -94,6 +97,10 @@ MISTAKES = {
     "environment in a key": ("model:\n  config: {'${oc.env:HOME}': 1}\n", None, "environment", None),
     "environment in a list": ("report:\n  to: ['${oc.env:X}']\n", f"report.to.0 ({FILE}, line 3)", "environment", None),
     "search path": ("hydra:\n  searchpath: [file:///etc]\n", FILE + ", line 3", "hydra.searchpath", "--config-dir"),
+    "search path, merged": ("<<: {hydra: {searchpath: [file:///etc]}}\n", FILE + ", line 2", "hydra.searchpath", None),
+    "remote code, merged": ("model: {<<: [{name: x}, {trust_remote_code: true}]}\n", None, "runs Python code", None),
+    "depth by aliases": (DEEP_BY_ALIASES, None, "nested too deeply", None),
+    "tag": ("run: {name: !x y}\n", f"{FILE}, line 2", "not valid YAML", None),
     "callbacks": ("hydra:\n  callbacks: {x: {a: 1}}\n", FILE + ", line 3", "hydra.callbacks", None),
     "depth": ("x: " + "[" * 200 + "]" * 200 + "\n", None, "nested too deeply", None),
     "great depth": ("x: " + "[" * 50_000, None, "nested too deeply", None),
@@ -130,6 +137,24 @@ def test_a_file_that_is_no_config_costs_nothing(text, words, tmp_path, monkeypat
     assert error.where == FILE
     assert words in str(error)
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("text", ["run: {name: !x y}", "run: {name: !!int y}"])
+def test_values_that_cannot_be_made_are_refused_where_a_file_is_read_alone(text, tmp_path):
+    (tmp_path / FILE.replace("/", "_")).write_text(text)
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        read_config(tmp_path / FILE.replace("/", "_"))
+
+
+def test_a_date_is_text(tmp_path):
+    (tmp_path / "a.yaml").write_text("train: {deadline: 2030-02-30}")
+    assert read_config(tmp_path / "a.yaml") == {"train": {"deadline": "2030-02-30"}}
+
+
+def test_a_run_of_somebody_else_merges_no_defaults(tmp_path):
+    (tmp_path / "config.yaml").write_text("<<: {defaults: [other]}\n")
+    with pytest.raises(ConfigError, match="whole by itself"):
+        refuse_references(tmp_path / "config.yaml")
 
 
 def test_a_few_aliases_are_fine(tmp_path):

@@ -14,16 +14,21 @@ from hfdist.data import open_corpus
 from hfdist.errors import ConfigError
 from tests.unit.data.test_examples import config_of
 
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Zwölf"}]
 FILES = {
     "array.json": json.dumps([{"instruction": "Hi", "output": "Zwölf"}], indent=1, ensure_ascii=False),
     "lines.json": '{"instruction": "Hi", "output": "Zwölf"}\n{"instruction": "Hi", "output": "Zwölf"}\n',
     "of a spreadsheet.csv": '\ufeffinstruction,output,n\r\nHi,Zwölf,1\r\n"Hi",Zwölf,\r\n',
+    "chats.json": f"{json.dumps({'messages': MESSAGES})}\n" * 2,
     "tabs.tsv": "instruction\toutput\nHi\tZwölf\n",
     "packed.jsonl.bz2": '{"instruction": "Hi", "output": "Zwölf"}\n',
     "packed.jsonl.xz": '{"instruction": "Hi", "output": "Zwölf"}\n',
 }
 PACKERS = {".bz2": bz2.compress, ".xz": lzma.compress}
-EXPECTED = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Zwölf"}]}
+EXPECTED = {"messages": MESSAGES}
+
+
+NUM_ROWS = {"of a spreadsheet.csv": 2, "lines.json": 2, "chats.json": 2, "": 5, "*.json": 5}
 
 
 def refusal(path, cache):
@@ -44,8 +49,26 @@ def test_the_command_makes_files_that_are_read(given, tmp_path):
     subprocess.run(["bash", "-c", command], check=True, env=environment)
     path = then.strip("'").removeprefix("data.sources.x.path=")
     corpus = open_corpus(config_of(path, tmp_path / "cache"))
-    assert corpus.num_documents == {"of a spreadsheet.csv": 2, "lines.json": 2, "": 3, "*.json": 3}.get(given, 1)
+    assert corpus.num_documents == NUM_ROWS.get(given, 1)
     assert all(json.loads(corpus.text(n)) == EXPECTED for n in range(corpus.num_documents))
+
+
+def test_the_command_for_a_glob_leaves_other_files_alone(tmp_path, monkeypatch):
+    (tmp_path / "others" / "below").mkdir(parents=True)
+    for name in ("a 1.csv", "a 2.csv", "b.csv", "others/a 3.csv", "others/below/a 4.csv"):
+        (tmp_path / name).write_text("instruction,output\nHi,Zwölf\n")
+    monkeypatch.chdir(tmp_path)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for given, expected in {
+        "a *.csv": ["a 1.csv.jsonl", "a 2.csv.jsonl"],
+        "others/**/*.csv": ["others/a 3.csv.jsonl", "others/below/a 4.csv.jsonl"],
+    }.items():
+        command = refusal(given, tmp_path / "cache").split("; then ")[0]
+        subprocess.run(["bash", "-c", command], check=True, env=environment)
+        made = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl"))
+        assert made == expected
+        for path in made:
+            (tmp_path / path).unlink()
 
 
 def test_plain_text_of_another_kind_is_copied_under_the_suffix_that_is_read(tmp_path):

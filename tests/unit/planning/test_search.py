@@ -103,6 +103,37 @@ def test_a_thousand_devices_are_searched_in_seconds():
     assert time.process_time() - begin < 10
 
 
+@pytest.mark.parametrize("gib", [1.0, 1.1, 1.3, 1.5])
+def test_no_layout_is_missed_where_only_recomputing_fits(gib):
+    """A bound that fits says nothing: the strategy may hold more than the least of all."""
+    config = compose_config([*BASE, "train.global_batch_size=8", "strategy.compression=fp16"])
+    where, model = machines(gib), make_constants(4)
+    evaluator = Evaluator(config, model, where)
+    layouts = Space(config, model, 4, where.per_machine).layouts()
+    every = [one.time.seconds for layout in layouts if (one := evaluator.evaluate(layout, is_exact=True)) is not None]
+    found = search.search_layouts(config, model, where, processes=4).candidates
+    assert [one.time.seconds for one in found[:1]] == sorted(every)[:1]
+
+
+def test_one_process_has_no_layout_with_compressed_gradients():
+    assert searched(["strategy.compression=fp16"], processes=1).candidates == ()
+
+
+def test_lanes_are_dealt_over_the_data_ranks_of_all_islands():
+    config = compose_config(
+        [
+            *BASE,
+            "islands=diloco",
+            "islands.count=3",
+            "islands.address=h:1",
+            "data.lanes=48",
+            "train.global_batch_size=96",
+        ]
+    )
+    planned = Layout(data=32, num_microbatches=1).apply(config)
+    assert planned.data.lanes == 96
+
+
 def test_fewest_processes_are_the_first_that_fit(monkeypatch):
     monkeypatch.setattr(search, "measure", lambda *_, **__: MODEL)
     monkeypatch.setattr(search, "confirm", lambda found, *_, **__: found)
