@@ -103,7 +103,7 @@ def test_a_thousand_devices_are_searched_in_seconds():
     assert time.process_time() - begin < 10
 
 
-@pytest.mark.parametrize("gib", [1.0, 1.1, 1.3, 1.5])
+@pytest.mark.parametrize("gib", [1.95, 2.2, 2.35])
 def test_no_layout_is_missed_where_only_recomputing_fits(gib):
     """A bound that fits says nothing: the strategy may hold more than the least of all."""
     config = compose_config([*BASE, "train.global_batch_size=8", "strategy.compression=fp16"])
