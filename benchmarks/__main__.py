@@ -41,6 +41,7 @@ LINES = {
     "checkpoint": "benchmarks.checkpoint",
     "replicas": "benchmarks.replicas",
     "loss head": "benchmarks.head",
+    "evaluation": "benchmarks.evaluation",
     "one GPU": "benchmarks.gpu",
     "rollouts": "benchmarks.rollouts",
     "start": "benchmarks.start",

@@ -136,9 +136,9 @@ def measure(name: str, size: Size) -> tuple[float, float]:
     if name == COMPILED or device.type == "cuda":
         # What is compiled, and libraries that set themselves up.
         call()
-        _give_back()
+        give_back()
     # Memory in a first call: on a CPU, later ones use again what it has freed, unseen. Time in a second one.
-    with _Peak(device) as peak:
+    with Peak(device) as peak:
         call()
     return call(), peak.mib
 
@@ -205,14 +205,14 @@ LOSSES: dict[str, Callable[[], Loss]] = {
 }
 
 
-class _Peak:
+class Peak:
     """The most memory above what there was at the beginning: of the process, or allocated on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
         self.mib = 0.0
 
-    def __enter__(self) -> _Peak:
+    def __enter__(self) -> Peak:
         if self._is_gpu:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated() / MIB
@@ -227,7 +227,7 @@ class _Peak:
         self.mib = after - self._before
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Freed memory to the system, so that what is used next is seen."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 

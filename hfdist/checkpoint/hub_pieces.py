@@ -1,6 +1,6 @@
 """Pieces of a model's weights as pieces of the tensors in its files, which may be cut and ordered in another way.
 
-A piece covers boxes of its tensor, as a tensor of the files does; where two meet, there is a piece of the latter:
+A piece covers boxes of its tensor, as a tensor of the files does. Each overlap becomes a piece of the files' tensor:
 
     experts.gate_up_proj [2, 4, 2]      rank 0 holds the first expert      experts.0.gate_proj.weight [2, 2]
                                                                            experts.0.up_proj.weight   [2, 2]
@@ -47,35 +47,40 @@ def _all_of(piece: Piece) -> tuple[Dim, ...]:
 
 
 def _cut(piece: Piece, block: Block, name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """What a piece has of a block."""
+    """Give the parts of a piece that lie in a block."""
     # Both are boxes in a shape of the tensor that has a dimension for each step of the block, and one for runs.
+    #
+    #   the piece     elements 0 to 8 of experts.gate_up_proj, 16 elements    rows 0-4 of 8, columns 0-2
+    #   the block     experts.0.up_proj.weight: 2 rows that are 2 elements
+    #                 apart, of 2 elements, from element 4                    rows 2-4 of 8, columns 0-2
+    #   the overlap   from element 4 of the view, to element 0 of the block   rows 2-4 of 8, columns 0-2
     steps = {1, *(dim.source for dim in block.dims), *([piece.pitch] if piece.run else [])}
     strides = sorted(steps, reverse=True)
     sizes = [before // after for before, after in pairwise((piece.total, *strides))]
     assert math.prod(sizes) == piece.total, (piece, block)
     dims = {dim.source: dim for dim in _nested(block.dims, strides)}
-    numbers = _numbers(block.source, strides)
-    of_block = [
+    block_box = [
         (first, first + dims[stride].size if stride in dims else first + 1)
-        for first, stride in zip(numbers, strides, strict=True)
+        for first, stride in zip(_indices(block.source, strides), strides, strict=True)
     ]
     rows = piece.view.detach().view(-1, piece.run or piece.view.numel())
     row_pitch = piece.pitch or piece.total
     for box in _boxes(piece, sizes, strides):
-        met = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, of_block, strict=True)]
-        if any(low >= high for low, high in met):
+        both = zip(box, block_box, strict=True)
+        overlap = [(max(low, begin), min(high, end)) for (low, high), (begin, end) in both]
+        if any(low >= high for low, high in overlap):
             continue
         target = block.target
         first = int(rows.storage_offset()) - piece.start // row_pitch * rows.stride(0)
         first -= piece.start % row_pitch * rows.stride(1)
-        made = []
-        for (low, high), (begin, _), stride in zip(met, of_block, strides, strict=True):
+        view_dims = []
+        for (low, high), (begin, _), stride in zip(overlap, block_box, strides, strict=True):
             distance = stride // row_pitch * rows.stride(0) if stride >= row_pitch else stride * rows.stride(1)
             first += low * distance
             if stride in dims:
                 target += (low - begin) * dims[stride].target
-                made.append(Dim(high - low, distance, dims[stride].target))
-        yield from _runs(replace(piece, name=name, shape=shape), rows, made, first, target)
+                view_dims.append(Dim(high - low, distance, dims[stride].target))
+        yield from _runs(replace(piece, name=name, shape=shape), rows, view_dims, first, target)
 
 
 def _nested(dims: Iterable[Dim], strides: Sequence[int]) -> Iterator[Dim]:
@@ -90,13 +95,13 @@ def _nested(dims: Iterable[Dim], strides: Sequence[int]) -> Iterator[Dim]:
         yield Dim(size, source, target)
 
 
-def _numbers(element: int, strides: Iterable[int]) -> list[int]:
-    """The place of an element along each dimension."""
-    numbers = []
+def _indices(element: int, strides: Iterable[int]) -> list[int]:
+    """The index of an element along each dimension."""
+    indices = []
     for stride in strides:
-        number, element = divmod(element, stride)
-        numbers.append(number)
-    return numbers
+        index, element = divmod(element, stride)
+        indices.append(index)
+    return indices
 
 
 def _boxes(piece: Piece, sizes: Sequence[int], strides: Sequence[int]) -> Iterator[_Box]:
@@ -142,7 +147,7 @@ def _runs(piece: Piece, rows: torch.Tensor, dims: Iterable[Dim], first: int, tar
     while outer and outer[-1].target == run:
         inner.insert(0, outer.pop())
         run *= inner[0].size
-    while outer and outer[-1].target == (pitch * number or outer[-1].target):
+    while outer and (pitch == 0 or outer[-1].target == pitch * number):
         inner.insert(0, outer.pop())
         pitch = pitch or inner[0].target
         number *= inner[0].size

@@ -362,7 +362,10 @@ def _even_ranks(bounds: _Ints, prefix: _Ints, extra: _Ints, rank_of_stage: tuple
     """Improve bounds for as long as moving a block from one stage to another, and shifting one bound more, helps."""
     num_stages = len(rank_of_stage)
     runs_on = np.eye(max(rank_of_stage) + 1, dtype=np.int64)[list(rank_of_stage)]
-    # From stage i to stage j all bounds between them move by one block.
+    # A move by the bounds i to j - 1: stage i - 1 gets a block, stage j - 1 loses one, those between keep their number.
+    #
+    #   bounds 0 2 4 6 8     a b | c d | e f | g h
+    #   i = 1, j = 3         a b c | d e | f | g h
     bound = np.arange(num_stages + 1)
     pairs = [(i, j) for i in range(1, num_stages) for j in range(i + 1, num_stages + 1)]
     ranges = np.array([(bound >= i) & (bound < j) for i, j in pairs], dtype=np.int64)

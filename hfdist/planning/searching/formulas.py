@@ -1,7 +1,14 @@
 """Memory and costs of a rank in any layout, in closed form from the constants of the model.
 
 The formulas rank layouts; the best few are traced. They fall when any degree, any sharding or recomputation grows, and
-grow with micro batches, so that a part of the search can be left out whole. What a pipeline's rank holds are the bytes
+grow with micro batches, so that a part of the search can be left out whole.
+
+    a rank holds     state            elements x bytes x the fraction that its sharding leaves it
+                     activations      live micro batches x blocks x what a block keeps; or its input and one whole block
+                     working memory   the largest moment of a block, or the head's chunk of logits
+    a rank computes  micro batches x (blocks x (forward + backward) + forward again) + head, of the slowest rank
+
+What a pipeline's rank holds are the bytes
 of its own blocks; with blocks in equal shares (`even_loads`) they are the least that any split of them can have.
 """
 
