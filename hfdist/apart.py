@@ -25,6 +25,8 @@ import hfdist.errors
 from hfdist.errors import ConfigError, HfdistError, first_line
 
 _LONGEST_ANSWER = 1 << 16
+_LONGEST_PART = 2_000
+"""Characters of a part of an error: all parts fit into an answer, however they are written as JSON."""
 _PARTS = ("what", "where", "found", "allowed", "hint")
 _DAMAGED = "the file asks for what no model needs, or is damaged: copy or download it again, or take another one"
 
@@ -121,14 +123,15 @@ def _be_child(do: Callable[[], object], writer: int, limits: Limits) -> NoReturn
     except HfdistError as error:
         kinds = [kind.__name__ for kind in type(error).__mro__ if hasattr(hfdist.errors, kind.__name__)]
         parts = {part: getattr(error, part) for part in _PARTS}
-        answer = {"kind": kinds[0], **{part: None if value is None else str(value) for part, value in parts.items()}}
+        said = {part: None if value is None else str(value)[:_LONGEST_PART] for part, value in parts.items()}
+        answer = {"kind": kinds[0], **said}
     except OSError as error:
         answer = {"kind": "OSError", "number": str(error.errno or 0), "what": error.strerror or first_line(error)}
     except BaseException as error:  # a library's own, as of Rust's panics, too
         answer = {"kind": "Exception", "what": f"{type(error).__name__}: {first_line(error)}"[:500]}
     finally:
         with suppress(BaseException):
-            os.write(writer, json.dumps(answer).encode()[:_LONGEST_ANSWER])
+            os.write(writer, json.dumps(answer).encode())
         # Without what belongs to its parent.
         os._exit(0)
 

@@ -252,11 +252,14 @@ def _unfinished_export(folder: Path) -> Path:
 
 def _move_into(unfinished: Path, folder: Path) -> None:
     folders.sync_tree(unfinished)
-    names = list_files(unfinished)
+    names = sorted(list_files(unfinished), key=lambda name: (name == INDEX_FILE, name))
+    has_shards = INDEX_FILE in names
     for old in folder.iterdir():
-        # Loading prefers a single file to an index: an older form of the model must not stay beside the new.
-        if _MODEL_FILES.fullmatch(old.name) and old.name not in names:
+        # Loading prefers a single file to an index: an older form of the model must not stay beside the new. Of shards
+        # that are replaced in part, no model can be loaded, rather than one of two: the index comes last.
+        if _MODEL_FILES.fullmatch(old.name) and (has_shards or old.name not in names):
             old.unlink()
+    folders.sync(folder)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (unfinished / name).replace(folder / name)

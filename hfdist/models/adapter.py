@@ -401,7 +401,9 @@ def _load(model: PreTrainedModel, path: str) -> None:
         found: Any = set_peft_model_state_dict(model, values, adapter_name=NAME)
     except Exception as error:  # on weights of unknown origin
         raise refusal(error, "adapter.path") from error
-    missing = [name for name in found.missing_keys if model.get_parameter(name).requires_grad]
+    # Buffers are missing, too, and parameters that the adapter has nothing to do with.
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    missing = [name for name in found.missing_keys if name in trained]
     if missing or found.unexpected_keys:
         words = f"{path}: {_some(missing)} missing, {_some(found.unexpected_keys)} unknown"
         raise ConfigError("the saved adapter is not of this model", where="adapter.path", found=words)

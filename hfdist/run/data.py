@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.checks.optimizer import check_schedule
-from hfdist.config.data import cache_dir
+from hfdist.config.data import BadRows, cache_dir
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.data import (
@@ -102,9 +102,11 @@ def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedToke
     if train.epochs is None:
         assert train.max_steps is not None  # checked with the config
         return train.max_steps
-    data = replace(config.data, quarantine=[])
-    if config.data.quarantine:
+    data = config.data
+    if data.quarantine:
         # Quarantined rows count too: a resumed run may take out more rows, and its learning rates must not change.
+        # Bad ones have no tokens, and only the run itself stops at those that are not named.
+        data = replace(data, quarantine=[], on_bad_rows=BadRows.skip)
         corpus = open_corpus(data)
     max_steps = count_steps(corpus, tokenizer, data, global_batch_size=train.global_batch_size, at_most=train.max_steps)
     check_schedule(config, max_steps)

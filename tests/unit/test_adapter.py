@@ -15,7 +15,7 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.checkpoint import read_checkpoint
 from hfdist.config.composition.compose import compose_config
@@ -119,6 +119,27 @@ def test_a_saved_adapter_goes_on(base, tmp_path):
     second = build(base, f"adapter.path={tmp_path / 'adapter'}")
     assert torch.equal(logits(first), logits(second))
     assert trained_names(first) == trained_names(second)
+
+
+def test_a_saved_adapter_goes_on_in_a_model_with_buffers(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "minimax_m2",
+        vocab_size=32,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        **sizes,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    assert any("e_score_correction_bias" in name for name, _ in model.named_buffers())
+    model.save_pretrained(tmp_path / "base")
+    first = build(tmp_path / "base", "adapter=lora", "adapter.targets=[q_proj]")
+    shake(first)
+    save_adapter(first, tmp_path / "adapter")
+    second = build(tmp_path / "base", f"adapter.path={tmp_path / 'adapter'}")
+    assert torch.equal(logits(first), logits(second))
 
 
 def test_the_same_seed_gives_the_same_adapter_and_another_another(base):

@@ -52,6 +52,12 @@ def test_what_waits_is_ended():
         do_apart(lambda: time.sleep(60), **FILE, limits=Limits(wall_seconds=0.3))
 
 
+def test_however_long_an_error_it_arrives():
+    with pytest.raises(ConfigError) as caught:
+        do_apart(fails(ConfigError("\x01" * 9_000, found="\u2028" * 9_000, hint="é" * 9_000)), **FILE)
+    assert "\x01" in caught.value.what
+
+
 def test_errors_of_ours_are_raised_as_they_are():
     error = ResourceError("the disk", where="here", found=3, allowed="more", hint="another")
     with pytest.raises(ResourceError) as caught:

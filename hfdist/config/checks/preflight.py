@@ -20,6 +20,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
+from hfdist.config.paths import in_home
 from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
@@ -134,7 +135,7 @@ def _check_no_adapter(name: str) -> None:
 def _check_adapter_path(path: str | None) -> None:
     if path is None or not (_is_local(path) or path.count("/") > 1 or os.path.isdir(path)):
         return
-    key, full = "adapter.path", Path(path).expanduser()
+    key, full = "adapter.path", in_home(path)
     if not (full / "adapter_config.json").is_file():
         what = "the folder has no adapter" if full.is_dir() else "there is no such folder"
         allowed = "a folder with adapter_config.json, or a Hub id"

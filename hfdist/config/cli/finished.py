@@ -88,7 +88,7 @@ def _rows(config: RunConfig, record: RunRecord, steps: int) -> Iterator[tuple[st
     yield "model", str(folder)
     longer = [f"train.max_steps={2 * steps}"] if train.max_steps == steps else []
     longer += [] if train.epochs is None else [f"train.epochs={2 * train.epochs}"]
-    if config.optimizer.schedule is not Schedule.constant:
+    if config.optimizer.schedule is not Schedule.constant or config.optimizer.warmup_fraction:
         # The rate of every step depends on the length.
         longer.append("checkpoint.allow_changes=true")
     yield "go on", f"the same command with {' '.join(longer)}"

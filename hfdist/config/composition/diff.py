@@ -28,6 +28,7 @@ task.answer_seconds data.eval_sequences data.cache_dir data.file_cache_bytes dat
 _UNSAFE = "strategy.compression*"
 LENGTHS = ("train.max_steps", "train.epochs")
 _SCHEDULE = "optimizer.schedule"
+_WARMUP = "optimizer.warmup_fraction"
 
 
 class Change(NamedTuple):
@@ -52,7 +53,8 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
     old = _defaults(new, old) | old
     safe = {key for pattern in _SAFE.split() for key in fnmatch.filter(old | new, pattern)}
     safe -= {*fnmatch.filter(old | new, _UNSAFE)}
-    if old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name:
+    is_constant = old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name
+    if is_constant and not (old.get(_WARMUP) or new.get(_WARMUP)):
         # Under any other schedule the rate of every step depends on the length.
         safe.update(LENGTHS)
     # An empty mapping on one side is no change of its own where the other side has keys in it.

@@ -18,6 +18,7 @@ from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
+from hfdist.config.paths import in_home
 from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
@@ -81,7 +82,7 @@ class Section(Generic[T]):
             ConfigError: there is none.
         """
         options = self.options(own)
-        path = options.get(name, Path(name).expanduser())
+        path = options.get(name, in_home(name))
         if path.is_file():
             return path
         known = sorted({*options, *others})
@@ -148,7 +149,8 @@ class Section(Generic[T]):
     def _members(self, key: str, value: object) -> Iterator[tuple[str, object]]:
         """Give the keys that a value sets, each with its full name."""
         known = self.keys.get(key)
-        if isinstance(value, dict) and (known is None or known.type != dict[str, str]):
+        # An empty one is named itself, where it is no key.
+        if isinstance(value, dict) and value and (known is None or known.type != dict[str, str]):
             for name, item in value.items():
                 yield from self._members(f"{key}.{name}", item)
         else:

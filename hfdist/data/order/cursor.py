@@ -93,7 +93,11 @@ class Cursor:
             lanes = [_natural(lane) for lane, *_ in value["places"]]
             shares = None if value.get("shares") is None else Shares.from_json(value["shares"])
             next_lane = _natural(value.get("next", samples % num_lanes))
-            if next_lane >= num_lanes or (shares is not None and sorted(shares.readers) != [*range(num_lanes)]):
+            # The number first: a foreign one may be too large for a list.
+            has_all = shares is None or (
+                len(shares.readers) == num_lanes and sorted(shares.readers) == [*range(num_lanes)]
+            )
+            if next_lane >= num_lanes or not has_all:
                 raise ValueError("there are other lanes")
             counts = value.get("sequences") or [_turns(samples, lane, num_lanes) for lane in lanes]
             return cls(

@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from hfdist.config.paths import in_home
+
 _HEAD_BYTES = 1 << 16
 _CSV = (
     "import pandas, sys; pandas.read_csv(sys.stdin.buffer, dtype=str, keep_default_na=False{}).to_json(sys.stdout, "
@@ -57,18 +59,24 @@ def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
         command = f"{command} < {file} > {file}.jsonl"
     else:
         command = _for_each(alike, given, kind, f'{command} < "$file" > "$file.jsonl"')
-    is_folder = Path(given).expanduser().is_dir()
-    return f"{command}; then {shlex.quote(f'{key}={given}' if is_folder else f'{key}={given}.jsonl')}"
+    then = given if in_home(given).is_dir() else _made(given, ".jsonl")
+    return f"{command}; then {shlex.quote(f'{key}={then}')}"
+
+
+def _made(given: str, suffix: str) -> str:
+    """Give what finds the files that were made of those that a file name or a glob has found."""
+    return f"{given}/*{suffix}" if given.endswith("**") else f"{given}{suffix}"
 
 
 def _for_each(paths: Sequence[Path], given: str, kind: str, command: str) -> str:
     """Give the loop of a shell that runs a command for each "$file": of a folder those of a kind, or of a glob all."""
-    if Path(given).expanduser().is_dir():
+    if in_home(given).is_dir():
         folder = shlex.quote(os.path.commonpath(paths) or ".")
         return f'find -L {folder} -name "*{kind}" | while IFS= read -r file; do {command}; done'
     # No other file: those beside them, or below, were not asked for.
-    glob = re.sub(r"([^\w*?\[\]./~-])", r"\\\1", given)
-    return f"{'shopt -s globstar; ' if '**' in given else ''}for file in {glob}; do {command}; done"
+    glob = re.sub(r"([^\w*?!\[\]./~-])", r"\\\1", given)
+    own = command if given.endswith(kind) else f'case "$file" in *{kind}) {command};; esac'
+    return f"{'shopt -s globstar; ' if '**' in given else ''}for file in {glob}; do {own}; done"
 
 
 def _as_text(paths: Sequence[Path], given: str, key: str) -> str | None:
@@ -79,7 +87,7 @@ def _as_text(paths: Sequence[Path], given: str, key: str) -> str | None:
     if len(paths) == 1:
         file = shlex.quote(str(paths[0]))
         return f"cp {file} {file}.txt; then {shlex.quote(f'{key}={paths[0]}.txt')}"
-    then = given if Path(given).expanduser().is_dir() else f"{given}.txt"
+    then = given if in_home(given).is_dir() else _made(given, ".txt")
     command = _for_each(paths, given, kind, 'cp "$file" "$file.txt"')
     return f"{command}; then {shlex.quote(f'{key}={then}')}"
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from hfdist.atomic_write import write_atomically
 from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
+from hfdist.config.paths import in_home
 from hfdist.data.cache import cached_array
 from hfdist.data.storage.conversion import SUFFIXES as OTHER_SUFFIXES
 from hfdist.data.storage.conversion import hint_for
@@ -380,7 +381,7 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
         check_address(path, key=key)
     files: Sequence[DataFile]
     if scheme is None or scheme == "file":
-        here = Path(path if scheme is None else unquote(path[len("file://") :])).expanduser()
+        here = in_home(path if scheme is None else unquote(path[len("file://") :]))
         _refuse_splits(here, key)
         found = _find_local(here, ("",))
         files = [file for file in found if file.name.endswith(suffixes)] if here.is_dir() else found
@@ -392,12 +393,12 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
     else:
         files = _find_remote(path, suffixes, cache, key)
     if not files:
-        there = [] if scheme else _find_local(Path(path).expanduser(), ("",))
+        there = [] if scheme else _find_local(in_home(path), ("",))
         names = f", with {count(len(there), 'file')}, such as {there[0].name}" if there else ""
         raise ConfigError(
             "no file of a kind that can be read is there" if there else "no file is there",
             where=key,
-            found=redact(path) if scheme else f"{Path(path).expanduser()}{names}",
+            found=redact(path) if scheme else f"{in_home(path)}{names}",
             allowed=f"a file, a folder, or a glob (quote it) of {', '.join(suffixes)}",
             hint=hint_for([Path(file.url) for file in there], path, key),
         )
@@ -461,7 +462,7 @@ def _folders_below(top: Path) -> Iterator[tuple[Path, list[str]]]:
     while tops:
         links: list[Path] = []
         for one in tops:
-            for place, folders, names in os.walk(one):
+            for place, folders, names in os.walk(one, onerror=_refuse_folder):
                 status = os.stat(place)
                 if (status.st_dev, status.st_ino) in seen:
                     folders.clear()
@@ -471,6 +472,12 @@ def _folders_below(top: Path) -> Iterator[tuple[Path, list[str]]]:
                 links += [path for path in (Path(place, name) for name in folders) if path.is_symlink()]
                 yield Path(place), names
         tops = sorted(links)
+
+
+def _refuse_folder(error: OSError) -> None:
+    """Raise a DataError: a folder that cannot be listed would be left out of the data in silence."""
+    what, hint = f"a folder of the data cannot be read: {error.strerror}", "the right to list it, or a glob without it"
+    raise DataError(what, where=str(error.filename), hint=hint) from error
 
 
 def _find_remote(address: str, suffixes: tuple[str, ...], cache: FileCache, key: str) -> list[RemoteFile]:

@@ -97,6 +97,9 @@ class Ledger:
 
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
         """Rename the files of lanes, since other data are read from here on, after `samples` sequences of the run."""
+        with self._writing:
+            # Of a training that has failed, and goes back to here.
+            self._pending, self._counted = {}, []
         for lane in lanes:
             for path in (records_file(self.folder, lane), bad_rows_file(self.folder, lane)):
                 kept = path.with_name(f"{path.name}.until-{samples}")

@@ -189,6 +189,10 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if cursor.identity != self.identity:
             self._begin_anew(cursor)
             return
+        if cursor.num_lanes != self.config.lanes:
+            # The identity counts lanes, too.
+            what, found = "the data cursor is damaged", cursor.num_lanes
+            raise CheckpointError(what, where="cursor.lanes", found=found, allowed=str(self.config.lanes))
         self.corpus.inventory.check(cursor.contents, self._ledger_folder(ledger), may_change=self.may_begin_anew)
         _, lanes_of_run, lanes = self._lanes_at(cursor)
         if _place(cursor, lanes_of_run) % self._data_size != 0:

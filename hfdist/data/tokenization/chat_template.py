@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
@@ -28,6 +27,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hfdist.apart import do_apart
 from hfdist.config.data import TEMPLATES, ChatConfig
+from hfdist.config.paths import in_home
 from hfdist.errors import ConfigError, first_line
 
 Message = dict[str, Any]
@@ -166,7 +166,7 @@ def read_template(path: str) -> str:
     if path in TEMPLATES:
         return TEMPLATES[path]
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return in_home(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the chat template cannot be read: {error}", where="data.chat.template", found=path, allowed="a text file"

@@ -423,7 +423,8 @@ class _ChatEncoder:
             for key in _LEAF_KEYS_KEPT:
                 if isinstance(value.get(key), str) and self._special_texts.search(value[key]):
                     raise RefusedError(f"its {key} holds a special token: {value[key]!r}")
-            return {self._wrap(k): item if k in _LEAF_KEYS_KEPT else self._wrap(item) for k, item in value.items()}
+            kept = {k for k in _LEAF_KEYS_KEPT if isinstance(value.get(k), str)}
+            return {self._wrap(k): item if k in kept else self._wrap(item) for k, item in value.items()}
         return [self._wrap(item) for item in value] if isinstance(value, list) else value
 
     def _quote(

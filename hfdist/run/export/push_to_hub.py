@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
@@ -56,8 +57,8 @@ def push(folder: Path, export: ExportConfig) -> HfdistError | None:
     try:
         logger.info("uploaded: %s", ask(action, key=_KEY, name=name))
     except HfdistError as error:
-        branch = f" --revision {export.revision}" if export.revision else ""
+        branch = f" --revision {shlex.quote(export.revision)}" if export.revision else ""
         what = f"the model is trained and saved, but not uploaded: {error.what}"
-        hint = f"{error.hint or 'later'}; then: hf upload {name} {folder} .{branch}"
+        hint = f"{error.hint or 'later'}; then: hf upload {name} {shlex.quote(str(folder))} .{branch}"
         return ResourceError(what, where=_KEY, found=name, hint=hint)
     return None

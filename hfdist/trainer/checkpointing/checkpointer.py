@@ -469,7 +469,7 @@ class Checkpointer:
         """Put weights, optimizer, schedule, loss scale and stream back to where `path` left them."""
         stream, replicas = self._training.stream, self._options.replicas
         is_replica = replicas is not None and replicas.holds(path)
-        beside = RunFolder(self.folder.parent if is_replica else path.resolve().parents[1]).ledger
+        beside = RunFolder(self.folder.parent if is_replica else path.resolve().parent.parent).ledger
         # From Python there is none, except one that the stream was given.
         ledger = beside if beside.is_dir() else None
         if stream is not None:

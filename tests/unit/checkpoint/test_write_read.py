@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,30 @@ def test_transformers_reads_several_files(tmp_path, monkeypatch):
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_an_export_of_shards_that_is_cut_short_opens_as_no_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(save_plan, "MAX_MODEL_FILE_BYTES", 5000)
+    of_two = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = llama()
+        of_two.append([whole(name, WEIGHT, p.detach()) for name, p in model.named_parameters()])
+    export_model(tmp_path, of_two[0], model.config.save_pretrained)
+    replace, moved = Path.replace, []
+
+    def stop(path, target):
+        if Path(target).suffix == ".safetensors":
+            moved.append(target)
+            if len(moved) == 2:
+                raise KeyboardInterrupt
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export_model(tmp_path, of_two[1], model.config.save_pretrained)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_an_export_has_weights_alone(tmp_path):

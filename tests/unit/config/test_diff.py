@@ -74,6 +74,12 @@ def test_a_longer_run_of_a_constant_rate_is_the_same_training():
     assert change.is_safe
 
 
+def test_a_warm_up_that_is_a_share_of_the_length_makes_it_another_training():
+    constant = ["optimizer.schedule=constant", "optimizer.warmup_fraction=0.1"]
+    (change,) = changes(constant, [*constant, "train.max_steps=200"])
+    assert not change.is_safe
+
+
 def test_the_first_key_of_an_empty_section_is_one_change():
     assert [*map(str, changes([], ["+optimizer.arguments.momentum=0.9"]))] == [
         "optimizer.arguments.momentum: null -> 0.9"

@@ -14,6 +14,7 @@ import pytest
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream, open_corpus
 from hfdist.errors import DataError
+from hfdist.run.data import count_max_steps
 from tests.unit.data.corpora import tokenizer
 
 ROWS = [{"text": f"row {number}"} for number in range(4)]
@@ -25,6 +26,19 @@ def read(path, lanes=1):
     stream = TokenStream(open_corpus(config), tokenizer(), config, global_batch_size=1)
     for _, batch in zip(range(9), stream, strict=False):
         assert batch
+
+
+def test_a_quarantined_row_ends_no_count_of_steps(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(LINES + b'{"text": 3}\n')
+    lines = [f"data={path}", "data.lanes=1", "model=tiny", "data.sequence_length=8", "train.epochs=1"]
+    counts = []
+    for more in ("data.on_bad_rows=skip", "data.quarantine=[files:rows.jsonl:4]"):
+        config = compose_config(
+            [*lines, "train.max_steps=null", "train.global_batch_size=1", "train.micro_batch_size=1", more]
+        )
+        counts.append(count_max_steps(config, open_corpus(config.data), tokenizer()))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,16 @@ def test_the_command_for_a_glob_leaves_other_files_alone(tmp_path, monkeypatch):
         (tmp_path / name).write_text("instruction,output\nHi,Zwölf\n")
     monkeypatch.chdir(tmp_path)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    (tmp_path / "others" / "b.jsonl").write_text('{"text": "of another kind"}\n')
+    (tmp_path / "others" / "c.csv").write_text("instruction,output\nHi,Zwölf\n")
     for given, expected in {
+        "others/*": ["others/a 3.csv.jsonl", "others/c.csv.jsonl"],
         "a *.csv": ["a 1.csv.jsonl", "a 2.csv.jsonl"],
-        "others/**/*.csv": ["others/a 3.csv.jsonl", "others/below/a 4.csv.jsonl"],
+        "others/**/[!b]*.csv": ["others/a 3.csv.jsonl", "others/below/a 4.csv.jsonl", "others/c.csv.jsonl"],
     }.items():
         command = refusal(given, tmp_path / "cache").split("; then ")[0]
         subprocess.run(["bash", "-c", command], check=True, env=environment)
-        made = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl"))
+        made = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.csv.jsonl"))
         assert made == expected
         for path in made:
             (tmp_path / path).unlink()

@@ -36,6 +36,16 @@ def write(folder, corpus, sequences):
     return records_file(folder, LANE).read_bytes(), bad_rows_file(folder, LANE).read_bytes()
 
 
+def test_what_a_training_that_went_back_had_read_of_other_data_is_not_written(tmp_path, corpus):
+    ledger = Ledger(tmp_path, corpus, BadRows.skip)
+    for _ in range(2):
+        # The second time after a rollback to the same checkpoint, of the old data.
+        ledger.set_aside([LANE], 10)
+        ledger.add(LANE, np.array([piece(10), piece(11)], dtype=RECORD), ())
+    ledger.flush()
+    assert read_records(tmp_path, LANE)["sequence"].tolist() == [10, 11]
+
+
 def test_a_write_that_was_cut_anywhere_is_done_again(tmp_path, corpus):
     saved, whole = (write(tmp_path / str(end), corpus, range(end)) for end in (COUNTED, 4))
     killed = tmp_path / "killed"

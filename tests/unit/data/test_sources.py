@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import os
 import random
 import shutil
 
@@ -122,6 +123,23 @@ class TestWhatIsNotThere:
             open_corpus(files_config(str(data / path), cache))
         assert caught.value.where == "data.sources.files.path"
         assert path in caught.value.found
+
+    def test_a_folder_that_cannot_be_listed_is_not_left_out(self, data, cache, monkeypatch):
+        (data / "shut").mkdir()
+        (data / "rows.jsonl").write_bytes(jsonl_bytes())
+        scan = os.scandir
+
+        def refusing(path="."):
+            if str(path).endswith("shut"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return scan(path)
+
+        monkeypatch.setattr(os, "scandir", refusing)
+        # What `os.walk` has imported.
+        monkeypatch.setitem(os.walk.__globals__, "scandir", refusing)
+        with pytest.raises(DataError, match="Permission denied") as caught:
+            open_corpus(files_config(str(data), cache))
+        assert caught.value.where == str(data / "shut")
 
     def test_an_error_in_a_worker_arrives_as_itself(self, data, cache):
         from hfdist.data import TokenStream

@@ -103,6 +103,8 @@ def test_a_cluster_file_of_ones_own(tmp_path, monkeypatch):
     assert f"--config-dir {tmp_path}" in " ".join(by_folder.arguments)
     own.write_text("nodes: ${oc.env:HOME}\n")
     assert "interpolated" in refused(f"cluster={own}").what
+    own.write_text("node: {}\n")
+    assert "no key `cluster.node`" in str(refused(f"cluster={own}"))
     own.write_text("node: 4\n")
     assert "line" in refused(f"cluster={own}").where or "ours.yaml" in refused(f"cluster={own}").where
 

@@ -23,6 +23,7 @@ def refused(*arguments):
     [
         (["plan.processe=2"], "plan.processe (command line)", "plan.processes=2"),
         (["hardware=h100_80gb"], "command line", "plan.hardware=h100_80gb"),
+        (['plan.hardware="~nobody_of_this_name/a.yaml"'], "plan.hardware", None),
         (["plan.hardware=h100_80g"], "plan.hardware", "plan.hardware=h100_80gb"),
         (["trian.max_steps=2"], "trian.max_steps (command line)", "train.max_steps=2"),
         (["plan.processes=0"], "plan.processes", None),
