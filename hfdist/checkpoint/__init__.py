@@ -1,7 +1,7 @@
 """Checkpoints by parameter name: plain safetensors and JSON that any layout can write and read."""
 
 from hfdist.checkpoint.async_saver import Saver
-from hfdist.checkpoint.folder import Keep, find_newest, prune
+from hfdist.checkpoint.folder import Keep, find_newest, prune, verify_together
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state
 from hfdist.checkpoint.read import read_checkpoint, read_state
@@ -19,4 +19,5 @@ __all__ = [
     "read_state",
     "restore_random_state",
     "verify",
+    "verify_together",
 ]

@@ -172,7 +172,7 @@ def find_newest(folder: Path) -> Path | None:
         return [path.name for path in list_checkpoints(folder)]
 
     names = on_rank_zero(list_names)
-    damaged: dict[Path, dict[str, object]] = {}
+    damaged: dict[Path, dict[str, str | None]] = {}
     for path in (folder / name for name in reversed(names)):
         report = _damage(path)
         if report is None:
@@ -201,9 +201,23 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: step_of(path.name))
 
 
-def _damage(path: Path) -> dict[str, object] | None:
+def verify_together(path: Path) -> None:
+    """Check all bytes of a checkpoint of any name, shared among the ranks: for one alone it may take too long.
+
+    A collective.
+
+    Raises:
+        CheckpointError: it is unfinished, damaged, or of another format, or not all ranks see it.
+    """
+    damage = _damage(path, is_named=False)
+    if damage is not None:
+        parts = {part: damage[part] for part in ("where", "found", "allowed", "hint")}
+        raise CheckpointError(str(damage["what"]), **parts)
+
+
+def _damage(path: Path, *, is_named: bool = True) -> dict[str, str | None] | None:
     """Verify one checkpoint, its files shared among the ranks, and say what is wrong with it. A collective."""
-    checked = on_all_ranks(lambda: _check_share(path))
+    checked = on_all_ranks(lambda: _check_share(path, is_named=is_named))
     reports = [report for report, *_ in checked]
     lacking = [number for number, report in enumerate(reports) if report and report["reason"] == NO_MANIFEST]
     if 0 < len(lacking) < len(reports):
@@ -213,18 +227,21 @@ def _damage(path: Path) -> dict[str, object] | None:
             found=f"no manifest on rank {', '.join(map(str, lacking))}",
             hint="all processes need the same folder, on a file system that all machines share",
         )
-    damage: dict[str, object] | None = next((report for report in reports if report is not None), None)
+    damage: dict[str, str | None] | None = next((report for report in reports if report is not None), None)
     (_, _, num_bytes), hashed = checked[0], sum(hashed for _, hashed, _ in checked)
     if damage is None and hashed != num_bytes:
         damage = _describe(DamagedError("parts", "not all bytes have a hash", where=path, found=num_bytes - hashed))
     return damage
 
 
-def _check_share(path: Path) -> tuple[dict[str, object] | None, int, int]:
-    """Check this rank's share: what is wrong, the bytes that have the right hash, and the bytes of all files."""
+def _check_share(path: Path, *, is_named: bool) -> tuple[dict[str, str | None] | None, int, int]:
+    """Check this rank's share: what is wrong, the bytes that have the right hash, and the bytes of all files.
+
+    `is_named`: the folder is named after its step.
+    """
     try:
         manifest = read_manifest(path)
-        if manifest.step != step_of(path.name):
+        if is_named and manifest.step != step_of(path.name):
             raise DamagedError("step", "the manifest is of another step", where=path, found=manifest.step)
         # Before hashes are read: of what is no file, reading might never end.
         check_files(path, manifest, ())
@@ -249,11 +266,13 @@ def _list_share(path: Path, manifest: Manifest, own: int, num_ranks: int) -> lis
     return parts
 
 
-def _describe(error: DamagedError) -> dict[str, object]:
-    return {"reason": error.reason, "what": error.what, "message": str(error)}
+def _describe(error: DamagedError) -> dict[str, str | None]:
+    parts = {part: getattr(error, part) for part in ("where", "found", "allowed", "hint")}
+    texts = {part: None if value is None else str(value) for part, value in parts.items()}
+    return {"reason": error.reason, "what": error.what, "message": str(error), **texts}
 
 
-def _move_aside(damaged: dict[Path, dict[str, object]]) -> None:
+def _move_aside(damaged: dict[Path, dict[str, str | None]]) -> None:
     for path, report in damaged.items():
         target = path.with_name(f"{path.name}.bad-{report['reason']}")
         if os.path.lexists(target):

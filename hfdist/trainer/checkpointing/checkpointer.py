@@ -28,7 +28,7 @@ from hfdist.checkpoint import (
     read_checkpoint,
     read_state,
     restore_random_state,
-    verify,
+    verify_together,
 )
 from hfdist.checkpoint.folder import (
     HELD_OUT_LOSS,
@@ -42,7 +42,7 @@ from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.whole import check_holds_whole
-from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
+from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.data import Cursor, PoolReport, report
 from hfdist.data.stream.ledger import Ledger
@@ -456,7 +456,7 @@ class Checkpointer:
                 raise CheckpointError(what, where="resume_from_checkpoint", found=str(asked), hint=hint)
             if self._options.run_values is None:
                 # A run has verified what it gives.
-                on_rank_zero(lambda: verify(Path(str(asked))))
+                verify_together(Path(str(asked)))
             return str(asked)
         found = find_newest(self.folder)
         if found is None:
@@ -504,26 +504,22 @@ class Checkpointer:
         state = self._training.state
         assert state.best_model_checkpoint is not None
         path = Path(state.best_model_checkpoint)
-        on_rank_zero(lambda: verify(path))
+        verify_together(path)
         metric = self._training.args.metric_for_best_model
         logger.info("the model is that of %s (%s %s)", path, metric, state.best_metric)
         self.restore_weights(path)
 
     def find_best(self) -> tuple[Path, float] | None:
-        """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss."""
-
-        def find() -> list[object] | None:
-            for path, loss in by_held_out_loss(self.folder):
-                try:
-                    verify(path)
-                except CheckpointError as error:
-                    logger.warning("%s is passed over: %s", path, error.what)
-                else:
-                    return [str(path), loss]
-            return None
-
-        found = on_rank_zero(find)
-        return None if found is None else (Path(found[0]), float(found[1]))
+        """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss. A collective."""
+        for name, lowest in on_rank_zero(lambda: [(str(path), loss) for path, loss in by_held_out_loss(self.folder)]):
+            try:
+                verify_together(Path(name))
+            except CheckpointError as error:
+                if rank() == 0:
+                    logger.warning("%s is passed over: %s", name, error.what)
+            else:
+                return Path(name), float(lowest)
+        return None
 
     def _tidy(self) -> None:
         """Remove what a run that was killed after its last save has left: no later save may come to do it."""

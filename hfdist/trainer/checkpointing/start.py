@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfdist.checkpoint import Replicas, find_newest, read_state, verify
+from hfdist.checkpoint import Replicas, find_newest, read_state, verify_together
 from hfdist.checkpoint.folder import list_checkpoints, step_of
 from hfdist.checkpoint.manifest import MANIFEST, DamagedError
 from hfdist.checkpoint.replicas import NAMES_FILE
@@ -60,7 +60,7 @@ def find_start(config: RunConfig, replicas: Replicas | None) -> Start:
     if found is None and resume not in ("auto", "never"):
         found = Path(resume)
         is_own = _lies_in(found, checkpoints)
-        on_rank_zero(lambda: verify(Path(resume)))
+        verify_together(Path(resume))
 
     def compare() -> list[str]:
         # Again: the checkpoint that verifies may be older than the newest one.
