@@ -29,11 +29,15 @@ class Dtype(Enum):
 
 
 class Attention(Enum):
-    """Attention implementation of transformers; `auto` lets transformers choose."""
+    """What computes attention: an implementation of transformers, or `varlen`: packed documents one by one, without a mask.
+
+    `auto` is `varlen` for packed documents where a small model shows that it is the same, else transformers' choice.
+    """
 
     auto = "auto"
     eager = "eager"
     sdpa = "sdpa"
+    varlen = "varlen"
     flash_attention_2 = "flash_attention_2"
     flex_attention = "flex_attention"
 
@@ -79,7 +83,10 @@ class ModelConfig:
     dtype: Dtype = Dtype.auto
     """Type of the weights: auto (float32) | float32 | bfloat16."""
     attention: Attention = Attention.auto
-    """Implementation of attention: auto | eager | sdpa | flash_attention_2 | flex_attention."""
+    """Implementation of attention: auto | eager | sdpa | varlen | flash_attention_2 | flex_attention.
+
+    `auto`: `varlen` (packed documents one by one) where a small model trains alike by it, else transformers' choice.
+    """
     loss: Loss = Loss.auto
     """What computes the training loss: auto | full (from all logits) | chunked.
 

@@ -60,7 +60,8 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool
             raise ConfigError(what, where="model.name, model.type", found=found, allowed=allowed)
         architecture.num_labels = 1
     _check_positions(architecture, sequence_length)
-    if config.attention is not Attention.auto:
+    # `varlen` is set by `choose_attention`, which knows the run.
+    if config.attention not in (Attention.auto, Attention.varlen):
         architecture._attn_implementation = config.attention.value
     architecture.use_cache = False
     return architecture

@@ -51,7 +51,7 @@ def answer(request: PlanRequest) -> Answer:
     if asked.calibrate:
         run_steps(request.line, processes)
     machines = find_machines(config, asked, request.hardware, processes)
-    architecture = find_planned_architecture(config)
+    architecture = find_planned_architecture(config, machines.hardware.device_type)
     if request.processes is None:
         fewest = fewest_processes(config, architecture, machines, searches=asked.search)
         return _answer_candidates(request, machines, [fewest])

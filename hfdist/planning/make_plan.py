@@ -20,6 +20,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Balance
 from hfdist.energy.estimates import WATTS_PER_CORE
 from hfdist.models import find_architecture, fit_vocabulary
+from hfdist.models.attention_choice import choose_attention
 from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
 from hfdist.models.resolve import resolve_model
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
     from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 
 
-def find_planned_architecture(config: RunConfig) -> PreTrainedConfig:
-    """Give the model's config with the vocabulary that the run will have, as far as no data are read for it."""
+def find_planned_architecture(config: RunConfig, device_type: str = "cpu") -> PreTrainedConfig:
+    """Give the model's config with the vocabulary that the run will have, as far as no data are read for it.
+
+    `device_type`: `cpu` or `cuda`: where the run is to be.
+    """
     model, folder = config.model, cache_dir(config.data)
     takes_size = model.init is Init.random and "vocab_size" not in model.config
     if not takes_size or model.tokenizer.name is None:
@@ -52,6 +56,7 @@ def find_planned_architecture(config: RunConfig) -> PreTrainedConfig:
     elif takes_size:
         # One that is trained has at most so many tokens.
         architecture.get_text_config().vocab_size = model.tokenizer.vocab_size
+    choose_attention(replace(config, model=model), architecture, device_type)
     return architecture
 
 
@@ -69,8 +74,9 @@ def make_plan(
     Raises:
         ConfigError: as the run itself would, before its first step.
     """
-    architecture = find_planned_architecture(config) if architecture is None else architecture
     hardware = machines.hardware
+    if architecture is None:
+        architecture = find_planned_architecture(config, hardware.device_type)
     topology, batch = plan_run(config, world_size=processes)
     strategy = select_strategy(
         config.strategy, config.train, topology=topology, batch=batch, device_type=hardware.device_type

@@ -16,6 +16,7 @@ from hfdist.config.train import Precision
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
+from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
 from hfdist.models.build import try_adapter
 from hfdist.models.float8 import use_float8
@@ -23,6 +24,7 @@ from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
 from hfdist.models.resolve import resolve_model
 from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy
+from hfdist.strategies.select import device_type_here
 from hfdist.tune.learned_reward import check_reward_model
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ class FoundModel(NamedTuple):
     """That of the run, with folders of this machine in place of Hub ids and GGUF files."""
     architecture: PreTrainedConfig
     fetch_weights: Callable[[], object]
+    why_masked: str | None
+    """Why packed documents are kept apart by a mask; None: they are not, or it was asked for."""
 
 
 def find_model(config: RunConfig) -> FoundModel:
@@ -45,7 +49,9 @@ def find_model(config: RunConfig) -> FoundModel:
     try_adapter(start.model, architecture, config.adapter)
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
-    return FoundModel(replace(config, model=start.model), architecture, start.fetch_weights)
+    found = replace(config, model=start.model)
+    why_masked = choose_attention(found, architecture, device_type_here())
+    return FoundModel(found, architecture, start.fetch_weights, why_masked)
 
 
 def check_packing(model: PreTrainedModel, stream: TokenStream, strategy: Strategy) -> None:

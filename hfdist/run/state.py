@@ -49,7 +49,9 @@ class RunState:
     topology: Topology
     strategy: Strategy
     architecture: PreTrainedConfig
-    """By `find_model`."""
+    """By `find_model`, as the next one."""
+    why_masked: str | None = None
+    """Why packed documents are kept apart by a mask; None: they are not, or it was asked for."""
     data: RunData
     """By `open_data`."""
     recorder: RunRecorder | None = None

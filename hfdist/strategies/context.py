@@ -37,6 +37,7 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.strategy import ContextMethod
 from hfdist.errors import ConfigError
 from hfdist.models.architecture import count_heads
+from hfdist.models.document_attention import BY_DOCUMENTS, dense_name
 from hfdist.models.probing import Positions, all_tokens, find_positions, keeps_documents_apart, padding_id, small_model
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.gradients.reduction import sum_gradients
@@ -102,7 +103,9 @@ class ContextParallel:
         self._by_heads = method is ContextMethod.ulysses
         self._keeps_apart = keeps_apart
         self._positions, self._padding_id = positions, padding_id(model)
-        self._base = model.config.get_text_config(decoder=True)._attn_implementation
+        base = model.config.get_text_config(decoder=True)._attn_implementation
+        # Ranks that gather have some rows of the mask.
+        self._base = base if self._by_heads else dense_name(base)
         self.method = method
         self.description = f"{self._base} of sequences shared by {self._size} ranks ({method.value})"
         self._sequence: _Sequence | None = None
@@ -346,7 +349,7 @@ def choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> C
     uneven = {name: n for name, n in count_heads(config) if n % size}
     # Of a model that is split, too: all stages choose alike.
     has_sinks = any(name.endswith("sinks") for module in model.modules() for name in module._parameters)
-    can_gather = config._attn_implementation in _GATHERABLE
+    can_gather = dense_name(config._attn_implementation) in _GATHERABLE
     if method is ContextMethod.gather and not can_gather:
         what = "keys and values can be gathered only for an attention that takes a mask of some rows"
         found, allowed = config._attn_implementation, ", ".join(_GATHERABLE)
@@ -381,7 +384,7 @@ def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: Conte
         nonlocal keeps_apart, positions
         small = small_model(model)
         base = model.config.get_text_config(decoder=True)._attn_implementation
-        if base in _GATHERABLE:
+        if base in (*_GATHERABLE, *BY_DOCUMENTS.values()):
             small.set_attn_implementation(base)
         keeps_apart = keeps_documents_apart(small) is not False
         positions = find_positions(small) or all_tokens

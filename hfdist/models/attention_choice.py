@@ -1,0 +1,164 @@
+"""What computes attention of packed documents: document by document, where a small model shows that it is the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hfdist.config.data import Packing
+from hfdist.config.model import Attention, Dtype, ModelConfig
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Sharding
+from hfdist.config.task import TaskName
+from hfdist.config.train import Compile, Precision
+from hfdist.errors import ConfigError, first_line
+from hfdist.models.build import auto_class
+from hfdist.models.document_attention import BY_DOCUMENTS
+from hfdist.models.probing import scores_sequences, shrink
+
+BOUND = 1e-5
+"""Largest difference in float32, relative to the largest element; documents that see each other make 1e-2 and more."""
+_FLOOR = 1e-2
+"""Least divisor of a parameter's gradient, as a share of the largest element of all gradients."""
+_DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
+"""Lengths in each sequence: longer and shorter than the window of a small model."""
+_ASKED = "varlen_asked"
+_ONE_OF_ITS_OWN = "the model has an attention of its own, which transformers does not let us replace"
+
+
+def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_type: str) -> str | None:
+    """Let packed documents be computed one by one, if the run has them and may; set in `architecture`.
+
+    Args:
+        config: of the run; its model is on this machine.
+        architecture: from `find_architecture`.
+        device_type: `cpu` or `cuda`: where the run is to be.
+
+    Returns:
+        Why `model.attention=auto` gives them a mask; None: it does not, or another attention was chosen.
+
+    Raises:
+        ConfigError: `model.attention=varlen` cannot be.
+    """
+    asked = config.model.attention
+    if asked is not Attention.varlen and (asked is not Attention.auto or config.data.packing is Packing.none):
+        return None
+    name, reason = None, _why_not_compiled(config, device_type)
+    if reason is None:
+        name, reason = find_by_documents(config.model, architecture, scores=config.task.name is TaskName.reward)
+    if reason is None:
+        architecture._attn_implementation = name
+    elif asked is Attention.varlen:
+        raise ConfigError(
+            f"attention cannot go document by document here: {reason}",
+            where="model.attention",
+            found=f"varlen, of {architecture.model_type}",
+            hint="model.attention=auto",
+        )
+    return reason
+
+
+def _why_not_compiled(config: RunConfig, device_type: str) -> str | None:
+    """Say why what is compiled cannot go document by document; None: it can, or nothing is compiled."""
+    train, strategy = config.train, config.strategy
+    if train.compile is Compile.model:
+        return "train.compile=model compiles masks, too"
+    # As of `compiles_on_gpus`, which is asked once there is a layout.
+    is_auto = train.compile is Compile.auto and device_type == "cuda" and strategy.sharding is not Sharding.zero3
+    is_compiled = train.compile is Compile.blocks or (is_auto and not strategy.mesh.divides_parameters)
+    is_half = train.precision is not Precision.fp32 or config.model.dtype is Dtype.bfloat16
+    if is_compiled and not (device_type == "cuda" and is_half):
+        return "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
+    return None
+
+
+@unset_fake_temporarily()
+def find_by_documents(
+    config: ModelConfig, architecture: PreTrainedConfig, *, scores: bool = False
+) -> tuple[str | None, str | None]:
+    """Compare a small model that goes document by document with itself with a mask, on the CPU in float32.
+
+    Returns:
+        The name in transformers' registries, or why not.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = shrink(architecture)
+            text = small.get_text_config()
+            if getattr(text, "output_router_logits", False):
+                # A loss over routers depends on the batch.
+                text.output_router_logits = False
+            # As transformers itself chooses.
+            masked = _make(config, small, None, scores)
+            name = BY_DOCUMENTS.get(str(masked.config.get_text_config(decoder=True)._attn_implementation))
+            if name is None:
+                return None, _ONE_OF_ITS_OWN
+            expected = _run(masked)
+            with _seeing_calls(name) as calls:
+                found = _run(_make(config, small, _ASKED, scores))
+        except Exception as error:  # whatever a model raises that cannot be made small, or does more with masks
+            return None, f"a small model cannot be tried so: {first_line(error)}"
+    if not any(calls):
+        return None, _ONE_OF_ITS_OWN
+    largest = max(_largest(tensor) for tensor in expected[1:])
+    for wanted, got in zip(expected, found, strict=True):
+        floor = 0.0 if wanted is expected[0] else _FLOOR * largest
+        difference = _largest(wanted - got) / max(_largest(wanted), floor, torch.finfo(torch.float32).tiny)
+        # Also where it is no number.
+        if not difference <= BOUND:
+            return None, f"a small model differs by {difference:.0e}"
+    return name, None
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _make(
+    config: ModelConfig, small: PreTrainedConfig, attention: str | None, scores: bool
+) -> PreTrainedModel:
+    small = copy.deepcopy(small)
+    small._attn_implementation = attention
+    torch.manual_seed(0)
+    model: PreTrainedModel = auto_class(scores).from_config(
+        small, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+    )
+    return model.float().eval()
+
+
+def _run(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Logits of packed documents, and the gradient of each parameter, empty where there is none."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in _DOCUMENTS])
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(min(vocab_size, 100), positions.shape, generator=generator)
+    # One that scores sequences gives nothing for each token itself.
+    reader = model.base_model if scores_sequences(model) else model
+    logits: torch.Tensor = reader(input_ids=ids, position_ids=positions, use_cache=False)[0]
+    (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
+    return [logits.detach(), *(torch.empty(0) if p.grad is None else p.grad for p in model.parameters())]
+
+
+@contextmanager
+def _seeing_calls(name: str) -> Iterator[list[bool]]:
+    """Meanwhile, `_ASKED` does what `name` does, and says of each call whether it was given borders of documents."""
+    calls: list[bool] = []
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+
+    def seen(
+        module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
+    ) -> object:
+        calls.append(torch.is_tensor(attention_mask) and attention_mask.ndim <= 2)
+        return attend(module, query, key, value, attention_mask, **more)
+
+    AttentionInterface.register(_ASKED, seen)
+    AttentionMaskInterface.register(_ASKED, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    yield calls

@@ -1,0 +1,238 @@
+"""Attention of packed sequences, document by document: no mask of tokens x tokens, and no kernel of another package.
+
+It stands in transformers' registries of attention and of masks, so that models need no change. Where a sequence holds
+several documents, models get their borders in place of a mask. All else (one document a sequence, padding, caches) is
+computed as by the implementation beneath.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a torch without it
+    varlen_attn = None
+
+BY_DOCUMENTS = {"sdpa": "varlen", "eager": "varlen_eager"}
+"""Name in the registries, by the implementation beneath: eager, with soft caps or sinks, where a model has no sdpa."""
+_BENEATH = {name: beneath for beneath, name in BY_DOCUMENTS.items()}
+
+_Mask = torch.Tensor | None
+_Attended = tuple[torch.Tensor, torch.Tensor | None]
+"""[sequences, tokens, heads, size], and weights that nobody has."""
+
+
+def dense_name(name: str | None) -> str | None:
+    """Give the implementation that takes a mask: the one beneath, or the same."""
+    return _BENEATH.get(name or "", name)
+
+
+def _borders_or_mask(
+    beneath: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., torch.Tensor] = causal_mask_function,
+    attention_mask: _Mask = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **more: object,
+) -> _Mask:
+    """Give where documents begin and end, over all sequences end to end; or what the implementation beneath takes.
+
+    Borders are [borders]; with a window [window, borders], all rows alike and in the same memory, so that compiled code
+    knows the window without reading a value.
+    """
+    # transformers allows no skip where it has found documents. Of functions that vmap needs, nothing is known.
+    is_plain = attention_mask is None and not use_vmap and not allow_is_causal_skip
+    if is_plain and q_length == kv_length and all(type(n) is int and n == 0 for n in (q_offset, kv_offset)):
+        rows, columns = torch.arange(batch_size, device=device)[:, None], torch.arange(1, q_length, device=device)[None]
+        # What looks ahead, as images do, is no causal document.
+        if not mask_function(rows, 0, columns - 1, columns).any():
+            goes_on = mask_function(rows, 0, columns, columns - 1).expand(batch_size, -1)
+            starts = functional.pad(~goes_on, (1, 0), value=True).flatten().nonzero().flatten()
+            borders = functional.pad(starts, (0, 1), value=batch_size * q_length).int()
+            return borders if local_size is None else borders.expand(local_size, -1)
+    mask: _Mask = ALL_MASK_ATTENTION_FUNCTIONS[beneath](
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **more,
+    )
+    return mask
+
+
+def _attend(
+    beneath: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: _Mask,
+    **more: Any,
+) -> _Attended:
+    """Attention of [sequences, heads, tokens, size]; called by models."""
+    # Each model has an eager attention of its own.
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(beneath, eager)
+    if attention_mask is None or attention_mask.ndim > 2:
+        attended: _Attended = attend(module, query, key, value, attention_mask, **more)
+        return attended
+    borders, window = attention_mask, None
+    if borders.ndim == 2:
+        borders, window = borders[0], borders.shape[0]
+    if query.shape[2] != key.shape[2]:
+        raise ValueError("keys of other tokens than the queries have no documents")
+    is_plain = beneath == "sdpa" and not more.get("dropout") and more.get("position_bias") is None
+    if is_plain and _fits_kernel(query, key, value):
+        return _in_one_call(query, key, value, borders, window, more.get("scaling")), None
+    return _one_by_one(attend, beneath, module, (query, key, value), borders, window, more), None
+
+
+# ---- torch's kernel ----
+
+
+def _fits_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    size = query.shape[-1]
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return is_half and size % 8 == 0 and value.shape[-1] <= size <= 256 and has_kernel(query.device)
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether torch's kernel for documents of any length runs on a device."""
+    return device.type == "cuda" and _try_kernel(device)
+
+
+@cache
+def _try_kernel(device: torch.device) -> bool:
+    try:
+        states = torch.zeros(1, 2, 4, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+        with torch.enable_grad():
+            borders = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+            _in_one_call(states, states[:, :1], states[:, :1], borders, 2, None).sum().backward()
+    except (TypeError, RuntimeError, NotImplementedError):  # other arguments, or no kernel for this device
+        return False
+    return True
+
+
+def _in_one_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    batch_size, num_heads, num_tokens, size = query.shape
+    value_size = value.shape[-1]
+    if value_size < size:
+        # The kernel has one size of heads.
+        value = functional.pad(value, (0, size - value_size))
+    states = [state.transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
+    # No document is longer than a sequence: the longest one itself would have to be read from the device.
+    attended = varlen_attn(
+        *states,
+        borders,
+        borders,
+        num_tokens,
+        num_tokens,
+        scale=scaling,
+        # Tokens before a token, without itself; none behind it.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=num_heads != key.shape[1],
+    )
+    return attended.view(batch_size, num_tokens, num_heads, size)[..., :value_size]
+
+
+# ---- a call a document ----
+
+
+# Compiled code has no loop over lengths that it does not know.
+@torch.compiler.disable
+def _one_by_one(
+    attend: Callable[..., _Attended],
+    beneath: str,
+    module: torch.nn.Module,
+    states: tuple[torch.Tensor, ...],
+    borders: torch.Tensor,
+    window: int | None,
+    more: dict[str, Any],
+) -> torch.Tensor:
+    batch_size, _, num_tokens, _ = states[0].shape
+    bias = more.pop("position_bias", None)
+    sequences = []
+    for row, sizes in enumerate(_sizes(borders, batch_size, num_tokens)):
+        documents = zip(*(state[row : row + 1].split(sizes, 2) for state in states), strict=True)
+        attended, start = [], 0
+        for document in documents:
+            length = document[0].shape[2]
+            if bias is not None:
+                of_row, own = bias[row : row + 1] if len(bias) > 1 else bias, slice(start, start + length)
+                more["position_bias"] = of_row[..., own, own]
+            mask = _mask_of_document(beneath, document[0], window)
+            named = more | ({"is_causal": True} if beneath == "sdpa" else {})
+            attended.append(attend(module, *document, mask, **named)[0])
+            start += length
+        sequences.append(attended[0] if len(attended) == 1 else torch.cat(attended, 1))
+    return sequences[0] if batch_size == 1 else torch.cat(sequences)
+
+
+def _sizes(borders: torch.Tensor, batch_size: int, num_tokens: int) -> list[list[int]]:
+    """Lengths of the documents of each sequence."""
+    sizes: list[list[int]] = [[] for _ in range(batch_size)]
+    for start, stop in pairwise(borders.tolist()):
+        sizes[start // num_tokens].append(stop - start)
+    return sizes
+
+
+def _mask_of_document(beneath: str, query: torch.Tensor, window: int | None) -> _Mask:
+    length = query.shape[2]
+    is_short = window is None or length <= window
+    if is_short and beneath == "sdpa":
+        return None
+    sees = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if not is_short and window is not None:
+        sees = sees.triu(1 - window)
+    if beneath == "sdpa":
+        return sees[None, None]
+    hidden = torch.zeros_like(sees, dtype=query.dtype).masked_fill(~sees, torch.finfo(query.dtype).min)
+    return hidden[None, None]
+
+
+def _register() -> None:
+    for beneath, name in BY_DOCUMENTS.items():
+
+        def attend(*arguments: Any, _beneath: str = beneath, **more: Any) -> _Attended:
+            return _attend(_beneath, *arguments, **more)
+
+        def mask(*arguments: Any, _beneath: str = beneath, **more: Any) -> _Mask:
+            return _borders_or_mask(_beneath, *arguments, **more)
+
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, mask)
+
+
+_register()
