@@ -105,9 +105,11 @@ def find_by_documents(
             with _seeing_calls(name) as calls:
                 found = _run(_make(config, small, _ASKED, scores))
         except Exception as error:  # whatever a model raises that cannot be made small, or does more with masks
+            if isinstance(error, KeyError) and error.args == (_ASKED,):
+                return None, _ONE_OF_ITS_OWN
             return None, f"a small model cannot be tried so: {first_line(error)}"
     if not any(calls):
-        return None, _ONE_OF_ITS_OWN
+        return None, "the model looks for no documents in positions" if calls else _ONE_OF_ITS_OWN
     largest = max(_largest(tensor) for tensor in expected[1:])
     for wanted, got in zip(expected, found, strict=True):
         floor = 0.0 if wanted is expected[0] else _FLOOR * largest
@@ -122,9 +124,7 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _make(
-    config: ModelConfig, small: PreTrainedConfig, attention: str | None, scores: bool
-) -> PreTrainedModel:
+def _make(config: ModelConfig, small: PreTrainedConfig, attention: str | None, scores: bool) -> PreTrainedModel:
     small = copy.deepcopy(small)
     small._attn_implementation = attention
     torch.manual_seed(0)

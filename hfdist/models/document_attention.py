@@ -28,7 +28,11 @@ BY_DOCUMENTS = {"sdpa": "varlen", "eager": "varlen_eager"}
 """Name in the registries, by the implementation beneath: eager, with soft caps or sinks, where a model has no sdpa."""
 _BENEATH = {name: beneath for beneath, name in BY_DOCUMENTS.items()}
 
+_MaskFunction = Callable[..., torch.Tensor]
+"""(sequence, head, row, column) -> whether the row sees the column."""
 _Mask = torch.Tensor | None
+"""A mask of tokens x tokens; or [borders], with a window [window, borders]: all rows alike and in the same memory, so that
+compiled code knows the window without reading a value."""
 _Attended = tuple[torch.Tensor, torch.Tensor | None]
 """[sequences, tokens, heads, size], and weights that nobody has."""
 
@@ -45,44 +49,34 @@ def _borders_or_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., torch.Tensor] = causal_mask_function,
-    attention_mask: _Mask = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **more: object,
+    mask_function: _MaskFunction = causal_mask_function,
+    **more: Any,
 ) -> _Mask:
-    """Give where documents begin and end, over all sequences end to end; or what the implementation beneath takes.
-
-    Borders are [borders]; with a window [window, borders], all rows alike and in the same memory, so that compiled code
-    knows the window without reading a value.
-    """
-    # transformers allows no skip where it has found documents. Of functions that vmap needs, nothing is known.
-    is_plain = attention_mask is None and not use_vmap and not allow_is_causal_skip
-    if is_plain and q_length == kv_length and all(type(n) is int and n == 0 for n in (q_offset, kv_offset)):
-        rows, columns = torch.arange(batch_size, device=device)[:, None], torch.arange(1, q_length, device=device)[None]
-        # What looks ahead, as images do, is no causal document.
-        if not mask_function(rows, 0, columns - 1, columns).any():
-            goes_on = mask_function(rows, 0, columns, columns - 1).expand(batch_size, -1)
-            starts = functional.pad(~goes_on, (1, 0), value=True).flatten().nonzero().flatten()
-            borders = functional.pad(starts, (0, 1), value=batch_size * q_length).int()
-            return borders if local_size is None else borders.expand(local_size, -1)
+    """Give borders of documents where there are several in a sequence; else what the implementation beneath takes."""
+    # transformers allows no skip where it has found documents. Of functions that need vmap, nothing is known.
+    is_known = more.get("attention_mask") is None and not more.get("use_vmap")
+    is_whole = q_length == kv_length and all(type(n) is int and n == 0 for n in (q_offset, kv_offset))
+    if is_known and is_whole and not more.get("allow_is_causal_skip", True):
+        device, window = more.get("device", "cpu"), more.get("local_size")
+        borders = _find_borders(batch_size, q_length, mask_function, device)
+        if borders is not None:
+            return borders if window is None else borders.expand(window, -1)
     mask: _Mask = ALL_MASK_ATTENTION_FUNCTIONS[beneath](
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        use_vmap=use_vmap,
-        device=device,
-        **more,
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **more
     )
     return mask
+
+
+def _find_borders(
+    batch_size: int, num_tokens: int, mask_function: _MaskFunction, device: torch.device | str
+) -> torch.Tensor | None:
+    """Give where documents begin and end, all sequences end to end; None: something looks ahead, as images do."""
+    rows, columns = torch.arange(batch_size, device=device)[:, None], torch.arange(1, num_tokens, device=device)[None]
+    if mask_function(rows, 0, columns - 1, columns).any():
+        return None
+    goes_on = mask_function(rows, 0, columns, columns - 1).expand(batch_size, -1)
+    starts = functional.pad(~goes_on, (1, 0), value=True).flatten().nonzero().flatten()
+    return functional.pad(starts, (0, 1), value=batch_size * num_tokens).int()
 
 
 def _attend(
