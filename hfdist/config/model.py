@@ -29,7 +29,7 @@ class Dtype(Enum):
 
 
 class Attention(Enum):
-    """What computes attention: an implementation of transformers, or `varlen`: packed documents one by one, without a mask.
+    """An implementation of transformers, or `varlen`: packed documents one by one, without a mask.
 
     `auto` is `varlen` for packed documents where a small model shows that it is the same, else transformers' choice.
     """

@@ -22,24 +22,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # a torch without it
-    varlen_attn = None
+    varlen_attn = None  # type: ignore[assignment]
 
 BY_DOCUMENTS = {"sdpa": "varlen", "eager": "varlen_eager"}
 """Name in the registries, by the implementation beneath: eager, with soft caps or sinks, where a model has no sdpa."""
 _BENEATH = {name: beneath for beneath, name in BY_DOCUMENTS.items()}
 
-_MaskFunction = Callable[..., torch.Tensor]
+_MaskFunction = Callable[..., Any]
 """(sequence, head, row, column) -> whether the row sees the column."""
 _Mask = torch.Tensor | None
-"""A mask of tokens x tokens; or [borders], with a window [window, borders]: all rows alike and in the same memory, so that
+"""Of tokens x tokens; or [borders], with a window [window, borders]: all rows are alike and in the same memory, so that
 compiled code knows the window without reading a value."""
 _Attended = tuple[torch.Tensor, torch.Tensor | None]
 """[sequences, tokens, heads, size], and weights that nobody has."""
 
 
-def dense_name(name: str | None) -> str | None:
+def dense_name(name: str) -> str:
     """Give the implementation that takes a mask: the one beneath, or the same."""
-    return _BENEATH.get(name or "", name)
+    return _BENEATH.get(name, name)
 
 
 def _borders_or_mask(
@@ -145,10 +145,11 @@ def _in_one_call(
     if value_size < size:
         # The kernel has one size of heads.
         value = functional.pad(value, (0, size - value_size))
-    states = [state.transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
+    of_tokens = (state.transpose(1, 2).flatten(0, 1) for state in (query, key, value))
+    attend: Any = varlen_attn
     # No document is longer than a sequence: the longest one itself would have to be read from the device.
-    attended = varlen_attn(
-        *states,
+    attended: torch.Tensor = attend(
+        *of_tokens,
         borders,
         borders,
         num_tokens,
@@ -164,9 +165,7 @@ def _in_one_call(
 # ---- a call a document ----
 
 
-# Compiled code has no loop over lengths that it does not know.
-@torch.compiler.disable
-def _one_by_one(
+def _attend_to_each(
     attend: Callable[..., _Attended],
     beneath: str,
     module: torch.nn.Module,
@@ -192,6 +191,10 @@ def _one_by_one(
             start += length
         sequences.append(attended[0] if len(attended) == 1 else torch.cat(attended, 1))
     return sequences[0] if batch_size == 1 else torch.cat(sequences)
+
+
+# Compiled code has no loop over lengths that it does not know.
+_one_by_one: Callable[..., torch.Tensor] = torch.compiler.disable(_attend_to_each)
 
 
 def _sizes(borders: torch.Tensor, batch_size: int, num_tokens: int) -> list[list[int]]:

@@ -105,7 +105,7 @@ class ContextParallel:
         self._positions, self._padding_id = positions, padding_id(model)
         base = model.config.get_text_config(decoder=True)._attn_implementation
         # Ranks that gather have some rows of the mask.
-        self._base = base if self._by_heads else dense_name(base)
+        self._base: str = base if self._by_heads else dense_name(base)
         self.method = method
         self.description = f"{self._base} of sequences shared by {self._size} ranks ({method.value})"
         self._sequence: _Sequence | None = None

@@ -1,8 +1,9 @@
 """Attention document by document beside the same with a mask, and what is asked before it is chosen."""
 
+from importlib import import_module
+
 import pytest
 import torch
-from tests.zoo.models import tiny_config, tiny_model
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -24,6 +25,7 @@ from hfdist.models import attention_choice, document_attention, find_architectur
 from hfdist.models.attention_choice import choose_attention, find_by_documents
 from hfdist.models.blocks import checkpoint_blocks
 from hfdist.models.document_attention import BY_DOCUMENTS, has_kernel
+from tests.zoo.models import tiny_config, tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}  # fmt: skip
@@ -66,7 +68,7 @@ def test_documents_one_by_one_are_those_of_a_mask(rows, window, kind):
     beneath = "eager" if kind in EAGER else "sdpa"
     module_class, config_class = EAGER.get(kind, (LlamaAttention, LlamaConfig))
     module = module_class(config_class(**SIZES), 0).eval()
-    eager = getattr(__import__(module_class.__module__, fromlist=["_"]), "eager_attention_forward")
+    eager = import_module(module_class.__module__).eager_attention_forward
     more = {"softcap": 1.5} if kind == "soft caps" else {"s_aux": module.sinks} if kind == "sinks" else {}
     if kind == "position bias":
         more = {"position_bias": torch.randn(len(rows), 4, 24, 24)}
