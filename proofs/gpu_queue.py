@@ -115,6 +115,8 @@ QUICK = (
 QUICK_ROLLOUTS = ("task.max_new_tokens=8", "train.global_batch_size=4")
 LINES = (
     Line("packed documents, sdpa", 120, (*_PACKED, "model.attention=sdpa")),
+    # Beside the line `hfdist`, whose sequences are one document each.
+    Line("packed documents, varlen", 150, (*_PACKED, "model.attention=varlen")),
     Line("packed documents, flex_attention", 150, (*_PACKED, "model.attention=flex_attention")),
     Line("packed documents, flash_attention_2 of the package kernels", 150,
          (*_PACKED, "model.attention=flash_attention_2")),
@@ -233,6 +235,8 @@ def _measure(line: Line, place: Place) -> Outcome:
     items = {item["name"]: item for item in json.loads((run_dir / "grade.json").read_text())["items"]}
     measured = [one for one in read_lines(RunFolder(run_dir).metrics) if "tokens_per_second" in one]
     figures = {"tokens/s": float(measured[-1]["tokens_per_second"])} if measured else {}
+    for name, key in {"MFU": "mfu", "MFU of documents": "mfu_documents"}.items():
+        figures |= {name: float(measured[-1][key])} if measured and key in measured[-1] else {}
     for name, (item, unit) in {"peak GiB": ("peak memory", 2**30), "step ms": ("step", 1e-3)}.items():
         if item in items:
             figures |= {name: items[item]["measured"] / unit, f"{name} against the plan": 1 + items[item]["error"]}

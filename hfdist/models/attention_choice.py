@@ -16,7 +16,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hfdist.config.data import Packing
 from hfdist.config.model import Attention, Dtype, ModelConfig
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Sharding
 from hfdist.config.task import TaskName
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
@@ -51,8 +50,9 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     asked = config.model.attention
     if asked is not Attention.varlen and (asked is not Attention.auto or config.data.packing is Packing.none):
         return None
-    name, reason = None, _why_not_compiled(config, device_type)
+    name, reason, is_tried = None, _why_not_compiled(config, device_type), False
     if reason is None:
+        is_tried = True
         name, reason = find_by_documents(config.model, architecture, scores=config.task.name is TaskName.reward)
     if reason is None:
         architecture._attn_implementation = name
@@ -60,20 +60,20 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
         raise ConfigError(
             f"attention cannot go document by document here: {reason}",
             where="model.attention",
-            found=f"varlen, of {architecture.model_type}",
-            hint="model.attention=auto",
+            found=f"varlen, of {architecture.model_type}, with train.compile={config.train.compile.value}",
+            hint="model.attention=auto" if is_tried else "train.compile=none, or model.attention=auto",
         )
     return reason
 
 
 def _why_not_compiled(config: RunConfig, device_type: str) -> str | None:
     """Say why what is compiled cannot go document by document; None: it can, or nothing is compiled."""
-    train, strategy = config.train, config.strategy
+    train = config.train
     if train.compile is Compile.model:
         return "train.compile=model compiles masks, too"
-    # As of `compiles_on_gpus`, which is asked once there is a layout.
-    is_auto = train.compile is Compile.auto and device_type == "cuda" and strategy.sharding is not Sharding.zero3
-    is_compiled = train.compile is Compile.blocks or (is_auto and not strategy.mesh.divides_parameters)
+    # As of `compiles_on_gpus`, but for layouts that compile nothing after all.
+    is_auto = train.compile is Compile.auto and device_type == "cuda" and not config.strategy.mesh.divides_parameters
+    is_compiled = train.compile is Compile.blocks or is_auto
     is_half = train.precision is not Precision.fp32 or config.model.dtype is Dtype.bfloat16
     if is_compiled and not (device_type == "cuda" and is_half):
         return "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"

@@ -163,9 +163,6 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 
-_OF_DOCUMENTS = "_varlen_attn"
-"""That of a whole packed sequence."""
-
 
 def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads: bool = False) -> None:
     """Checkpoint each block; `cheap`: keep the outputs of its attention and of every second matrix product.
@@ -272,8 +269,9 @@ def _storages(values: object) -> set[StorageWeakRef]:
 def _policy(watch: _Watch) -> Callable[..., CheckpointPolicy]:
     products: Counter[bool] = Counter()
     kept = {getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)}
-    if hasattr(torch.ops.torch_attn, _OF_DOCUMENTS):
-        kept.add(getattr(torch.ops.torch_attn, _OF_DOCUMENTS).default)
+    # Of packed documents; there once its module was imported.
+    of_documents = getattr(torch.ops.torch_attn, "_varlen_attn", None)
+    kept |= set() if of_documents is None else {of_documents.default}
     counted = {getattr(torch.ops.aten, name).default for name in _PRODUCTS}
 
     def policy(

@@ -7,9 +7,9 @@ computed as by the implementation beneath.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfdist.errors import first_line
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # a torch without it
     varlen_attn = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 
 BY_DOCUMENTS = {"sdpa": "varlen", "eager": "varlen_eager"}
 """Name in the registries, by the implementation beneath: eager, with soft caps or sinks, where a model has no sdpa."""
@@ -74,6 +78,9 @@ def _find_borders(
     rows, columns = torch.arange(batch_size, device=device)[:, None], torch.arange(1, num_tokens, device=device)[None]
     if mask_function(rows, 0, columns - 1, columns).any():
         return None
+    if rows.is_cuda:
+        # Before compiled blocks ask for it.
+        _try_kernel(rows.device)
     goes_on = mask_function(rows, 0, columns, columns - 1).expand(batch_size, -1)
     starts = functional.pad(~goes_on, (1, 0), value=True).flatten().nonzero().flatten()
     return functional.pad(starts, (0, 1), value=batch_size * num_tokens).int()
@@ -109,27 +116,57 @@ def _attend(
 # ---- torch's kernel ----
 
 
+_KERNEL_WORKS: dict[int, bool] = {}
+"""By the index of a GPU; a plain table, since compiled code looks into it."""
+_KERNEL_BOUND = 0.05
+"""Largest relative difference in bfloat16; documents that see each other make ten times as much."""
+
+
 def _fits_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     size = query.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return is_half and size % 8 == 0 and value.shape[-1] <= size <= 256 and has_kernel(query.device)
+    fits = is_half and size % 8 == 0 and value.shape[-1] <= size <= 256
+    return fits and query.is_cuda and _KERNEL_WORKS.get(query.device.index, False)
 
 
-def has_kernel(device: torch.device) -> bool:
-    """Whether torch's kernel for documents of any length runs on a device."""
-    return device.type == "cuda" and _try_kernel(device)
-
-
-@cache
-def _try_kernel(device: torch.device) -> bool:
+def _try_kernel(device: torch.device) -> None:
+    """Compare torch's kernel for documents of any length with a mask, once; say so where it does not work."""
+    if device.index in _KERNEL_WORKS:
+        return
     try:
-        states = torch.zeros(1, 2, 4, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
-        with torch.enable_grad():
-            borders = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
-            _in_one_call(states, states[:, :1], states[:, :1], borders, 2, None).sum().backward()
-    except (TypeError, RuntimeError, NotImplementedError):  # other arguments, or no kernel for this device
-        return False
-    return True
+        difference = _differ_by_kernel(device)
+        reason = None if difference <= _KERNEL_BOUND else f"it differs by {difference:.0e} from a mask"
+    except Exception as error:  # another signature, a device that is too old, or whatever a driver raises
+        reason = first_line(error)
+    _KERNEL_WORKS[device.index] = reason is None
+    if reason is not None:
+        logger.warning("packed documents take a call each, since torch's kernel for all does not work: %s", reason)
+
+
+def _differ_by_kernel(device: torch.device) -> float:
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, 64, 64, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2)]
+    borders = torch.tensor([0, 30, 31, 64], dtype=torch.int32, device=device)
+    place = torch.arange(64, device=device)
+    number, distance = torch.bucketize(place, borders[1:], right=True), place[:, None] - place
+    worst = 0.0
+    for window in (None, 8):
+        sees = (number[:, None] == number) & (distance >= 0) & (distance < (window or 64))
+        of_both = []
+        for is_masked in (False, True):
+            own = [state.clone().requires_grad_() for state in states]
+            with torch.enable_grad():
+                if is_masked:
+                    query, key, value = own[0], *(state.repeat_interleave(2, 1) for state in own[1:])
+                    attend = functional.scaled_dot_product_attention
+                    output = attend(query, key, value, attn_mask=sees, scale=0.2).transpose(1, 2)
+                else:
+                    output = _in_one_call(own[0], own[1], own[2], borders, window, 0.2)
+                output.float().square().sum().backward()
+            of_both.append([output.detach(), *(state.grad for state in own if state.grad is not None)])
+        for found, wanted in zip(*of_both, strict=True):
+            worst = max(worst, float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max()))
+    return worst
 
 
 def _in_one_call(

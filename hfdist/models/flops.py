@@ -51,7 +51,8 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
     N: parameters that multiply a token (all but the input embedding, and of experts only those that a router chooses; a
     tied head counts once), M: those of them that are trained, L: blocks, H: attention heads times head size, T: tokens
     in a sequence. The attention term counts the full square, not the causal half, as PaLM's and llm-foundry's MFU do.
-    Recomputed activations are not counted.
+    Recomputed activations are not counted. Packed documents count as one; `mfu_documents` of a run counts the square of
+    each.
     """
     text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", 0) or 0

@@ -463,6 +463,7 @@ class DistributedTrainerMixin(_Trainer):
             num_items = self._get_num_items_in_batch(samples, device)
         self.training.num_targets = num_items
         self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data
+        self.throughput.see_documents(batch["position_ids"] for batch in samples if "position_ids" in batch)
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
         self.router_loss.begin_step(samples)

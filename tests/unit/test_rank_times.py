@@ -140,3 +140,20 @@ def test_a_line_is_written_at_the_next_step_and_moves_with_its_step(tmp_path):
     log(writer, 3, loss=None, skipped=True, step_seconds=1.0)
     writer.on_rollback(TrainerState(global_step=1))
     assert [line["step"] for line in read_lines(RunFolder(tmp_path).ranks)] == [1]
+
+
+def test_mfu_of_documents_counts_their_own_squares(monkeypatch):
+    throughput = Throughput(CPU)
+    throughput.see_documents([torch.arange(8)[None]])
+    assert "mfu" not in throughput.read(1)
+    monkeypatch.setattr(throughput, "_peak_flops", 1e3)
+    throughput.start(0, 0, lambda length: 5.0 + 2.0 * length, num_devices=1)
+    throughput.flops_per_token(8)
+    for lengths, squares in (((8,), 64), ((3, 4, 1), 26)):
+        throughput.see_documents([torch.cat([torch.arange(n) for n in lengths])[None]])
+        throughput.tokens += 8
+        figures = throughput.read(1)
+        ratio = (5 + 2 * squares / 8) / (5 + 2 * 8)
+        assert figures["mfu_documents"] / figures["mfu"] == pytest.approx(ratio)
+    throughput.tokens += 8
+    assert "mfu_documents" not in throughput.read(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hfdist.config.checks.conflict import conflict
 from hfdist.config.model import Attention, Dtype
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Sharding
-from hfdist.config.train import Precision, Recompute
+from hfdist.config.strategy import ContextMethod, Sharding
+from hfdist.config.train import Compile, Precision, Recompute
 from hfdist.errors import ConfigError
 from hfdist.topology import PARTS
 
@@ -14,6 +14,7 @@ from hfdist.topology import PARTS
 def check_train(config: RunConfig) -> None:
     """Raise a ConfigError on what does not go together in `train`, or with the model and the layout."""
     _check_precision(config)
+    _check_documents(config)
     _check_float8(config)
     _check_length(config)
 
@@ -59,6 +60,22 @@ def _check_precision(config: RunConfig) -> None:
             what = "with FlashAttention, packed documents of a batch of several sequences would see each other"
             allowed, hint = "1 (use longer sequences instead)", f"train.{name}=1, or model.attention=sdpa"
             raise conflict(config, f"train.{name} model.attention", what, allowed=allowed, hint=hint)
+
+
+def _check_documents(config: RunConfig) -> None:
+    """Check what needs a mask, where packed documents are to have none."""
+    if config.model.attention is not Attention.varlen:
+        return
+    if config.train.compile is Compile.model:
+        what, hint = (
+            "what compiles the whole model compiles masks, too",
+            "train.compile=blocks, or model.attention=auto",
+        )
+        raise conflict(config, "train.compile model.attention", what, allowed="auto, none, blocks", hint=hint)
+    if config.strategy.context_method is ContextMethod.gather:
+        what = "ranks that gather keys and values have some rows of the mask"
+        hint = "strategy.context_method=ulysses, or model.attention=auto"
+        raise conflict(config, "strategy.context_method model.attention", what, allowed="auto, ulysses", hint=hint)
 
 
 def _check_float8(config: RunConfig) -> None:

@@ -110,6 +110,9 @@ class Throughput:
         self._num_devices = 1
         self._flops: Callable[[int], float] = float
         self._sequence_length = self._last_step = self._last_tokens = 0
+        self._squares: float | torch.Tensor = 0.0
+        self._placed_tokens = 0
+        """Squares of lengths of documents that this rank has read since the last reading, and their tokens."""
         self.clock = StepClock(device)
         self.of_rank = StepTimes(0.0, 0.0, None, None)
         """This rank's own times of the steps of the last reading."""
@@ -132,6 +135,13 @@ class Throughput:
         self._sequence_length = sequence_length
         return self._flops(sequence_length)
 
+    def see_documents(self, positions: Iterable[torch.Tensor]) -> None:
+        """Count the documents of batches, where MFU is known; their positions restart."""
+        for places in positions if self._peak_flops is not None else ():
+            # The square of a length is the sum of as many odd numbers. It waits on the device until it is read.
+            self._squares = self._squares + (2 * places + 1).sum()
+            self._placed_tokens += places.numel()
+
     def read(self, step: int) -> dict[str, float]:
         """Give the figures since the last reading, for a line of metrics."""
         num_steps = max(step - self._last_step, 1)
@@ -143,7 +153,13 @@ class Throughput:
             "step_seconds": self.of_rank.step,
         }
         if self._peak_flops is not None and self._sequence_length:
-            used = tokens_per_second * self.flops_per_token(self._sequence_length)
-            figures["mfu"] = used / (self._peak_flops * self._num_devices)
+            a_token, without_attention = self.flops_per_token(self._sequence_length), self._flops(0)
+            mfu_of_flop = tokens_per_second / (self._peak_flops * self._num_devices)
+            figures["mfu"] = mfu_of_flop * a_token
+            if self._placed_tokens:
+                share = float(self._squares) / self._placed_tokens / self._sequence_length
+                of_documents = without_attention + share * (a_token - without_attention)
+                figures["mfu_documents"] = mfu_of_flop * of_documents
+        self._squares, self._placed_tokens = 0.0, 0
         self._last_step, self._last_tokens = step, self.tokens
         return figures
