@@ -38,6 +38,7 @@ LINES = {
     "resume": "benchmarks.resume",
     "text": "benchmarks.data",
     "packing": "benchmarks.packing",
+    "packed documents": "benchmarks.packed",
     "checkpoint": "benchmarks.checkpoint",
     "replicas": "benchmarks.replicas",
     "loss head": "benchmarks.head",
