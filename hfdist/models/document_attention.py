@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
 
 from hfdist.errors import first_line
 
@@ -74,9 +75,13 @@ def _borders_or_mask(
 def _find_borders(
     batch_size: int, num_tokens: int, mask_function: _MaskFunction, device: torch.device | str
 ) -> torch.Tensor | None:
-    """Give where documents begin and end, all sequences end to end; None: something looks ahead, as images do."""
+    """Give where documents begin and end, all sequences end to end.
+
+    Returns:
+        None: something looks ahead, as images do, or what is traced has no values.
+    """
     rows, columns = torch.arange(batch_size, device=device)[:, None], torch.arange(1, num_tokens, device=device)[None]
-    if mask_function(rows, 0, columns - 1, columns).any():
+    if is_tracing(rows) or mask_function(rows, 0, columns - 1, columns).any():
         return None
     if rows.is_cuda:
         # Before compiled blocks ask for it.

@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -106,6 +107,13 @@ def test_sequences_of_one_document_and_generation_are_those_of_sdpa(monkeypatch)
         assert torch.equal(*answers)
     with pytest.raises(AssertionError, match="no documents"):
         ours(input_ids=IDS, position_ids=PACKED, use_cache=False)
+
+
+def test_tensors_without_values_have_a_mask():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = llama("varlen")
+        fake = torch.zeros(2, 24, dtype=torch.int64)
+        assert model(input_ids=fake, position_ids=fake, use_cache=False).logits.shape == (2, 24, 64)
 
 
 def test_a_saved_model_does_not_name_it(tmp_path):
