@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfdist.errors import first_line
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.document_attention import dense_name
 from hfdist.models.probing import small_model
 from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.stage_io import CARRIES
@@ -48,7 +49,7 @@ def find_generation_problem(model: PreTrainedModel) -> str | None:
 
 def _compare(model: PreTrainedModel) -> float:
     small = small_model(model)
-    if model.config._attn_implementation == "sdpa":
+    if dense_name(model.config._attn_implementation) == "sdpa":
         small.set_attn_implementation("sdpa")
     for parameter in small.parameters():
         # Else rounding would hide what is wrong.
