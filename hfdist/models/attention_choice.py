@@ -12,14 +12,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 
 from hfdist.config.data import Packing
-from hfdist.config.model import Attention, Dtype, ModelConfig
+from hfdist.config.model import Attention, Dtype
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
-from hfdist.models.build import auto_class
 from hfdist.models.document_attention import BY_DOCUMENTS
 from hfdist.models.probing import scores_sequences, shrink
 
@@ -53,7 +56,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     name, reason, is_tried = None, _why_not_compiled(config, device_type), False
     if reason is None:
         is_tried = True
-        name, reason = find_by_documents(config.model, architecture, scores=config.task.name is TaskName.reward)
+        name, reason = find_by_documents(architecture, scores=config.task.name is TaskName.reward)
     if reason is None:
         architecture._attn_implementation = name
     elif asked is Attention.varlen:
@@ -81,9 +84,7 @@ def _why_not_compiled(config: RunConfig, device_type: str) -> str | None:
 
 
 @unset_fake_temporarily()
-def find_by_documents(
-    config: ModelConfig, architecture: PreTrainedConfig, *, scores: bool = False
-) -> tuple[str | None, str | None]:
+def find_by_documents(architecture: PreTrainedConfig, *, scores: bool = False) -> tuple[str | None, str | None]:
     """Compare a small model that goes document by document with itself with a mask, on the CPU in float32.
 
     Returns:
@@ -97,13 +98,13 @@ def find_by_documents(
                 # A loss over routers depends on the batch.
                 text.output_router_logits = False
             # As transformers itself chooses.
-            masked = _make(config, small, None, scores)
+            masked = _make(small, None, scores)
             name = BY_DOCUMENTS.get(str(masked.config.get_text_config(decoder=True)._attn_implementation))
             if name is None:
                 return None, _ONE_OF_ITS_OWN
             expected = _run(masked)
             with _seeing_calls(name) as calls:
-                found = _run(_make(config, small, _ASKED, scores))
+                found = _run(_make(small, _ASKED, scores))
         except Exception as error:  # whatever a model raises that cannot be made small, or does more with masks
             if isinstance(error, KeyError) and error.args == (_ASKED,):
                 return None, _ONE_OF_ITS_OWN
@@ -124,13 +125,18 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _make(config: ModelConfig, small: PreTrainedConfig, attention: str | None, scores: bool) -> PreTrainedModel:
+def _make(small: PreTrainedConfig, attention: str | None, scores: bool) -> PreTrainedModel:
     small = copy.deepcopy(small)
     small._attn_implementation = attention
-    torch.manual_seed(0)
-    model: PreTrainedModel = auto_class(scores).from_config(
-        small, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-    )
+    # torch.manual_seed would seed GPUs, too, which are not set back.
+    torch.default_generator.manual_seed(0)
+    classes: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scores else MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class = classes[type(small)]
+    if model_class.config_class is type(small.get_text_config()):
+        # Of a model for text and images it takes the part for text.
+        small = small.get_text_config()
+    # By its constructor: `from_config` would partition it under ZeRO-3.
+    model: PreTrainedModel = model_class(small)
     return model.float().eval()
 
 

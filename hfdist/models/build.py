@@ -89,7 +89,7 @@ def check_weights(
     _check_not_quantized(architecture)
     assert config.name is not None  # checked with the config
     how = {"config": copy.deepcopy(architecture), "dtype": "auto", **_safely(config)}
-    names = read_names(auto_class(scores), config.name, where="model.name", scores=scores, **how)
+    names = read_names(_auto_class(scores), config.name, where="model.name", scores=scores, **how)
     _check_names(names, config, trained)
 
 
@@ -118,7 +118,7 @@ def make_without_values(
     """
     try:
         with no_init_weights():
-            model: PreTrainedModel = auto_class(scores).from_config(
+            model: PreTrainedModel = _auto_class(scores).from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
     except (HfdistError, MemoryError):
@@ -163,8 +163,7 @@ def try_adapter(config: ModelConfig, architecture: PreTrainedConfig, adapter: Ad
     do_apart(put, where=key, found=found)
 
 
-def auto_class(scores: bool) -> Any:
-    """Give the class of transformers that makes the model."""
+def _auto_class(scores: bool) -> Any:
     return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
 
 
@@ -202,7 +201,7 @@ def _read(
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with reading_from_hub("model.name", config.name), _naming_memory(config.name):
-        model, about = auto_class(scores).from_pretrained(
+        model, about = _auto_class(scores).from_pretrained(
             config.name,
             output_loading_info=True,
             config=architecture,

@@ -19,7 +19,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.model import ModelConfig
 from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
 from hfdist.models import attention_choice, document_attention, find_architecture
@@ -228,7 +227,7 @@ def test_a_small_model_is_asked(model_type):
     architecture = tiny_config(model_type)
     architecture._attn_implementation = None
     state = torch.get_rng_state()
-    found = find_by_documents(ModelConfig(type=model_type), architecture)
+    found = find_by_documents(architecture)
     assert any(str(said).startswith(BY_TYPE[model_type]) for said in found)
     assert torch.equal(torch.get_rng_state(), state)
     assert architecture._attn_implementation is None
@@ -252,7 +251,7 @@ def test_what_differs_is_not_chosen(monkeypatch):
     monkeypatch.setattr(document_attention, "_mask_of_document", lambda beneath, query, _: whole(beneath, query, None))
     architecture = tiny_config("mistral")
     architecture._attn_implementation = None
-    name, reason = find_by_documents(ModelConfig(type="mistral"), architecture)
+    name, reason = find_by_documents(architecture)
     assert name is None
     assert reason.startswith("a small model differs by")
 
