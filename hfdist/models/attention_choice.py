@@ -30,6 +30,8 @@ BOUND = 1e-5
 """Largest difference in float32, relative to the largest element; documents that see each other make 1e-2 and more."""
 _FLOOR = 1e-2
 """Least divisor of a parameter's gradient, as a share of the largest element of all gradients."""
+_LEAST_TOKENS = 256
+"""On a CPU, calls for the documents of a shorter sequence cost more than its mask."""
 _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
 """Lengths in each sequence: longer and shorter than the window of a small model."""
 _ASKED = "varlen_asked"
@@ -51,7 +53,10 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
         ConfigError: `model.attention=varlen` cannot be.
     """
     asked = config.model.attention
-    if asked is not Attention.varlen and (asked is not Attention.auto or config.data.packing is Packing.none):
+    gains = config.data.packing is not Packing.none
+    if device_type == "cpu" and config.data.sequence_length < _LEAST_TOKENS:
+        gains = False
+    if asked is not Attention.varlen and (asked is not Attention.auto or not gains):
         return None
     name, reason, is_tried = None, _why_not_compiled(config, device_type), False
     if reason is None:

@@ -72,8 +72,8 @@ def test_the_comparison_can_fail(single, tmp_path):
     ("strategy", "num_processes", "overrides"),
     [
         ("ddp", 2, ["train.micro_batch_size=4", "train.eval_micro_batch_size=3"]),
-        ("zero3", 2, ["train.gradient_checkpointing=true"]),
-        ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured"]),
+        ("zero3", 2, ["train.gradient_checkpointing=true", "model.attention=varlen"]),
+        ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured", "model.attention=varlen"]),
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", *DEEPER]),
         many("hsdp", 4, ["train.gradient_checkpointing=true", "train.activation_offload=true", "strategy.offload=cpu"]),
         many("3d", 8, ["train.gradient_checkpointing=true", "model.loss=chunked", "strategy.schedule=zbv", *DEEPER]),
@@ -88,6 +88,9 @@ def test_the_comparison_can_fail(single, tmp_path):
         many("ddp", 2, ["strategy.min_data=1", "strategy.context=2", "train.compile=blocks", "model.loss=chunked"]),
         many("fsdp2", 4, ["train.compile=blocks", "strategy.pipeline=2", "strategy.schedule=dualpipev", *DEEPER]),
         ("single", 1, ["model.attention=eager"]),
+        ("long_context", 2, ["model.attention=varlen", "strategy.context_method=ulysses"]),
+        many("tensor", 2, ["model.attention=varlen"]),
+        many("fsdp2", 2, ["model.attention=varlen", "train.gradient_checkpointing=true", "train.recompute=cheap"]),
     ],
 )
 def test_ways_to_save_memory_or_time_change_nothing(single, tmp_path, aot_eager, strategy, num_processes, overrides):

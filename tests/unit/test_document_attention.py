@@ -257,7 +257,7 @@ def test_what_differs_is_not_chosen(monkeypatch):
 
 
 def chosen(*overrides, device_type="cpu"):
-    config = compose_config(["model=tiny", *overrides])
+    config = compose_config(["model=tiny", "data.sequence_length=256", *overrides])
     architecture = find_architecture(config.model, sequence_length=64)
     return choose_attention(config, architecture, device_type), architecture._attn_implementation
 
@@ -265,6 +265,7 @@ def chosen(*overrides, device_type="cpu"):
 def test_runs_of_packed_documents_choose_it():
     assert chosen() == (None, "varlen")
     assert chosen("data.packing=none") == (None, None)
+    assert chosen("data.sequence_length=255") == (None, None)
     assert chosen("model.attention=sdpa") == (None, "sdpa")
     assert chosen("data.packing=none", "model.attention=varlen") == (None, "varlen")
 
