@@ -66,37 +66,38 @@ def main() -> None:
 
 def _most(layout: str, vocabulary: int, loss: str) -> Peaks:
     processes = LAYOUTS[layout]
-    found = run_ranks(_measure, processes, layout, vocabulary, loss, group=processes > 1, timeout_seconds=600)
+    with tempfile.TemporaryDirectory() as folder:
+        asked = (layout, vocabulary, loss, folder)
+        found = run_ranks(_measure, processes, *asked, group=processes > 1, timeout_seconds=600)
     return Peaks(*map(max, zip(*found, strict=True)))
 
 
-def _measure(layout: str, vocabulary: int, loss: str) -> Peaks:
+def _measure(layout: str, vocabulary: int, loss: str, folder: str) -> Peaks:
+    config = compose_config(
+        [
+            "model=tiny",
+            f"model.config.vocab_size={vocabulary}",
+            f"model.loss={loss}",
+            f"strategy={layout}",
+            f"data.sequence_length={TOKENS}",
+            f"data.eval_sequences={2 * ROWS}",
+            "data.workers=0",
+            "train.max_steps=4",
+            "train.eval_every=2",
+            f"train.global_batch_size={2 * ROWS}",
+            f"train.micro_batch_size={ROWS}",
+            "checkpoint=none",
+            "report=quiet",
+            f"run.dir={Path(folder) / layout}",
+        ]
+    )
     largest: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        config = compose_config(
-            [
-                "model=tiny",
-                f"model.config.vocab_size={vocabulary}",
-                f"model.loss={loss}",
-                f"strategy={layout}",
-                f"data.sequence_length={TOKENS}",
-                f"data.eval_sequences={2 * ROWS}",
-                "data.workers=0",
-                "train.max_steps=4",
-                "train.eval_every=2",
-                f"train.global_batch_size={2 * ROWS}",
-                f"train.micro_batch_size={ROWS}",
-                "checkpoint=none",
-                "report=quiet",
-                f"run.dir={Path(folder) / layout}",
-            ]
-        )
-        steps, evaluations = (
-            mock.patch.object(kind, name, _counting(largest, name, getattr(kind, name)))
-            for kind, name in ((EngineTrainer, "training_step"), (Evaluator, "__call__"))
-        )
-        with steps, evaluations:
-            recipe.__wrapped__(config)
+    steps, evaluations = (
+        mock.patch.object(kind, name, _counting(largest, name, getattr(kind, name)))
+        for kind, name in ((EngineTrainer, "training_step"), (Evaluator, "__call__"))
+    )
+    with steps, evaluations:
+        recipe.__wrapped__(config)
     return Peaks(largest["training_step"], largest["__call__"])
 
 

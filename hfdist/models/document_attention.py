@@ -162,7 +162,8 @@ def _differ_by_kernel(device: torch.device) -> float:
             own = [state.clone().requires_grad_() for state in states]
             with torch.enable_grad():
                 if is_masked:
-                    query, key, value = own[0], *(state.repeat_interleave(2, 1) for state in own[1:])
+                    query = own[0]
+                    key, value = (state.repeat_interleave(2, 1) for state in own[1:])
                     attend = functional.scaled_dot_product_attention
                     output = attend(query, key, value, attn_mask=sees, scale=0.2).transpose(1, 2)
                 else:

@@ -178,6 +178,8 @@ LINES = [
     f"pretrain {TWO} strategy.pipeline=2 strategy.sharding=fsdp2 strategy.prefetch=2",
     f"pretrain {TWO} strategy.pipeline=2 strategy.sharding=zero1 strategy.offload=cpu",
     f"pretrain {TWO} strategy.pipeline=2 train.compile=model",
+    "pretrain model.attention=varlen train.compile=model",
+    f"pretrain {TWO} strategy=long_context strategy.context_method=gather model.attention=varlen",
     f"pretrain {TWO} strategy=zero1 strategy.tensor=2",
     f"pretrain {TWO} strategy.expert=2 train.compile=blocks model=qwen3_30b_a3b",
     f"pretrain {TWO} strategy.tensor=2 train.compile=model",
