@@ -158,7 +158,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Give what a config file holds, with its references as text; ConfigError: see `read_config_text`."""
     text, place = read_config_text(path), display(path)
     with _refusing_yaml(text, place):
-        values: dict[str, Any] | None = yaml.load(text, _PlainLoader)  # a safe loader
+        values: dict[str, Any] | None = _PlainLoader(text).get_single_data()
     return values or {}
 
 
