@@ -46,6 +46,8 @@ class Island:
     """Addresses of the island's ranks, for other islands."""
     connections: dict[int, Connection] = field(default_factory=dict)
     """Connections of the island's ranks, by rank."""
+    since: float = field(default_factory=time.monotonic)
+    """Time on the clock at which its first rank has come."""
 
     @property
     def is_complete(self) -> bool:

@@ -47,12 +47,15 @@ class GradientRecorder(torch.optim.SGD):
         """Keep the gradients, and step."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    if _GRADIENT not in state:
-                        state[_GRADIENT] = torch.zeros_like(parameter)
+                state = self.state[parameter]
+                if _GRADIENT not in state:
+                    state[_GRADIENT] = torch.zeros_like(parameter)
+                if parameter.grad is None:
+                    # Not that of an earlier step once more.
+                    state[_GRADIENT].zero_()
+                else:
                     state[_GRADIENT].copy_(parameter.grad)
-        self.has_taken = True
+                    self.has_taken = True
         super().step(closure)
 
 
@@ -128,7 +131,9 @@ class ParameterClient:
         """
         begin = time.monotonic()
         content = encode(self._config.codec, join(to_host(piece.view) for piece in self._owned.own_state(_GRADIENT)))
-        message = {"push": step, "targets": targets if recorder.has_taken else 0.0}
+        # A step that was skipped counts nothing; one rank's parameters may have no part in a step.
+        has_taken = any(gather_json(recorder.has_taken))
+        message = {"push": step, "targets": targets if has_taken else 0.0}
         recorder.has_taken = False
         found = None
         answer = self._ask(message | {"state": state if rank() == 0 else None}, content)

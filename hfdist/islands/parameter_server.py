@@ -164,6 +164,7 @@ class ParameterServer:
     def lose(self, index: int) -> None:
         """Go on without an island."""
         self._workers.pop(index, None)
+        self._bad.pop(index, None)
         self._go_on()
 
     def _add(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
@@ -248,12 +249,15 @@ class ParameterServer:
     async def _step_with(self, store: ParameterStore, pushes: Mapping[Island, Mapping[int, _Push]], lr: float) -> None:
         bad = await asyncio.to_thread(self._step_store, store, pushes, lr)
         for island in pushes:
+            if self._islands.get(island.index) is not island:
+                # It has left meanwhile: who comes back under its index begins anew.
+                continue
             if island.index not in bad:
                 self._bad.pop(island.index, None)
                 continue
             self._bad[island.index] += 1
             self._say(f"island {island.index} is left out of a step: what it has pushed is not finite")
-            if self._bad[island.index] >= _MOST_BAD and self._islands.get(island.index) is island:
+            if self._bad[island.index] >= _MOST_BAD:
                 self._end(island, f"what it has pushed is not finite, {_MOST_BAD} times in a row")
 
     def _step_store(self, store: ParameterStore, pushes: Mapping[Island, Mapping[int, _Push]], lr: float) -> list[int]:

@@ -87,6 +87,8 @@ class _Rendezvous:
     """Members that do not have all yet; once it is empty the exchange counts."""
     read: dict[int, object]
     """What each member has read of the data."""
+    there: list[int]
+    """Islands that take part in the round that follows."""
 
 
 class Rendezvous:
@@ -117,6 +119,8 @@ class Rendezvous:
         self._under_way: _Rendezvous | None = None
         self._number = 0
         self._has_begun = False
+        self._there: list[int] = []
+        """Islands that were dealt data for the present round; empty: this server does not know them."""
         self._accused: dict[int, dict[int, str]] = {}
         """Islands whose parts could not be used in the rendezvous that was aborted last: by whom, and why."""
         self._aborted: set[int] = set()
@@ -182,13 +186,20 @@ class Rendezvous:
         # The newest, and of several those of most islands.
         newest = max(outers, key=lambda outer: (outer[0], outers.count(outer), outer[1]))
         alike = {index: arrival for index, arrival in arrivals.items() if arrival.outer == newest}
+        dealt = self._there or sorted(alike)
         # If all who were to train are lost, the others do.
         alike = {index: arrival for index, arrival in alike.items() if not arrival.rests} or alike
         starting = [index for index, arrival in alike.items() if arrival.is_start]
+        if len(starting) == len(alike):
+            dealt = sorted(starting)
+        else:
+            # In the middle of a round each keeps what it was dealt. Who was dealt nothing gets a state at its end.
+            starting = [index for index in starting if index in dealt]
         self._number += 1
         if starting:
             # They have nothing to exchange yet. All others wait for them.
-            nobody: dict[str, object] = {"members": {}, "sources": {}, "weights": {}, "there": sorted(starting)}
+            self._there = dealt
+            nobody: dict[str, object] = {"members": {}, "sources": {}, "weights": {}, "there": dealt}
             self._tell(starting, {"round": self._number, "resting": self._draw_resting(starting)} | nobody)
             return
         last = max(arrival.step for arrival in alike.values())
@@ -197,7 +208,8 @@ class Rendezvous:
         others = sorted(index for index in arrivals if index not in members)
         sources = {joiner: members[place % len(members)] for place, joiner in enumerate(others)}
         read = {index: arrivals[index].read for index in members}
-        self._under_way, self._until = _Rendezvous(self._number, members, sources, set(members), read), math.inf
+        self._under_way = _Rendezvous(self._number, members, sources, set(members), read, sorted(arrivals))
+        self._until = math.inf
         addresses = {index: self._islands[index].addresses for index in (*members, *others)}
         message = {"round": self._number, "members": {index: addresses[index] for index in members}}
         message |= {"weights": {index: arrivals[index].weight for index in members}}
@@ -248,7 +260,7 @@ class Rendezvous:
             if not under_way.missing:
                 for member in under_way.members:
                     self._times_out.pop(member, None)
-                self._left_out = set()
+                self._left_out, self._there = set(), under_way.there
                 self._tell(under_way.members, {"commit": number, "read": under_way.read})
         elif index in under_way.sources:
             del under_way.sources[index]

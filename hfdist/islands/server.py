@@ -25,6 +25,8 @@ _MOST_PLACES = 2**20
 """Islands, and ranks of one."""
 _MOST_SAID = 200
 """Characters of what an island has sent, in a line."""
+_COMPLETE_SECONDS = 60.0
+"""Seconds in which all ranks of an island must have come: it loads torch for rank 0 (see `_hear`)."""
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.%\w]{2,64}\]|[\w.-]{1,255}):(\d{1,5})", re.ASCII)
 
 
@@ -74,7 +76,11 @@ class IslandServer:
                 if silent > self._silent_seconds:
                     self._lose(island, f"rank {rank} is silent for {silent:.0f} s")
                     break
-                connection.send({"beat": 1})
+                # What is still under way is a sign of life, too, and may be more than `send` lets wait.
+                if connection.writer.transport.get_write_buffer_size() == 0:
+                    connection.send({"beat": 1})
+            if not island.is_complete and now - island.since > max(_COMPLETE_SECONDS, self._silent_seconds):
+                self._lose(island, "not all of its ranks have come")
         if self._coordinator is not None:
             self._coordinator.tick()
 
@@ -89,7 +95,12 @@ class IslandServer:
             while True:
                 message = read_message(await read_line(reader))
                 connection.hear()
-                if self._islands.get(island.index) is not island or self._coordinator is None:
+                if self._islands.get(island.index) is not island:
+                    return
+                if self._coordinator is None:
+                    # Rank 0 is still on its way, and nobody has anything to say before.
+                    if "beat" in message:
+                        continue
                     return
                 payload = b""
                 if "bytes" in message:

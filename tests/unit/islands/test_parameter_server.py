@@ -7,10 +7,11 @@ import torch
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName, Schedule
 from hfdist.config.schema import plain
 from hfdist.errors import ConfigError, PeerError
+from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_server import check_job
 from hfdist.islands.parameter_store import find_slots
 from hfdist.messages.message import Message
-from tests.unit.islands.servers import member, served, together
+from tests.unit.islands.servers import member, served, together, until
 
 SGD = plain(OptimizerConfig(name=OptimizerName.sgd, weight_decay=0.0, lr=1.0, schedule=Schedule.constant))
 SEGMENTS = [["weight", [2], 0, 0, 0, 2]]
@@ -32,9 +33,9 @@ def job(staleness, **more):
 class Worker:
     """One rank that is an island."""
 
-    def __init__(self, address, index, staleness, **more):
+    def __init__(self, address, index, staleness, *, start="1", **more):
         # It loads torch for the first one.
-        self._member = member(address, index, job=job(staleness, **more), seconds=60.0)
+        self._member = member(address, index, job=job(staleness, **more), start=start, seconds=60.0)
         self.step = 0
 
     def begin(self, step=0, weights=START, **more):
@@ -165,6 +166,41 @@ def test_what_is_no_gradient_ends_an_island_and_what_is_not_finite_is_left_out()
         with pytest.raises(PeerError) as error:
             one._member.connect()
         assert error.value.found == "what it has pushed is not finite, 5 times in a row"
+
+
+def test_what_an_island_has_pushed_before_its_start_counts_no_more():
+    with served() as (address, lines):
+        one, two = begin_both(address, None)
+        for number in range(1, 6):
+            one.push(float("nan"))
+            until(lambda number=number: lines.count(LEFT_OUT) == number)
+        until(lambda: any(line.startswith("island 0 has left") for line in lines))
+        back = Worker(address, 0, None, start="2")
+        assert back.begin() == START
+        back.step = back.answer["step"]
+        back.push(float("nan"))
+        assert back.take() == START
+        until(lambda: lines[-1] == LEFT_OUT)
+        for worker in (back, two):
+            worker.leave()
+
+
+def test_a_skipped_step_pushes_no_gradient_of_an_earlier_one():
+    one, two = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    recorder = GradientRecorder([one, two], lr=0.0)
+    for parameter in (one, two):
+        parameter.grad = torch.ones(2)
+    recorder.step()
+    assert recorder.has_taken
+    recorder.has_taken = False
+    one.grad = None
+    recorder.step()
+    assert recorder.has_taken
+    assert recorder.state[one]["gradient"].tolist() == [0.0, 0.0]
+    recorder.has_taken = False
+    two.grad = None
+    recorder.step()
+    assert not recorder.has_taken
 
 
 @pytest.mark.parametrize(

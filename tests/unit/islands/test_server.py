@@ -3,12 +3,15 @@
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from hfdist.errors import ConfigError, PeerError
 from hfdist.islands.member import Participants
+from hfdist.islands.membership import Connection, Island
 from hfdist.islands.rendezvous import Arrival
+from hfdist.islands.server import IslandServer
 from tests.unit.islands.servers import JOB, member, served, together, until
 from tests.unit.islands.servers import at as place
 
@@ -72,6 +75,59 @@ def test_who_has_other_outer_weights_gets_the_state_of_a_member():
         next_one.join(10)
         for one in (old, new, late):
             one.leave()
+
+
+def test_who_starts_again_in_the_middle_of_a_round_has_its_own_share_of_the_data():
+    with served(least=3) as (address, _lines):
+        members = [member(address, island) for island in range(3)]
+        starts = arrive(*((one, at(0)) for one in members))
+        assert [start.there for start in starts] == [[0, 1, 2]] * 3
+        members[2].leave()
+        back, late = member(address, 2, start="2"), member(address, 3)
+        waiting = [threading.Thread(target=one.arrive, args=(at(10),)) for one in members[:2]]
+        # It has the weights of this round, and its share has others' data already.
+        waiting.append(threading.Thread(target=late.arrive, args=(at(0),)))
+        for thread in waiting:
+            thread.start()
+        (start,) = arrive((back, at(0)))
+        assert (start.there, start.members) == ([0, 1, 2], {})
+        assert all(thread.is_alive() for thread in waiting)
+        (end,) = arrive((back, at(10)))
+        assert sorted(end.members) == [0, 1, 2]
+        assert list(end.sources) == [3]
+        for thread in waiting:
+            thread.join(10)
+        for one in (*members[:2], back, late):
+            one.leave()
+
+
+def test_whoever_is_sent_much_is_no_burden_for_beats():
+    told = []
+    transport = SimpleNamespace(get_write_buffer_size=lambda: 2**23, abort=lambda: told.append("aborted"))
+    writer = SimpleNamespace(transport=transport, write=told.append)
+    server, island = IslandServer(None), Island(0, "1", addresses=["a"])
+    island.connections[0] = Connection(writer, time.monotonic())
+    server._islands[0] = island
+    server._beat()
+    assert told == []
+    transport.get_write_buffer_size = lambda: 0
+    server._beat()
+    assert len(told) == 1
+    assert b"beat" in told[0]
+
+
+def test_the_other_ranks_of_an_island_may_come_long_before_its_first(monkeypatch):
+    """The server loads torch for the first one of all."""
+    monkeypatch.setattr("hfdist.islands.server._COMPLETE_SECONDS", 2.5)
+    with served(least=1, silent_seconds=2.5) as (address, lines):
+        other, astray = member(address, 0, rank=1), member(address, 1, rank=1)
+        time.sleep(1.5)
+        first = member(address, 0, ranks=2)
+        until(lambda: "island 0 is there, with 2 ranks" in lines)
+        until(lambda: "island 1 has left: not all of its ranks have come" in lines)
+        assert not other._connection.is_broken.is_set()
+        for one in (first, other, astray):
+            one.close()
 
 
 def test_a_lost_member_aborts_an_exchange_and_the_rest_exchange_anew():
