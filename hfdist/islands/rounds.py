@@ -176,13 +176,12 @@ class Rounds:
         return figures
 
     def leave(self) -> None:
-        """Take part no more."""
+        """Take part no more, once what this island has given to others is there."""
+        if not self.is_open:
+            # Before the bye: what an island has not given until then is lost with it.
+            on_all_ranks(self._transport.close)
         if rank() == 0:
             self._member.leave()
-        self.close()
-
-    def close(self) -> None:
-        """End all connections."""
         self._member.close()
         # Without a connection what is under way is aborted.
         self._sender.shutdown()

@@ -33,7 +33,9 @@ MOST_PART_BYTES = 4 * _CHUNK_ELEMENTS
 _POLL_SECONDS = 0.1
 _RETRY_SECONDS = 0.2
 _LINGER_SECONDS = 5.0
-"""Seconds for what is under way when a rank ends."""
+"""Seconds without progress after which what is under way is given up when a rank ends."""
+_SENT_BYTES = 2**18
+"""Bytes after which progress is seen."""
 _CONNECT_SECONDS = 10.0
 _MOST_WAITING = 8
 """Messages of one rank that have come before they were asked for: it cannot be further ahead."""
@@ -198,7 +200,7 @@ class Transport:
     def keep(self, addresses: Sequence[str]) -> None:
         """Drop what is still under way to ranks that are gone."""
         for address in [one for one in self._peers if one not in addresses]:
-            self._peers.pop(address).close(0.0)
+            self._peers.pop(address).close()
 
     def forget(self, number: int) -> None:
         """Drop what has come of rendezvous up to this one."""
@@ -207,10 +209,15 @@ class Transport:
             self._waiting = {key: contents for key, contents in self._waiting.items() if key[0] > number}
 
     def close(self) -> None:
-        """Close all; what is under way has a moment to arrive."""
-        until = time.monotonic() + _LINGER_SECONDS
-        for peer in self._peers.values():
-            peer.close(max(0.0, until - time.monotonic()))
+        """Close all, once what is under way has arrived or none of it gets on."""
+        peers, sent, until = list(self._peers.values()), -1, math.inf
+        for peer in peers:
+            peer.finish()
+        while time.monotonic() < until and not all(peer.has_ended(_POLL_SECONDS) for peer in peers):
+            if sent != sum(peer.sent_bytes for peer in peers):
+                sent, until = sum(peer.sent_bytes for peer in peers), time.monotonic() + _LINGER_SECONDS
+        for peer in peers:
+            peer.close()
         self._peers = {}
         self._served.close()
 
@@ -255,6 +262,7 @@ class _Sender:
         self._queue: queue.Queue[tuple[bytes, Sequence[bytes]] | None] = queue.Queue()
         self._is_closed = threading.Event()
         self._connection: socket.socket | None = None
+        self.sent_bytes = 0
         self._thread = threading.Thread(target=self._run, name="islands-sender", daemon=True)
         self._thread.start()
 
@@ -263,11 +271,18 @@ class _Sender:
         header = {"rendezvous": number, "kind": kind, "sizes": [len(content) for content in contents]}
         self._queue.put((write_message(header), contents))
 
-    def close(self, linger_seconds: float) -> None:
-        """End, once all has arrived or the time is over."""
+    def finish(self) -> None:
+        """End once all has arrived. Does not wait for it."""
         self._queue.put(None)
-        if linger_seconds > 0:
-            self._thread.join(linger_seconds)
+
+    def has_ended(self, wait_seconds: float) -> bool:
+        """Whether it has, after so many seconds at most."""
+        self._thread.join(wait_seconds)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """End, whatever is still under way."""
+        self._queue.put(None)
         self._is_closed.set()
         connection = self._connection
         if connection is not None:
@@ -279,6 +294,10 @@ class _Sender:
             while not self._is_closed.is_set() and not self._is_sent(*message):
                 self._is_closed.wait(_RETRY_SECONDS)
         if self._connection is not None:
+            with suppress(OSError):  # ended by the other side, or by `close`
+                # That one ends the connection once it has read all.
+                self._connection.shutdown(socket.SHUT_WR)
+                self._connection.recv(1)
             self._connection.close()
 
     def _is_sent(self, header: bytes, contents: Sequence[bytes]) -> bool:
@@ -289,7 +308,9 @@ class _Sender:
                 self._connection.settimeout(None)
             self._connection.sendall(header)
             for content in contents:
-                self._connection.sendall(content)
+                for start in range(0, len(content), _SENT_BYTES):
+                    self._connection.sendall(memoryview(content)[start : start + _SENT_BYTES])
+                    self.sent_bytes += _SENT_BYTES
         except (OSError, NotAMessageError, RefusedError):
             if self._connection is not None:
                 self._connection.close()

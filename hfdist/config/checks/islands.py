@@ -7,10 +7,11 @@ import json
 import re
 
 from hfdist.config.checks.conflict import conflict
-from hfdist.config.islands import IslandMethod, IslandsConfig
+from hfdist.config.islands import Codec, IslandMethod, IslandsConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.train import Precision
+from hfdist.topology import PARTS
 
 _ROUNDS = (IslandMethod.diloco, IslandMethod.federated)
 _OF_METHODS = (
@@ -47,6 +48,12 @@ def check_islands(config: RunConfig) -> None:
         raise conflict(
             config, "train.precision islands.method", what, allowed="fp32, bf16", hint="train.precision=bf16"
         )
+    for axis in ("pipeline", *PARTS):
+        if islands.codec in (Codec.int8, Codec.fp4) and getattr(config.strategy, axis) > 1:
+            # Numbers that stand together share a scale, and each of these ranks has others beside what all have.
+            what = "ranks with other parts of the model would round differently what all of them have"
+            keys, hint = f"islands.codec strategy.{axis}", "islands.codec=bf16"
+            raise conflict(config, keys, what, allowed="fp32, bf16", hint=hint)
     if islands.every % islands.fragments != 0:
         what = "the parts of the model cannot be exchanged at equal distances"
         allowed = f"a divisor of {islands.every}"

@@ -20,6 +20,12 @@ def changes(before, after):
     return find_changes(json.loads(json.dumps(values_of(*before))), values_of(*after))
 
 
+def test_numbers_that_travel_otherwise_between_islands_train_otherwise():
+    islands = ["islands=diloco", "islands.address=localhost:1"]
+    (found,) = changes(islands, [*islands, "islands.codec=int8"])
+    assert (found.key, found.is_safe) == ("islands.codec", False)
+
+
 def test_an_equal_config_has_none():
     same = ["data=mixture", "+data.sources.a={path: x, weight: 1}", "+train.arguments.adam_beta1=0.8"]
     assert changes(same[:2], same[:2]) == []

@@ -17,6 +17,7 @@ ADDRESS = "islands.address=localhost:1"
         (["islands=federated", "islands.overlap=2"], "islands.overlap", "islands=diloco"),
         (["islands=parameter_server", "optimizer.base_width=64"], "optimizer.base_width", "optimizer.base_width=null"),
         (["islands=parameter_server", "train.precision=fp16"], "train.precision", "train.precision=bf16"),
+        (["islands=streaming", "strategy=tensor"], "islands.codec", "islands.codec=bf16"),
     ],
 )
 def test_a_key_that_its_method_does_not_read_is_refused(overrides, key, hint):
