@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from types import FrameType
 from typing import Any, NoReturn
@@ -26,6 +27,9 @@ class _Machine:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_told = False
+        """Whether it is to stop, perhaps before it has begun."""
+        self._lock = threading.Lock()
 
     def find_place(self) -> tuple[str, int]:
         """Give the machine's address and a port that is free there."""
@@ -37,16 +41,21 @@ class _Machine:
 
     def run(self, script: str, variables: dict[str, str]) -> int:
         """Run it to its end, and give its exit code."""
-        # In a group of its own: Ray's own signals must not end it while it saves.
-        self._process = subprocess.Popen(
-            ["bash", "-c", script], env={**os.environ, **variables}, start_new_session=True
-        )
+        with self._lock:
+            if self._is_told:
+                return AGAIN
+            # In a group of its own: Ray's own signals must not end it while it saves.
+            self._process = subprocess.Popen(
+                ["bash", "-c", script], env={**os.environ, **variables}, start_new_session=True
+            )
         return self._process.wait()
 
     def stop(self) -> None:
-        """Tell the script to save and to end."""
-        if self._process is not None:
-            self._process.terminate()
+        """Tell the script to save and to end; one that has not begun does not."""
+        with self._lock:
+            self._is_told = True
+            if self._process is not None:
+                self._process.terminate()
 
 
 def run_on_machines(

@@ -72,7 +72,8 @@ def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
         container = f"{shlex.join(words)} "
         # The image has hfdist, the machine need not: all that needs it is done there.
         verdict = f"srun --nodes=1 --ntasks=1 {container}{python}"
-        setup, in_container = "", "".join(f"{line}\n    " for line in setup.splitlines())
+        # Not indented: a set-up may have texts of several lines.
+        setup, in_container = "", f"{setup}    "
     text = _SCRIPT.format(
         head=job.head(submit),
         directives="".join(f"#SBATCH {line}\n" for line in _directives(job, requeues)),

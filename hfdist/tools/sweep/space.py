@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, QuotedString, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
 from hfdist.config.schema import all_keys, find_key, nearest_key
@@ -92,7 +92,8 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
             raise ConfigError(what, where=place, found=body, hint=hint)
         found = ChoiceSweep(list=list(found.range()))
     if isinstance(found, ChoiceSweep) and found.list:
-        choices = tuple(item.text if isinstance(item, QuotedString) else item for item in found.list)
+        # Without quotes, also within lists and dicts.
+        choices = tuple(Override._convert_value(item) for item in found.list)
         # Each once.
         choices = tuple(choice for place, choice in enumerate(choices) if choice not in choices[:place])
         return Dimension(key=key, choices=choices, condition=when)
@@ -215,5 +216,21 @@ def as_text(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
-        return f"{value:.6g}"
-    return str(value).replace(" ", "") if isinstance(value, (list, dict)) else str(value)
+        short = f"{value:.6g}"
+        return short if float(short) == value else repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_as_part, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{as_text(name)}:{_as_part(part)}' for name, part in value.items())}}}"
+    return str(value)
+
+
+def _as_part(value: object) -> str:
+    """Write what stands in a list or dict, where a text may need quotes to stay one."""
+    if not isinstance(value, str):
+        return as_text(value)
+    try:
+        is_same = OverridesParser.create().parse_override(f"a=[{value}]").value() == [value]
+    except HydraException:
+        is_same = False
+    return value if is_same else QuotedString(value, Quote.single).with_quotes()

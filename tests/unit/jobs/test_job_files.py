@@ -16,6 +16,8 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import Traine
 
 from hfdist.errors import ConfigError
 from hfdist.records import read_run
+from hfdist.tools.jobs.job import AGAIN
+from hfdist.tools.jobs.on_ray import _Machine
 from hfdist.tools.jobs.slurm import write_slurm
 from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
 
@@ -59,6 +61,19 @@ def test_no_value_leaves_its_quotes(tmp_path, monkeypatch, target):
     # The comment with the command stays a comment.
     head = next(iter(texts.values())).partition("hfdist pretrain")[0]
     assert not re.search(r"^(#SBATCH --partition=other|touch)", head, flags=re.MULTILINE)
+
+
+def test_lines_of_a_set_up_stay_as_they_are_in_a_container(tmp_path):
+    given = ("cluster.image=image", "cluster.setup=['cat <<END', x, END]")
+    _, texts = make("slurm", *TWO, *given, folder=tmp_path)
+    assert "cat <<END\nx\nEND\n" in shell_of("slurm", texts)
+
+
+def test_a_script_that_is_told_to_stop_before_it_has_begun_does_not_begin(tmp_path):
+    machine = _Machine()
+    machine.stop()
+    assert machine.run(f"touch {tmp_path}/begun", {}) == AGAIN
+    assert not (tmp_path / "begun").exists()
 
 
 def test_the_machines_of_a_slurm_job_meet_at_the_first(tmp_path, monkeypatch):

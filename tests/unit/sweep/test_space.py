@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError
@@ -100,7 +101,17 @@ def test_a_condition_must_be_able_to_hold():
 
 def test_values_are_written_as_overrides():
     texts = [as_override("a", value) for value in (True, None, 0.1 + 0.2, 1e-5, 3, "x", [1, 2])]
-    assert texts == ["a=true", "a=null", "a=0.3", "a=1e-05", "a=3", "a=x", "a=[1,2]"]
+    assert texts == ["a=true", "a=null", "a=0.30000000000000004", "a=1e-05", "a=3", "a=x", "a=[1,2]"]
+
+
+def test_what_is_written_is_what_was_chosen():
+    text = "a=choice(0.12345678,0.12345679,[null,true,2],[null,'null','x y',' x'],{b:'1',c:[x, y]})"
+    (space,) = (parse_dimension("model.config.x", text.partition("=")[2], COMMAND_LINE),)
+    assert len(space.choices) == 5
+    assert json.loads(json.dumps(space.choices)) == list(space.choices)
+    for choice in space.choices:
+        override = OverridesParser.create().parse_override(as_override("a", choice))
+        assert override.value() == choice
 
 
 WRITTEN = ("optimizer.lr=interval(1e-4,1e-2)", "optimizer.warmup_steps=int(interval(0,8))", "strategy=ddp,zero1",
