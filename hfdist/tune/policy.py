@@ -16,6 +16,7 @@ TRL). RLOO takes beta x log(p / r), summed over an answer, off its reward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -193,7 +194,8 @@ class PolicyGradient(Objective):
 
 def ratio_of(log_probabilities: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """Give how much likelier the policy that is trained makes tokens or answers than the one that drew them."""
-    return (log_probabilities - old).exp().clamp(max=_LARGEST_RATIO)
+    # Before `exp`: the gradient of one that overflows would be 0 x infinity.
+    return (log_probabilities - old).clamp(max=math.log(_LARGEST_RATIO)).exp()
 
 
 def clipped_losses(ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,12 @@ def test_a_ratio_counts_up_to_its_limits(ratio, advantage, loss, slope):
     assert new.grad.item() == pytest.approx(slope)
 
 
+def test_a_ratio_that_no_number_holds_has_no_gradient():
+    new = torch.tensor([0.0], requires_grad=True)
+    ratio_of(new, torch.tensor([-100.0])).sum().backward()
+    assert new.grad.item() == 0.0
+
+
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [

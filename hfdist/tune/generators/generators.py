@@ -123,8 +123,9 @@ class Generators(TrainerCallback):
             PeerError: no generator is left, or none answers; on all ranks alike.
         """
         step = self._training.state.global_step
-        if step < self._step:
-            # The run has gone back: what was answered since was by weights that are no more.
+        if step <= self._step:
+            # The run has gone back, perhaps to the step that failed: what was answered since was by weights that are no
+            # more.
             self._rollback, self._published, self._asked = self._rollback + 1, -1, set()
             self._ahead.restart()
         self._step = step

@@ -1,8 +1,11 @@
 """Prompts that are read ahead are those of the next steps, and the run's own cursor does not move."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 from hfdist.config.data import Packing
 from hfdist.data import TokenStream
-from hfdist.tune.generators.generators import Lookahead
+from hfdist.tune.generators.generators import Generators, Lookahead
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import memory_config, memory_corpus
 
@@ -37,6 +40,22 @@ def test_what_is_read_ahead_comes_next_and_once(tmp_path):
             known[number] = ids(row["input_ids"][0], row["attention_mask"][0])
         assert sorted(known) == [numbers[-1] + SIZE * (1 + place) for place in range(2 * PER_STEP)]
         assert stream.state_dict() == cursor
+
+
+def test_a_run_that_goes_back_to_the_step_that_failed_asks_anew():
+    generators, state = Generators.__new__(Generators), SimpleNamespace(global_step=0)
+    generators._training = SimpleNamespace(state=state, waiting=lambda what: nullcontext())
+    generators._topology = SimpleNamespace(world_size=1, data=1)
+    generators._ahead = SimpleNamespace(restart=lambda: None)
+    generators._rollback, generators._step, generators._published, generators._wait_seconds = 0, -1, -1, 0.0
+    generators._publish = lambda step: None
+    generators._exchange = lambda numbers, prompts, step, answers: generators._asked.update(numbers) or []
+    generators._asked = set()
+    asked = []
+    for state.global_step, number in ((0, 0), (1, 1), (1, 1), (2, 2)):
+        generators.answer([number], [[5]])
+        asked.append((generators._rollback, sorted(generators._asked)))
+    assert asked == [(0, [0]), (0, [0, 1]), (1, [1]), (1, [1, 2])]
 
 
 def test_it_ends_where_the_data_end(tmp_path):
