@@ -62,17 +62,20 @@ class OwnPlan:
         self._connection, theirs = Pipe()
         if forks:
             self._pid = _fork(make, theirs)
+            theirs.close()
         else:
             self._pid = _start(theirs)
-            # What cannot be pickled has the reader end, which says so.
-            with suppress(pickle.PicklingError, AttributeError, TypeError):
+            # Without it, one that has died would leave this one waiting.
+            theirs.close()
+            # What cannot be pickled has the reader end, which says so. OSError: it has ended.
+            with suppress(pickle.PicklingError, AttributeError, TypeError, OSError):
                 self._connection.send(make)
-        theirs.close()
 
     def take(self) -> Made | str:
         """Wait for the plan, and give it, or why there is none. Call it once."""
         found: Made | str = f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
-        with suppress(EOFError):
+        # OSError: it has ended before it has read what it was sent.
+        with suppress(EOFError, OSError):
             if self._connection.poll(_MOST_SECONDS):
                 found = self._connection.recv()
         self._connection.close()

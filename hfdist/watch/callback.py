@@ -129,6 +129,10 @@ class Watch(TrainerCallback):
             # Decided once all callbacks have been here.
             self.progress.exempt = SAVING
 
+    def look_ahead(self, control: TrainerControl) -> None:
+        """Take note that others have changed what comes now since the step has ended."""
+        self.progress.exempt = _what_follows(control)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
     ) -> None:

@@ -43,12 +43,18 @@ def open_store() -> HostedStore | JoinedStore:
     # Who is lost before its first beat has come must have a name, too.
     known = [Heartbeat(number=0, host=host, pid=pid) for host, pid in gather_json([platform.node(), os.getpid()])]
     is_here = len({beat.host for beat in known}) == 1 and not read_launcher().has_other_machines
-    own_address, listens_at = (LOOPBACK, LOOPBACK) if is_here else _own_address() if own == 0 else ("", "")
-    host = HostedStore(size, known, listens_at) if own == 0 else None
-    address, port, token = gather_json(None if host is None else [own_address, host.port, host.token])[0]
-    store: HostedStore | JoinedStore | None = host
-    problem = None
-    if store is None:
+    store: HostedStore | JoinedStore | None = None
+    problem, told = None, None
+    if own == 0:
+        try:
+            own_address, listens_at = (LOOPBACK, LOOPBACK) if is_here else _own_address()
+            store = host = HostedStore(size, known, listens_at)
+            told = [own_address, host.port, host.token]
+        except OSError as error:
+            problem = f"rank 0 cannot serve the others ({error})"
+    told = gather_json(told)[0]
+    if own != 0 and told is not None:
+        address, port, token = told
         try:
             store = JoinedStore(address, port, token, own, size)
         except OSError as error:

@@ -3,17 +3,27 @@
 import os
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import TrainerControl, TrainerState
 
 from hfdist.errors import ConfigError
 from hfdist.launch import gloo_interface
 from hfdist.run.process_group import agree_on_start, start_group_under_torchrun
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.bit_comparison import Difference, find_differences, sum_bits, vote
-from hfdist.trainer.fault_tolerance.nonfinite_steps import SkipCounter, Skipped, Tolerance, propagate_nan
+from hfdist.trainer.fault_tolerance.nonfinite_steps import (
+    NonfiniteGuard,
+    SkipCounter,
+    Skipped,
+    Tolerance,
+    propagate_nan,
+)
+from hfdist.watch.callback import Watch
+from hfdist.watch.diagnosis import EVALUATING
 
 
 @pytest.mark.parametrize(
@@ -96,6 +106,32 @@ def test_only_a_step_beyond_the_one_that_failed_is_progress():
     assert not tally.may_roll_back
     tally.take(11)
     assert tally.may_roll_back
+
+
+def test_a_watch_knows_when_an_evaluation_that_was_put_off_comes(tmp_path):
+    watch, control = Watch(tmp_path), TrainerControl(should_evaluate=True)
+    training = SimpleNamespace(
+        args=SimpleNamespace(fp16=False),
+        callbacks=[watch],
+        control=control,
+        num_samples=lambda: 0,
+        schedule=SimpleNamespace(load_state_dict=lambda state: None, optimizer=SimpleNamespace(param_groups=[])),
+        strategy=SimpleNamespace(topology=SimpleNamespace(data_rank=0)),
+        trainer=SimpleNamespace(_tr_loss=torch.tensor(torch.nan), _globalstep_last_logged=0),
+        state=TrainerState(global_step=1),
+    )
+    limits, keeper = Tolerance(compare_replicas_every=None), SimpleNamespace(replicates_at=lambda step: False)
+    guard = NonfiniteGuard(training, keeper, limits, replicas=None, came_from=None, log_skipped=lambda: None)
+    guard._loss_before, guard._is_finite = torch.tensor(1.0), False
+    watch.on_step_end(None, training.state, control)
+    assert watch.progress.exempt == EVALUATING
+    guard.end_step()
+    assert watch.progress.exempt is None
+    watch.on_step_end(None, training.state, control)
+    guard._is_finite = True
+    guard.end_step()
+    assert control.should_evaluate
+    assert watch.progress.exempt == EVALUATING
 
 
 def start(port, world_size):

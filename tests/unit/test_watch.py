@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.watch import diagnosis, stacks
+from hfdist.testing import run_ranks
+from hfdist.watch import diagnosis, stacks, store
 from hfdist.watch.callback import is_broken_connection
 from hfdist.watch.diagnosis import (
     EVALUATING,
@@ -195,6 +196,21 @@ def test_who_is_no_rank_is_not_heard(first):
         assert stranger.recv(1) == b""
     assert host.exchange(Heartbeat(number=1), None)[0][1].number == 0
     host.close()
+
+
+def refused_by_rank_0():
+    def fails(*args):
+        raise OSError("no port is free")
+
+    store.HostedStore = fails
+    with pytest.raises(OSError, match="rank 0 cannot serve the others") as caught:
+        open_store()
+    return str(caught.value)
+
+
+def test_where_rank_0_cannot_serve_all_ranks_hear_it():
+    one, two = run_ranks(refused_by_rank_0, 2)
+    assert one == two
 
 
 class SlowStore:

@@ -189,7 +189,9 @@ class NonfiniteGuard:
         control = self._training.control
         control.should_evaluate |= self._deferred[0]
         control.should_save |= self._deferred[1]
-        self._deferred = False, False
+        if any(self._deferred):
+            self._deferred = False, False
+            self._tell_watches()
         every = self._counter.limits.compare_replicas_every
         # Before what is kept, too: what is found later must have a sound checkpoint to go back to.
         is_kept = control.should_save or self._checkpointer.replicates_at(step)
@@ -224,7 +226,13 @@ class NonfiniteGuard:
             # Until a step is taken, the last checkpoint is of before what is wrong.
             self._deferred = control.should_evaluate or self._deferred[0], control.should_save or self._deferred[1]
             control.should_evaluate = control.should_save = False
+            self._tell_watches()
         return self._counter.skip(skipped) and self._roll_back(step, self._too_many_skipped)
+
+    def _tell_watches(self) -> None:
+        # They have seen the end of the step before.
+        for watch in watches_among(self._training.callbacks):
+            watch.look_ahead(self._training.control)
 
     def _loss_scale(self) -> float:
         scaler = self._training.accelerator.scaler

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from functools import partial
 
@@ -57,6 +58,12 @@ def test_a_plan_that_fails_is_words(forks):
 @pytest.mark.parametrize("forks", [True, False])
 def test_a_plan_whose_process_is_killed_is_words(forks):
     assert "was ended" in OwnPlan(_end, forks=forks).take()
+
+
+def test_a_new_process_that_dies_at_its_start_is_words(monkeypatch):
+    monkeypatch.setattr(own_plan, "python", lambda *words: [sys.executable, "-S", "-c", "raise SystemExit(1)"])
+    # More than a socket holds.
+    assert "was ended" in OwnPlan(partial(len, bytes(2**24)), forks=False).take()
 
 
 def test_a_new_process_makes_the_same_plan_and_sees_no_gpu():
