@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,17 @@ def test_a_number_that_is_not_finite_spoils_one_step_on_all_ranks(kind):
         finite = [bool((abs(step) < 1e6).all()) for step in got]
         assert [number for number, is_finite in enumerate(finite) if not is_finite] == [10]
     assert all((a == b).all() for a, b in zip(ranks[0][1][11:], ranks[1][1][11:], strict=True))
+
+
+def test_of_a_bucket_without_a_matrix_nothing_empty_is_sent(monkeypatch):
+    model, sent = nn.Linear(3, 1), []
+    config = StrategyConfig(compression=Compression.powersgd, compression_rank=1)
+    compressor = GradientCompressor(model, config.topology(1, rank=0), config)
+    monkeypatch.setattr(compressor, "mean", lambda tensor: sent.append(tensor.numel()) or tensor)
+    gradients = [torch.ones(1, 3), torch.ones(1)]
+    bucket = SimpleNamespace(parameters=lambda: list(model.parameters()), gradients=lambda: gradients)
+    compressor.send_factors(bucket)
+    assert sent == [4]
 
 
 def test_layouts_without_ddp_refuse_it():

@@ -105,6 +105,17 @@ def test_further_keys_are_merged_over_the_generated_ones():
         ),
         ({"prescale_gradients": 3}, "strategy.deepspeed.prescale_gradients", "bool"),
         ({"fp16": True}, "strategy.deepspeed.fp16", "train.precision"),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "strategy.deepspeed.data_types.grad_accum_dtype",
+            "train.precision",
+        ),
+        (
+            {"data_types": {"grad_acum_dtype": "fp32"}},
+            "strategy.deepspeed.data_types.grad_acum_dtype",
+            "strategy.deepspeed.data_types.grad_accum_dtype",
+        ),
+        ({"train_batch_size": {}}, "strategy.deepspeed.train_batch_size", "int"),
     ],
 )
 def test_mistakes_name_the_full_key_and_the_way_out(extra, where, hint):
@@ -122,6 +133,7 @@ AS_OTHERS_WRITE_IT = {
     "zero_allow_untested_optimizer": True,
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
     "bf16": {"enabled": False},
+    "data_types": {"grad_accum_dtype": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": 100}},
     "zero_optimization": {

@@ -144,6 +144,17 @@ def test_a_step_has_the_same_rows_of_an_iterable_in_every_layout(num_workers):
     assert steps_of(micro_batches(11, 8, 1, 1, num_workers=num_workers, epoch=1), 1) != expected
 
 
+def test_workers_that_stay_take_another_order_in_another_epoch():
+    share = Share(None, list, micro_batch_size=8, num_microbatches=1, rank=0, num_ranks=1)
+    kept = {"num_workers": 1, "persistent_workers": True}
+    batches = GlobalBatches(DataLoader(Shuffled(8)), share, seed=5, is_training=True, kept=kept)
+    orders = []
+    for epoch in (0, 1, 0):
+        batches.set_epoch(epoch)
+        orders.append(list(batches))
+    assert orders[0] == orders[2] != orders[1]
+
+
 def test_losses_that_are_no_sums_read_rows_again_and_never_give_a_part_of_a_step():
     [whole], parts = micro_batches(5, 4, 1, 1, again=True), micro_batches(5, 1, 2, 2, again=True)
     assert [len(rows) for rows in whole] == [4, 4]

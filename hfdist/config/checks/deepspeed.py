@@ -30,6 +30,7 @@ _OWNED = {
     "zero_optimization.cpu_offload": "strategy.offload",
     "bf16.enabled": "train.precision",
     "fp16.enabled": "train.precision",
+    "data_types.grad_accum_dtype": "train.precision",
     "optimizer": "optimizer.name",
     "optimizer.params.lr": "optimizer.lr",
     "optimizer.params.betas": "optimizer.beta1 and optimizer.beta2",

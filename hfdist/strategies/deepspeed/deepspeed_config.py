@@ -55,7 +55,7 @@ def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, dev
     generated = _generated(strategy, train, batch, device_type)
     _check_all_names(strategy.deepspeed, generated)
     extra = own_keys(strategy.deepspeed, generated)
-    _check_extra_keys(extra)
+    _check_extra_keys(extra, generated)
     _check_device(extra, device_type)
     return _merge(generated, extra)
 
@@ -129,14 +129,19 @@ def _check_all_names(given: Mapping[str, object], generated: Mapping[str, object
             _check_names(value, sections[key], f"{key}.")
 
 
-def _check_extra_keys(extra: Mapping[str, object]) -> None:
+def _check_extra_keys(extra: Mapping[str, object], generated: Mapping[str, object]) -> None:
     """Check types and ranges of what is merged over the generated config; ConfigError: one does not fit."""
     sections = _sections() if extra else {}
     for key, value in extra.items():
+        ours = generated.get(key)
         if key in sections:
             _check_section(key, value, sections[key])
+        elif isinstance(ours, dict) and isinstance(value, dict):
+            # All keys that go there are derived.
+            for name, inner in value.items():
+                raise _unknown(name, inner, list(ours), f"{key}.")
         else:
-            _check_scalar(key, value, _TOP_LEVEL[key])
+            _check_scalar(key, value, _TOP_LEVEL.get(key) or type(ours))
 
 
 def _check_device(extra: dict[str, Any], device_type: str) -> None:

@@ -106,7 +106,8 @@ class GradientCompressor:
         # Else the next factors would grow from step to step.
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [total.T @ left for total, left in zip(totals.values(), lefts, strict=True)]
-        rights = _unpack(self.mean(_pack(rights)), rights)
+        # Nothing is sent of a bucket without a matrix: what would be empty is on the CPU, and NCCL sends from a GPU.
+        rights = _unpack(self.mean(_pack(rights)), rights) if rights else []
         for whole, mean in zip(wholes, _unpack(means, wholes), strict=True):
             whole.copy_(mean)
         for (name, total), left, right in zip(totals.items(), lefts, rights, strict=True):

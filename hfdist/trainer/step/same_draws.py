@@ -84,15 +84,16 @@ class SameRows(IterableDataset[object]):
 
     def __init__(self, rows: Any, seed: int) -> None:
         self._rows, self._seed = rows, seed
-        self._epoch = 0
+        # In memory that workers share: those that stay from pass to pass have a copy of everything else.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[object]:
         worker = get_worker_info()
-        seed = self._seed + self._epoch + (0 if worker is None else 1_000_003 * (worker.id + 1))
+        seed = self._seed + int(self._epoch) + (0 if worker is None else 1_000_003 * (worker.id + 1))
         return drawing_from(seed, lambda: iter(self._rows))
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass have another order, if the rows have one."""
-        self._epoch = epoch
+        self._epoch.fill_(epoch)
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)
