@@ -8,14 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from transformers import TrainerControl, TrainerState
 
 from hfdist.errors import ConfigError
 from hfdist.launch import gloo_interface
 from hfdist.run.process_group import agree_on_start, start_group_under_torchrun
+from hfdist.strategies.deepspeed.zero import _COUNTERS, ZeroEngine
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.bit_comparison import Difference, find_differences, sum_bits, vote
 from hfdist.trainer.fault_tolerance.nonfinite_steps import (
+    LEAST_LOSS_SCALE,
     NonfiniteGuard,
     SkipCounter,
     Skipped,
@@ -148,6 +151,61 @@ def start(port, world_size):
     for thread in threads:
         thread.join(20)
     return tokens
+
+
+def guard_of(engine, **named):
+    training = SimpleNamespace(accelerator=SimpleNamespace(scaler=None), engine=engine, stream=object(), callbacks=[])
+    checkpointer = SimpleNamespace(has_own=False, find_own=lambda: None)
+    given = {"replicas": None, "came_from": None, "log_skipped": lambda: None} | named
+    return NonfiniteGuard(training, checkpointer, Tolerance(), **given)
+
+
+def test_a_replica_is_gone_back_to_twice(tmp_path, monkeypatch):
+    class Lines:
+        """Each line has a folder of its own."""
+
+        def begin_line(self, start):
+            moved = start.parent.with_name(f"{start.parent.name}1") / start.name
+            start.parent.rename(moved.parent)
+            return moved
+
+    replica = tmp_path / "line" / "step-00000003"
+    replica.mkdir(parents=True)
+    guard, restored = guard_of(None, replicas=Lines(), came_from=replica), []
+    monkeypatch.setattr(guard, "_restore", restored.append)
+    for _ in range(2):
+        assert guard._roll_back(5, AssertionError)
+    assert [path.parent.name for path in restored] == ["line1", "line11"]
+
+
+def zero_engine(**settings):
+    """An engine with DeepSpeed's own loss scaler; without settings its scale is fixed."""
+    scaler = LossScaler(1024)
+    if settings:
+        scaler = DynamicLossScaler(2.0**16, 1000, delayed_shift=1, consecutive_hysteresis=False, **settings)
+    engine, counters = ZeroEngine(torch.nn.Linear(1, 1)), dict.fromkeys(_COUNTERS, 0)
+    engine._engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler), **counters)
+    return engine, scaler
+
+
+def test_a_loss_scale_that_cannot_fall_excuses_no_step():
+    (engine, scaler), (fixed, _) = zero_engine(min_scale=128), zero_engine()
+    assert guard_of(engine)._loss_scale() == 2**16
+    scaler.cur_scale = 128
+    assert guard_of(engine)._loss_scale() == guard_of(fixed)._loss_scale() == LEAST_LOSS_SCALE
+
+
+def test_a_resume_takes_of_a_loss_scaler_what_steps_have_changed():
+    (before, scaler), (after, changed), (fixed, static) = (
+        zero_engine(min_scale=1),
+        zero_engine(min_scale=128),
+        zero_engine(),
+    )
+    scaler.cur_scale, scaler.cur_iter, changed.scale_window = 512.0, 7, 50
+    for engine in (after, fixed):
+        engine.load_extra_state(before.extra_state())
+    assert (changed.cur_scale, changed.cur_iter, changed.min_scale, changed.scale_window) == (512, 7, 128, 50)
+    assert static.cur_scale == 1024
 
 
 def test_each_start_has_a_token_of_its_own():

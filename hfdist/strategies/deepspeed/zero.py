@@ -49,6 +49,8 @@ _COPIES_OF_GRADIENTS, _COPIES_OF_STATE = 7, 6
 """How often DeepSpeed reads or writes each gradient more than autograd does, on its way through a bucket to its owner,
 and each element of a rank's own part more than the optimizer does: by traces of ZeRO-1, -2 and -3."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_MOVING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What steps change in a loss scaler."""
 
 
 class ZeroStrategy(Strategy):
@@ -320,11 +322,11 @@ class ZeroEngine(Engine):
         for name in _COUNTERS:
             if name in state.get("counters", {}):
                 setattr(self._engine, name, state["counters"][name])
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        for name, value in state.get("loss_scaler", {}).items():
-            # Switches are settings, and not what steps have changed.
-            if hasattr(scaler, name) and not isinstance(value, bool):
-                setattr(scaler, name, value)
+        scaler, saved = getattr(self._engine.optimizer, "loss_scaler", None), state.get("loss_scaler", {})
+        # The rest is settings, which may be others now: a scale that is fixed, too.
+        if getattr(scaler, "dynamic", False) and saved.get("dynamic"):
+            for name in _MOVING:
+                setattr(scaler, name, saved[name])
 
     def after_load(self) -> None:
         """Copy the float32 masters that were read into the weights that the model computes with."""

@@ -107,6 +107,8 @@ class Checkpointer:
         self._model_files: dict[str, bytes] | None = None
         self.saver: Saver | None = None
         """Saves the checkpoints of a training; None before the first training."""
+        self._own_names: set[str] = set()
+        """Names of the checkpoints of `folder` that this training has saved or gone on from; others may lie there."""
         self._kept_step = -1
         """Step of the last save or replica; -1: there is none."""
         self.asks_class = False
@@ -133,7 +135,7 @@ class Checkpointer:
             write_first=self._write_counted,
             replicas=self._options.replicas,
         )
-        self._model_files, self._kept_step = None, -1
+        self._model_files, self._own_names, self._kept_step = None, set(), -1
         self._check_holds_whole()
 
     def _check_holds_whole(self) -> None:
@@ -181,6 +183,7 @@ class Checkpointer:
             self._model_files = rendered
         path = self._path(self._training.state.global_step)
         self._save(path, cursor, begin, self._added_files(path.name) | self._model_files)
+        self._own_names.add(path.name)
         return path
 
     def _added_files(self, name: str) -> dict[str, bytes]:
@@ -318,9 +321,39 @@ class Checkpointer:
         export_model(folder, self.pieces(), self._write_model_files, stem=self._stem, names=self._names)
 
     def is_saved(self) -> bool:
-        """Whether there is a checkpoint of this very step."""
+        """Whether there is a checkpoint of this very step, and of this training."""
         self.wait()
-        return self._path(self._training.state.global_step).is_dir()
+        path = self._path(self._training.state.global_step)
+        return on_rank_zero(lambda: self._is_own(path) and path.is_dir())
+
+    @property
+    def has_own(self) -> bool:
+        """Whether this training has saved a checkpoint, or has begun with one of its folder."""
+        return bool(self._own_names)
+
+    def _is_own(self, path: Path) -> bool:
+        # The folder of a run has no others: those of its earlier starts count, too.
+        return self._options.run_values is not None or path.name in self._own_names
+
+    def find_own(self) -> Path | None:
+        """Give the newest checkpoint of this training that verifies; None: there is none."""
+        self.wait()
+        if self._options.run_values is not None:
+            return find_newest(self.folder)
+        own = on_rank_zero(lambda: [str(path) for path in list_checkpoints(self.folder) if self._is_own(path)])
+        return self._first_sound(reversed(own))
+
+    def _first_sound(self, names: Iterable[str]) -> Path | None:
+        """Give the first of these checkpoints, alike on all ranks, that verifies. A collective."""
+        for name in names:
+            try:
+                verify_together(Path(name))
+            except CheckpointError as error:
+                if rank() == 0:
+                    logger.warning("%s is passed over: %s", name, error.what)
+            else:
+                return Path(name)
+        return None
 
     # ---- waiting for a save ----
 
@@ -480,6 +513,8 @@ class Checkpointer:
         if stream is not None:
             on_all_ranks(lambda: stream.load_state_dict(state["cursor"], ledger=ledger))
         restore_random_state(path)
+        if path.resolve().parent == self.folder.resolve():
+            self._own_names.add(path.resolve().name)
         on_rank_zero(self._tidy)
 
     def restore_weights(self, path: Path) -> dict[str, Any]:
@@ -511,15 +546,9 @@ class Checkpointer:
 
     def find_best(self) -> tuple[Path, float] | None:
         """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss. A collective."""
-        for name, lowest in on_rank_zero(lambda: [(str(path), loss) for path, loss in by_held_out_loss(self.folder)]):
-            try:
-                verify_together(Path(name))
-            except CheckpointError as error:
-                if rank() == 0:
-                    logger.warning("%s is passed over: %s", name, error.what)
-            else:
-                return Path(name), float(lowest)
-        return None
+        losses = dict(on_rank_zero(lambda: [(str(path), loss) for path, loss in by_held_out_loss(self.folder)]))
+        found = self._first_sound(losses)
+        return None if found is None else (found, float(losses[str(found)]))
 
     def _tidy(self) -> None:
         """Remove what a run that was killed after its last save has left: no later save may come to do it."""

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from transformers import TrainerState
 
-from hfdist.checkpoint import Replicas, find_newest
-from hfdist.checkpoint.folder import step_of
+from hfdist.checkpoint import Replicas
 from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import NumericsError, printable
@@ -138,7 +137,6 @@ class NonfiniteGuard:
     ) -> None:
         self._training, self._checkpointer = training, checkpointer
         self._replicas, self._came_from, self._log_skipped = replicas, came_from, log_skipped
-        self._has_saved = False
         self._counter = SkipCounter(limits)
         self._is_finite: bool | None = None
         """Whether the step's gradients are; None: no step since the last look."""
@@ -182,7 +180,6 @@ class NonfiniteGuard:
         step, has_rolled_back = self._training.state.global_step, False
         if is_finite is not None:
             has_rolled_back = self._end_taken_step(step) if is_finite else self._end_skipped_step(step)
-        self._has_saved |= self._training.control.should_save
         return has_rolled_back
 
     def _end_taken_step(self, step: int) -> bool:
@@ -235,16 +232,18 @@ class NonfiniteGuard:
             watch.look_ahead(self._training.control)
 
     def _loss_scale(self) -> float:
+        """The loss scale, as long as it may fall; one that is fixed, or as low as it may be, gives the least."""
         scaler = self._training.accelerator.scaler
-        scale = (
-            self._training.engine.extra_state()["loss_scaler"]["cur_scale"] if scaler is None else scaler.get_scale()
-        )
-        return float(scale)
+        if scaler is not None:
+            return float(scaler.get_scale())
+        own = self._training.engine.extra_state()["loss_scaler"]
+        may_fall = own["dynamic"] and own["cur_scale"] > own["min_scale"]
+        return float(own["cur_scale"]) if may_fall else LEAST_LOSS_SCALE
 
     # ---- going back ----
 
     def _roll_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
-        has_checkpoint = self._has_saved or self._came_from is not None
+        has_checkpoint = self._checkpointer.has_own or self._came_from is not None
         can_roll_back = has_checkpoint and self._counter.may_roll_back and self._training.stream is not None
         checkpoint = self._find_checkpoint() if can_roll_back else None
         if checkpoint is None:
@@ -255,7 +254,11 @@ class NonfiniteGuard:
         self._deferred = False, False
         if self._replicas is not None:
             # Before the data go back: what was kept after the checkpoint is no state of this run any more.
-            checkpoint = self._replicas.begin_line(checkpoint) or checkpoint
+            moved = self._replicas.begin_line(checkpoint) or checkpoint
+            if checkpoint == self._came_from:
+                # It may be gone back to once more.
+                self._came_from = moved
+            checkpoint = moved
         self._restore(checkpoint)
         logger.warning(
             "going back from step %d to %s (%d of at most %d times without progress)",
@@ -264,17 +267,15 @@ class NonfiniteGuard:
         return True
 
     def _find_checkpoint(self) -> Path | None:
-        """The newest checkpoint of this training that verifies; None: there is none."""
-        came_from = self._came_from
+        """The newest checkpoint of this training that verifies, or the one that it began with; None: there is none."""
         for watch in watches_among(self._training.callbacks):
             # Checkpoints are verified and read, which may take as long as a save.
             watch.progress.exempt = SAVING
-        self._checkpointer.wait()
-        newest = find_newest(self._checkpointer.folder)
-        if newest is None:
-            return came_from if came_from is not None and came_from.is_dir() else None
-        # A later one is of another training that has used the folder.
-        return newest if step_of(newest.name) <= self._training.state.global_step else None
+        newest, came_from = self._checkpointer.find_own(), self._came_from
+        if newest is not None or came_from is None:
+            return newest
+        # Each machine has a part of a replica.
+        return came_from if all(gather_json(came_from.is_dir())) else None
 
     def _restore(self, checkpoint: Path) -> None:
         """Undo within the process what training has changed since `checkpoint`."""
