@@ -61,6 +61,8 @@ class EngineTrainer(transformers.Trainer):
     """Whether an evaluation loop must keep the outputs of the model."""
     _steps_run: set[str]
     """Which parts of a step the engine has done since the last one."""
+    _norm: object
+    """What the last `_clip_grad_norm` has found."""
     _trained: list[tuple[nn.Parameter, bool]]
     """Whether each parameter was trained when the optimizer was made; empty before the first training."""
 
@@ -214,6 +216,12 @@ class EngineTrainer(transformers.Trainer):
             return super().floating_point_ops(inputs)
         return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * num_tokens)
 
+    def store_flos(self) -> None:
+        """As the original, which sums over all processes; the ranks of a model replica count the same tokens."""
+        if self.strategy is not None:
+            self.current_flos /= self.args.world_size // self.strategy.topology.data
+        super().store_flos()
+
     def _flops_per_token(self, sequence_length: int) -> float:
         return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)
 
@@ -221,7 +229,8 @@ class EngineTrainer(transformers.Trainer):
         if self.engine is None:
             return super()._clip_grad_norm(model)
         self._steps_run.add("_clip_grad_norm")
-        return self._take_norm(self.args.max_grad_norm)
+        self._norm = self._take_norm(self.args.max_grad_norm)
+        return self._norm
 
     def _take_norm(self, max_norm: float) -> object:
         """Clip (0: do not), and give the norm before; DeepSpeed has done it in its backward."""

@@ -125,7 +125,7 @@ class DistributedTrainerMixin(_Trainer):
         self._figures: dict[str, float] = {}
         """Figures for the next training line."""
         self._predicts = False
-        self._steps_run, self._trained = set(), []
+        self._steps_run, self._norm, self._trained = set(), None, []
         self._num_read = 0
         """Batches of this pass over the data."""
         self._evaluated: object = None
@@ -283,7 +283,8 @@ class DistributedTrainerMixin(_Trainer):
         # The values of this training; the original would keep those of the checkpoint.
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.compute_steps(self.args, max_steps)
-        return begun
+        # A stream goes on from its cursor, so there is nothing to skip.
+        return begun if self.token_stream is None else (begun[0], 0)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
@@ -475,7 +476,8 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             return super()._get_grad_norm(model, grad_norm)
         if grad_norm is None:
-            grad_norm = self._take_norm(0.0)
+            # Also of an override that returns nothing: gradients are reduced once.
+            grad_norm = self._norm if "_clip_grad_norm" in self._steps_run else self._take_norm(0.0)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         self._check_step()
         self._guard.judge(grad_norm)

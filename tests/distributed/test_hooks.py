@@ -11,7 +11,15 @@ from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.testing import run_ranks
 from hfdist.trainer.hooks import NEVER_CALLED, check_hooks
-from tests.distributed.trainers import make_arguments, make_model, make_strategy, make_trainer, on_ranks, uneven_items
+from tests.distributed.trainers import (
+    history,
+    make_arguments,
+    make_model,
+    make_strategy,
+    make_trainer,
+    on_ranks,
+    uneven_items,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -164,3 +172,21 @@ def test_a_step_of_ones_own_is_refused_where_ranks_compute_one_loss_together(tmp
     with pytest.raises(ConfigError, match="as if it were the whole") as refused:
         trainer.train()
     assert refused.value.where == "Mixed.training_step"
+
+
+class Silent(Trainer):
+    def _clip_grad_norm(self, model):
+        super()._clip_grad_norm(model)
+
+
+@on_ranks(1)
+def test_gradients_are_reduced_once_whatever_an_override_returns(tmp_path):
+    found = []
+    for kind in (Trainer, Silent):
+        trainer, norms = make_trainer(tmp_path, kind=mixed(kind)), []
+        clip = trainer.engine.clip_grad_norm
+        trainer.engine.clip_grad_norm = lambda norm, clip=clip, norms=norms: norms.append(norm) or clip(norm)
+        trainer.train()
+        assert norms == [1.0] * 4
+        found.append(history(trainer))
+    assert found[0] == found[1]

@@ -171,3 +171,4 @@ def test_tokens_are_counted_once_and_the_last_checkpoint_is_found(tmp_path):
     assert again.state.global_step == STEPS
     for one in (trainer, again):
         assert one.state.num_input_tokens_seen == STEPS * 8 * LENGTH
+        assert one.state.total_flos == trainer.state.total_flos > 0
