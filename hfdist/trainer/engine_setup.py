@@ -173,6 +173,10 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
     for name, (reason, hint) in _REFUSED.items():
         if getattr(args, name):
             raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
+    if strategy.topology.context > 1 and not args.average_tokens_across_devices:
+        what = "the ranks that share sequences have a part of the loss each, which this would divide once more"
+        where, hint = "args.average_tokens_across_devices", "TrainingArguments(average_tokens_across_devices=True)"
+        raise ConfigError(what, where=where, found="False", allowed="True", hint=hint)
     if args.optim in _IN_BACKWARD:
         what, hint = "it steps within the backward of accelerate, which the strategy runs itself", "optim='adamw_torch'"
         raise ConfigError(what, where="args.optim", found=str(args.optim.value), hint=hint)

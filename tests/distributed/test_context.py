@@ -153,6 +153,7 @@ def losses_of(folder, given):
     [
         ({"compute_loss_func": print}, "compute_loss_func"),
         ({"arguments": {"label_smoothing_factor": 0.1}}, "args.label_smoothing_factor"),
+        ({"arguments": {"average_tokens_across_devices": False}}, "args.average_tokens_across_devices"),
         ({"compute_metrics": print}, r"make_strategy\(pipeline, context\)"),
         ({}, r"make_strategy\(pipeline, context\)"),
     ],

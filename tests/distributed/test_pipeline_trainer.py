@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 import hfdist
 from hfdist.config.strategy import Schedule
@@ -48,7 +48,7 @@ def train(folder, pipeline):
     trainer = make_trainer(folder, pipeline)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
-    keys = ("step", "loss", "grad_norm", "eval_loss", "eval_tokens", "learning_rate", "tokens")
+    keys = ("step", "loss", "grad_norm", "eval_loss", "eval_tokens", "learning_rate", "tokens", "total_flos")
     history = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
     trainer.save_model(str(folder / "model"))
     return before, history
@@ -179,11 +179,19 @@ def test_what_would_train_wrongly_is_refused(tmp_path):
 
 @on_ranks(2)
 def test_dropout_goes_on_where_it_was(tmp_path):
-    """In the middle of an epoch of a shuffled dataset."""
+    """In the middle of an epoch of a shuffled dataset, and after a callback has switched it off in a part."""
+
+    class SwitchesOff(TrainerCallback):
+        def on_step_begin(self, args, state, control, *, model, **named):
+            list(model.modules())[-1].eval()
+
+        def on_step_end(self, args, state, control, *, model, **named):
+            assert all(module.training for module in model.modules())
+
     losses = []
     for name, checkpoint in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-3"))):
         arguments = {"max_steps": 5, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 3}
-        trainer = make_trainer(tmp_path / name, 2, arguments=arguments, dropout=0.2)
+        trainer = make_trainer(tmp_path / name, 2, arguments=arguments, dropout=0.2, callbacks=[SwitchesOff()])
         trainer.train(resume_from_checkpoint=checkpoint)
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     whole, resumed = losses

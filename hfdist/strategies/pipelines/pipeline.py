@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -75,7 +76,6 @@ class PipelineEngine(Engine):
         self._num_losses = strategy.topology.world_size // strategy.topology.tensor
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
-        self._mode: bool | None = None
 
     @property
     def size(self) -> ModelSize:
@@ -92,7 +92,7 @@ class PipelineEngine(Engine):
                 where="train.arguments.neftune_noise_alpha",
                 hint="neftune_noise_alpha=null, or a strategy without a pipeline",
             )
-        self._pipeline, self._mode = self._make_pipeline(), None
+        self._pipeline = self._make_pipeline()
         self._keep(optimizer, scaler)
         # The stages of one model must not draw the same dropout masks.
         torch.manual_seed(torch.initial_seed() + self._strategy.topology.pipeline_rank)
@@ -107,8 +107,10 @@ class PipelineEngine(Engine):
 
     def _make_pipeline(self) -> Pipeline:
         self.schedule_trace = self._strategy.describe_step(self._device)
+        stages = {stage: self._split.stage_module(stage, self._io.carry) for stage in self._split.mine}
+        self._modules = [*self.model.modules(), *chain.from_iterable(stage.modules() for stage in stages.values())]
         return Pipeline(
-            {stage: self._split.stage_module(stage, self._io.carry) for stage in self._split.mine},
+            stages,
             self._strategy.config.schedule,
             self._make_channel(),
             num_microbatches=self._strategy.batch.num_microbatches,
@@ -254,9 +256,9 @@ class PipelineEngine(Engine):
 
     def _train_mode(self, mode: bool) -> None:
         assert self._pipeline is not None
-        if self.model.training == self._mode == mode:
+        # A callback may have put a part of the model into another mode.
+        if all(module.training == mode for module in self._modules):
             return
-        self._mode = mode
         self.model.train(mode)
         for module in self._pipeline.modules.values():
             module.train(mode)
