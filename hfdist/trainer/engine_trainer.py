@@ -27,7 +27,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.checkpoint import restore_random_state
-from hfdist.collectives import on_rank_zero
+from hfdist.collectives import gather_json, on_rank_zero
+from hfdist.config.data import Packing
 from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
@@ -216,6 +217,17 @@ class EngineTrainer(transformers.Trainer):
             return super().floating_point_ops(inputs)
         return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * num_tokens)
 
+    def _agree_on_tokens(self) -> None:
+        """Let all ranks have the same number of tokens read. A collective."""
+        stream = self.training.stream
+        if stream is not None and stream.plan.packing is not Packing.none:
+            # Its rows are of one length, so they have it already.
+            return
+        # Each has taken the rows of the others for as long as its own, so the mean is right.
+        of_ranks = gather_json(self.throughput.tokens)
+        self.throughput.tokens = sum(of_ranks) // len(of_ranks)
+        self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
+
     def store_flos(self) -> None:
         """As the original, which sums over all processes; the ranks of a model replica count the same tokens."""
         if self.strategy is not None:
@@ -276,6 +288,7 @@ class EngineTrainer(transformers.Trainer):
             super()._save_checkpoint(model, trial)
             return
         with self.throughput.paused():
+            self._agree_on_tokens()
             folder = self.checkpointer.save()
             if self.args.push_to_hub or self.checkpointer.is_awaited():
                 self.checkpointer.wait()

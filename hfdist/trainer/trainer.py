@@ -499,6 +499,7 @@ class DistributedTrainerMixin(_Trainer):
 
     def read_figures(self) -> None:
         """Read what the next training line says of speed, routers and what the run adds. A collective."""
+        self._agree_on_tokens()
         self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read() | self.options.figures()
         self._figures |= self.checkpointer.replica_figures()
         self._figures |= {} if self.islands is None else self.islands.figures()

@@ -172,3 +172,13 @@ def test_tokens_are_counted_once_and_the_last_checkpoint_is_found(tmp_path):
     for one in (trainer, again):
         assert one.state.num_input_tokens_seen == STEPS * 8 * LENGTH
         assert one.state.total_flos == trainer.state.total_flos > 0
+
+
+@on_ranks(2)
+def test_tokens_of_rows_of_any_length_are_those_of_all_ranks(tmp_path):
+    rows = [{"input_ids": row["input_ids"][: 2 + n % 9]} for n, row in enumerate(uneven_items())]
+    rows = [row | {"labels": row["input_ids"]} for row in rows]
+    trainer = make_trainer(tmp_path, train_dataset=rows, arguments=SAVING | {"logging_steps": 2})
+    trainer.train()
+    tokens = [entry["tokens"] for entry in trainer.state.log_history if "tokens" in entry]
+    assert tokens[-1] == trainer.state.num_input_tokens_seen == sum(len(row["input_ids"]) for row in rows)

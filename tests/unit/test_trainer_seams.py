@@ -46,7 +46,8 @@ HOOKS = {
     "_sync_replicated_trainable_parameters", "_defer_fsdp_gradient_reduction", "call_model_init", "compute_loss",
     "create_accelerator_and_postprocess", "floating_point_ops", "get_batch_samples",
     "get_decay_parameter_names", "get_eval_dataloader", "get_total_train_batch_size", "get_tp_size",
-    "get_train_dataloader", "hyperparameter_search", "log", "predict", "save_model", "train", "training_step",
+    "get_train_dataloader", "hyperparameter_search", "log", "predict", "save_model", "store_flos", "train",
+    "training_step",
 }  # fmt: skip
 
 
