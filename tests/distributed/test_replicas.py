@@ -150,7 +150,7 @@ def test_killed_at_any_moment_every_sequence_is_read_once(tmp_path, cache_dir):
 
 @pytest.mark.parametrize(
     ("override", "what"),
-    [("checkpoint.every=null", "there are none"), ("checkpoint.replicate_dir=/nowhere", "a folder in memory")],
+    [("checkpoint.every=null", "this run saves nothing"), ("checkpoint.replicate_dir=/nowhere", "a folder in memory")],
 )
 def test_a_config_that_cannot_replicate_is_refused(override, what):
     from hfdist.config.checks.preflight import check_run

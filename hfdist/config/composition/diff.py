@@ -12,6 +12,7 @@ from hfdist.config.data import SourceConfig
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
+from hfdist.config.strategy import Compression
 from hfdist.errors import CheckpointError
 
 # The layout is safe by design. Paths are, as the data's cursor compares the content of files. Rows are quarantined
@@ -24,8 +25,7 @@ train.compile train.gradient_checkpointing train.recompute train.activation_offl
 data.chat.template data.workers data.prefetch data.on_bad_rows data.quarantine data.eval_sources*
 task.answer_seconds data.eval_sequences data.cache_dir data.file_cache_bytes data.token_cache_bytes
 """
-# It loses a part of the gradients.
-_UNSAFE = "strategy.compression*"
+_COMPRESSION = "strategy.compression"
 LENGTHS = ("train.max_steps", "train.epochs")
 _SCHEDULE = "optimizer.schedule"
 _WARMUP = "optimizer.warmup_fraction"
@@ -52,7 +52,9 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
     old = _defaults(new, old) | old
     safe = {key for pattern in _SAFE.split() for key in fnmatch.filter(old | new, pattern)}
-    safe -= {*fnmatch.filter(old | new, _UNSAFE)}
+    if new.get(_COMPRESSION, Compression.none.name) != Compression.none.name:
+        # It loses a part of the gradients; what goes on without it does not.
+        safe -= {*fnmatch.filter(old | new, f"{_COMPRESSION}*")}
     is_constant = old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name
     if is_constant and not (old.get(_WARMUP) or new.get(_WARMUP)):
         # Under any other schedule the rate of every step depends on the length.
