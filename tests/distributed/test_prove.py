@@ -83,10 +83,10 @@ def prove(folder, num_processes, *overrides, plant=None, start=with_config):
 @pytest.mark.parametrize(
     ("num_processes", "layout", "kernels"),
     [
-        (2, ["strategy=zero3", "train.precision=bf16"], "attention varlen; loss chunked"),
+        (2, ["strategy=zero3", "train.precision=bf16", "model.attention=varlen"], "attention varlen; loss chunked"),
         many(2, ["strategy=tensor"], "transformers' plan for the type; the vocabulary is divided"),
         many(2, ["strategy=long_context", "strategy.offload=cpu"], "sequences shared by 2 ranks (ulysses)"),
-        many(2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4"], "attention varlen"),
+        many(2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4", "model.attention=varlen"], "attention varlen"),
     ],
 )
 def test_right_layouts_pass(tmp_path, cache_dir, capfd, num_processes, layout, kernels):
