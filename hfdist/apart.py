@@ -24,9 +24,9 @@ from typing import NoReturn
 import hfdist.errors
 from hfdist.errors import ConfigError, HfdistError, first_line
 
-_LONGEST_ANSWER = 1 << 16
+_READ_BYTES = 1 << 16
 _LONGEST_PART = 2_000
-"""Characters of a part of an error: all parts fit into an answer, however they are written as JSON."""
+"""Characters of a part of an error; more help nobody."""
 _PARTS = ("what", "where", "found", "allowed", "hint")
 _DAMAGED = "the file asks for what no model needs, or is damaged: copy or download it again, or take another one"
 
@@ -91,7 +91,7 @@ def _read(file: int, seconds: float) -> bytes:
     pipe = select.poll()
     pipe.register(file, select.POLLIN)
     while pipe.poll(max(0.0, 1000 * (end - time.monotonic()))):
-        part = os.read(file, _LONGEST_ANSWER)
+        part = os.read(file, _READ_BYTES)
         if not part:
             return said
         said += part

@@ -85,7 +85,7 @@ class ModelConfig:
     attention: Attention = Attention.auto
     """Implementation of attention: auto | eager | sdpa | varlen | flash_attention_2 | flex_attention.
 
-    `auto`: `varlen` (packed documents one by one) where a small model trains alike by it, else transformers' choice.
+    `auto`: `varlen` (packed documents one by one) where a small model gives the same, else transformers' choice.
     """
     loss: Loss = Loss.auto
     """What computes the training loss: auto | full (from all logits) | chunked.

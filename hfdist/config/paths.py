@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def in_home(path: str | Path) -> Path:
-    """Expand `~`. That of a user who is not there stays as it is, and is refused as any path that is not there.
+    """Expand `~`. `~name` of an unknown user stays as it is, and is refused like any path that is not there.
 
     `Path.expanduser` raises a RuntimeError for it.
     """

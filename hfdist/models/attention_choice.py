@@ -20,10 +20,13 @@ from transformers.models.auto.modeling_auto import (
 from hfdist.config.data import Packing
 from hfdist.config.model import Attention, Dtype
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import ContextMethod
 from hfdist.config.task import TaskName
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
-from hfdist.models.document_attention import BY_DOCUMENTS
+from hfdist.models.architecture import count_heads
+from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
+from hfdist.models.experts import first_number
 from hfdist.models.probing import scores_sequences, shrink
 
 BOUND = 1e-5
@@ -35,7 +38,8 @@ _LEAST_TOKENS = 256
 _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
 """Lengths in each sequence: longer and shorter than the window of a small model."""
 _ASKED = "varlen_asked"
-_ONE_OF_ITS_OWN = "the model has an attention of its own, which transformers does not let us replace"
+_ONE_OF_ITS_OWN = "the model has no attention that transformers lets us replace"
+_LEFT_FOR_EACH = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
 
 
 def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_type: str) -> str | None:
@@ -58,10 +62,13 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
         gains = False
     if asked is not Attention.varlen and (asked is not Attention.auto or not gains):
         return None
-    name, reason, is_tried = None, _why_not_compiled(config, device_type), False
+    name, is_tried = None, False
+    reason = _why_gathered(config, architecture) or _why_not_compiled(config, architecture, device_type)
     if reason is None:
         is_tried = True
         name, reason = find_by_documents(architecture, scores=config.task.name is TaskName.reward)
+    if reason is None and name != BY_DOCUMENTS["sdpa"] and _is_compiled(config, device_type):
+        reason = _LEFT_FOR_EACH
     if reason is None:
         architecture._attn_implementation = name
     elif asked is Attention.varlen:
@@ -74,18 +81,34 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     return reason
 
 
-def _why_not_compiled(config: RunConfig, device_type: str) -> str | None:
-    """Say why what is compiled cannot go document by document; None: it can, or nothing is compiled."""
-    train = config.train
-    if train.compile is Compile.model:
-        return "train.compile=model compiles masks, too"
+def _why_gathered(config: RunConfig, architecture: PreTrainedConfig) -> str | None:
+    """Say that ranks which share sequences need a mask; None: they do not, or do not share any."""
+    strategy = config.strategy
+    if strategy.context == 1:
+        return None
+    is_uneven = any(heads % (strategy.context * strategy.tensor) for _, heads in count_heads(architecture))
+    is_gathered = strategy.context_method is ContextMethod.gather or is_uneven
+    return "ranks that gather keys and values have some rows of the mask" if is_gathered else None
+
+
+def _is_compiled(config: RunConfig, device_type: str) -> bool:
     # As of `compiles_on_gpus`, but for layouts that compile nothing after all.
-    is_auto = train.compile is Compile.auto and device_type == "cuda" and not config.strategy.mesh.divides_parameters
-    is_compiled = train.compile is Compile.blocks or is_auto
-    is_half = train.precision is not Precision.fp32 or config.model.dtype is Dtype.bfloat16
-    if is_compiled and not (device_type == "cuda" and is_half):
-        return "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
-    return None
+    compiles, divides = config.train.compile, config.strategy.mesh.divides_parameters
+    return compiles is Compile.blocks or (compiles is Compile.auto and device_type == "cuda" and not divides)
+
+
+def _why_not_compiled(config: RunConfig, architecture: PreTrainedConfig, device_type: str) -> str | None:
+    """Say why what is compiled cannot go document by document; None: it can, or nothing is compiled."""
+    if config.train.compile is Compile.model:
+        return "train.compile=model compiles masks, too"
+    is_half = config.train.precision is not Precision.fp32 or config.model.dtype is Dtype.bfloat16
+    text = architecture.get_text_config(decoder=True)
+    width, heads = first_number(text, ("hidden_size",)), first_number(text, ("num_attention_heads",))
+    size = first_number(text, ("head_dim",)) or width // max(heads, 1)
+    fits = size > 0 and size % HEAD_MULTIPLE == 0 and size <= LARGEST_HEAD
+    has_dropout = bool(getattr(text, "attention_dropout", 0.0))
+    takes_all = device_type == "cuda" and is_half and HAS_KERNEL and fits and not has_dropout
+    return _LEFT_FOR_EACH if _is_compiled(config, device_type) and not takes_all else None
 
 
 @unset_fake_temporarily()

@@ -111,7 +111,11 @@ def _attend(
     if borders.ndim == 2:
         borders, window = borders[0], borders.shape[0]
     if query.shape[2] != key.shape[2]:
-        raise ValueError("keys of other tokens than the queries have no documents")
+        raise ValueError("document attention needs queries and keys of the same tokens")
+    if beneath == "sdpa" and query.is_cuda and torch.is_autocast_enabled(query.device.type):
+        # As SDPA does; autocast does not know the kernel, and rotary positions leave queries and keys in float32.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (state.to(dtype) for state in (query, key, value))
     is_plain = beneath == "sdpa" and not more.get("dropout") and more.get("position_bias") is None
     if is_plain and _fits_kernel(query, key, value):
         return _in_one_call(query, key, value, borders, window, more.get("scaling")), None
@@ -123,14 +127,17 @@ def _attend(
 
 _KERNEL_WORKS: dict[int, bool] = {}
 """By the index of a GPU; a plain table, since compiled code looks into it."""
+HAS_KERNEL = varlen_attn is not None
+HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
+"""Sizes of heads that the kernel takes."""
 _KERNEL_BOUND = 0.05
 """Largest relative difference in bfloat16; documents that see each other make ten times as much."""
 
 
 def _fits_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     size = query.shape[-1]
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    fits = is_half and size % 8 == 0 and value.shape[-1] <= size <= 256
+    is_half = query.dtype in (torch.float16, torch.bfloat16) and query.dtype == key.dtype == value.dtype
+    fits = is_half and size % HEAD_MULTIPLE == 0 and value.shape[-1] <= size <= LARGEST_HEAD
     return fits and query.is_cuda and _KERNEL_WORKS.get(query.device.index, False)
 
 
@@ -145,7 +152,8 @@ def _try_kernel(device: torch.device) -> None:
         reason = first_line(error)
     _KERNEL_WORKS[device.index] = reason is None
     if reason is not None:
-        logger.warning("packed documents take a call each, since torch's kernel for all does not work: %s", reason)
+        what = "packed documents take a call each (model.attention=sdpa: a mask), as torch's kernel does not work: %s"
+        logger.warning(what, reason)
 
 
 def _differ_by_kernel(device: torch.device) -> float:

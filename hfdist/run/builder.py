@@ -69,7 +69,7 @@ class Run(RunState):
     @reporting("finding the model")
     def find_model(self) -> None:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
-        self._here, self.architecture, self._fetch_weights, self.why_masked = find_model(self.config)
+        self._here, self.architecture, self._fetch_weights, self.why_together = find_model(self.config)
 
     @reporting("opening the data and counting its documents")
     def open_data(self) -> None:

@@ -37,8 +37,8 @@ class FoundModel(NamedTuple):
     """That of the run, with folders of this machine in place of Hub ids and GGUF files."""
     architecture: PreTrainedConfig
     fetch_weights: Callable[[], object]
-    why_masked: str | None
-    """Why packed documents are kept apart by a mask; None: they are not, or it was asked for."""
+    why_together: str | None
+    """Why packed documents are not computed one by one; None: they are, or another attention was chosen."""
 
 
 def find_model(config: RunConfig) -> FoundModel:
@@ -50,8 +50,8 @@ def find_model(config: RunConfig) -> FoundModel:
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
     found = replace(config, model=start.model)
-    why_masked = choose_attention(found, architecture, device_type_here())
-    return FoundModel(found, architecture, start.fetch_weights, why_masked)
+    why_together = choose_attention(found, architecture, device_type_here())
+    return FoundModel(found, architecture, start.fetch_weights, why_together)
 
 
 def check_packing(model: PreTrainedModel, stream: TokenStream, strategy: Strategy) -> None:

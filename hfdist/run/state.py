@@ -50,8 +50,8 @@ class RunState:
     strategy: Strategy
     architecture: PreTrainedConfig
     """By `find_model`, as the next one."""
-    why_masked: str | None = None
-    """Why packed documents are kept apart by a mask; None: they are not, or it was asked for."""
+    why_together: str | None = None
+    """Why packed documents are not computed one by one; None: they are, or another attention was chosen."""
     data: RunData
     """By `open_data`."""
     recorder: RunRecorder | None = None

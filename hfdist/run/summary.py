@@ -85,7 +85,7 @@ def _describe(run: RunState, steps_done: int) -> str:
     rows = {
         "model": f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, "
         f"{config.model.init.value} weights, {engine.description}"
-        + (f"; packed documents by a mask, since {run.why_masked}" if run.why_masked else ""),
+        + (f"; packed documents not one by one, since {run.why_together}" if run.why_together else ""),
         "trained": f"{what} of all" + (f": {adapter}" if config.adapter.is_used else ""),
         "layout": f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
         f"{config.train.precision.value}",

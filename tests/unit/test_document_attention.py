@@ -217,8 +217,8 @@ BY_TYPE = {
     "gemma2": "varlen_eager",
     "doge": "a small model cannot be tried so",
     "gpt_oss": "the model looks for no documents",
-    "bloom": "the model has an attention of its own",
-    "gpt_neo": "the model has an attention of its own",
+    "bloom": "the model has no attention that",
+    "gpt_neo": "the model has no attention that",
 }
 
 
@@ -279,6 +279,16 @@ def test_compiled_blocks_have_it_only_in_one_call():
     assert chosen("train.compile=none", device_type="cuda") == (None, "varlen")
     assert chosen("strategy=tensor", device_type="cuda") == (None, "varlen")
     assert chosen("train.compile=model")[1] is None
+    half = ("train.compile=blocks", "train.precision=bf16")
+    for more in ("model.config.head_dim=12", "+model.config.attention_dropout=0.1"):
+        assert chosen(*half, more, device_type="cuda")[1] is None
+
+
+def test_ranks_that_gather_keep_the_mask():
+    heads = ("model.config.num_attention_heads=6", "model.config.num_key_value_heads=3", "model.config.hidden_size=96")
+    reason, name = chosen("strategy=long_context", "strategy.context=2", *heads)
+    assert (name, "gather" in reason) == (None, True)
+    assert chosen("strategy=long_context", "strategy.context=2") == (None, "varlen")
 
 
 def test_what_cannot_be_is_refused(monkeypatch):

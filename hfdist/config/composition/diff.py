@@ -19,7 +19,7 @@ from hfdist.errors import CheckpointError
 # while a run goes on, and leave the others where they were.
 _SAFE = """
 run.* launch.* report.* export.* checkpoint.* evaluate.* watch.* cost.* strategy.* adapter.merge model.loss
-islands.address islands.timeout_seconds train.max_hours train.max_cost train.max_kwh train.deadline
+model.attention islands.address islands.timeout_seconds train.max_hours train.max_cost train.max_kwh train.deadline
 train.micro_batch_size train.eval_* train.max_skipped_steps train.max_rollbacks train.compare_replicas_every
 train.compile train.gradient_checkpointing train.recompute train.activation_offload optimizer.fused data.sources.*.path
 data.chat.template data.workers data.prefetch data.on_bad_rows data.quarantine data.eval_sources*

@@ -447,7 +447,7 @@ def _glob(pattern: Path) -> dict[Path, None]:
     place = parts.index("**")
     rest = parts[place + 1 :] or ("*",)
     tops = _glob(Path(*parts[:place]))
-    folders = [glob.escape(str(folder)) for top in tops for folder, _ in _folders_below(top)]
+    folders = [glob.escape(str(folder)) for top in tops if top.is_dir() for folder, _ in _folders_below(top)]
     return {path: None for folder in folders for path in _glob(Path(folder, *rest))}
 
 
@@ -476,6 +476,9 @@ def _folders_below(top: Path) -> Iterator[tuple[Path, list[str]]]:
 
 def _refuse_folder(error: OSError) -> None:
     """Raise a DataError: a folder that cannot be listed would be left out of the data in silence."""
+    if os.path.basename(error.filename) == "lost+found":
+        # Of the file system, at the top of a disk.
+        return
     what, hint = f"a folder of the data cannot be read: {error.strerror}", "the right to list it, or a glob without it"
     raise DataError(what, where=str(error.filename), hint=hint) from error
 

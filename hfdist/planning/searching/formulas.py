@@ -8,8 +8,8 @@ grow with micro batches, so that a part of the search can be left out whole.
                      working memory   the largest moment of a block, or the head's chunk of logits
     a rank computes  micro batches x (blocks x (forward + backward) + forward again) + head, of the slowest rank
 
-What a pipeline's rank holds are the bytes
-of its own blocks; with blocks in equal shares (`even_loads`) they are the least that any split of them can have.
+What a pipeline's rank holds are the bytes of its own blocks; with blocks in equal shares (`even_loads`) they are the
+least that any split of them can have.
 """
 
 from __future__ import annotations

@@ -88,8 +88,10 @@ class SameRows(IterableDataset[object]):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[object]:
-        worker = get_worker_info()
-        seed = self._seed + int(self._epoch) + (0 if worker is None else 1_000_003 * (worker.id + 1))
+        worker, epoch = get_worker_info(), int(self._epoch)
+        if worker is not None and hasattr(self._rows, "set_epoch"):
+            self._rows.set_epoch(epoch)
+        seed = self._seed + epoch + (0 if worker is None else 1_000_003 * (worker.id + 1))
         return drawing_from(seed, lambda: iter(self._rows))
 
     def set_epoch(self, epoch: int) -> None:

@@ -122,6 +122,7 @@ class Throughput:
         self.tokens = self._last_tokens = tokens
         self._last_step = step
         self._flops, self._num_devices = cache(flops_per_token), num_devices
+        self._squares, self._placed_tokens = 0.0, 0
         self.clock.restart()
 
     @contextmanager

@@ -124,6 +124,12 @@ class TestWhatIsNotThere:
         assert caught.value.where == "data.sources.files.path"
         assert path in caught.value.found
 
+    def test_files_beside_folders_are_no_folders(self, data, cache):
+        (data / "README.md").write_text("not data")
+        (data / "below").mkdir(exist_ok=True)
+        (data / "below" / "rows.jsonl").write_bytes(jsonl_bytes())
+        assert open_corpus(files_config(str(data / "*" / "**" / "*.jsonl"), cache)).num_documents > 0
+
     def test_a_folder_that_cannot_be_listed_is_not_left_out(self, data, cache, monkeypatch):
         (data / "shut").mkdir()
         (data / "rows.jsonl").write_bytes(jsonl_bytes())
