@@ -28,6 +28,7 @@ SEAMS = {
     "_cdata": "torch.UntypedStorage",
     "_clear": "atexit",
     "_compiled_call_impl": "torch.nn.Module",
+    "_convert_value": "hydra.core.override_parser.types.Override",
     "_current_frames": "sys",
     "_current_graph_task_id": "torch._C",
     "_data_files": "datasets.Dataset",
