@@ -179,6 +179,7 @@ LINES = [
     f"pretrain {TWO} strategy.pipeline=2 strategy.sharding=zero1 strategy.offload=cpu",
     f"pretrain {TWO} strategy.pipeline=2 train.compile=model",
     "pretrain model.attention=varlen train.compile=model",
+    "pretrain islands=diloco islands.address=localhost:29600 islands.codec=int8 strategy.pipeline=2 launch.processes=2",
     f"pretrain {TWO} strategy=long_context strategy.context_method=gather model.attention=varlen",
     f"pretrain {TWO} strategy=zero1 strategy.tensor=2",
     f"pretrain {TWO} strategy.expert=2 train.compile=blocks model=qwen3_30b_a3b",
