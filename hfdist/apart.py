@@ -27,7 +27,6 @@ from hfdist.errors import ConfigError, HfdistError, first_line
 _READ_BYTES = 1 << 16
 _LONGEST_PART = 2_000
 """Characters of a part of an error; more help nobody."""
-_PARTS = ("what", "where", "found", "allowed", "hint")
 _DAMAGED = "the file asks for what no model needs, or is damaged: copy or download it again, or take another one"
 
 
@@ -122,8 +121,7 @@ def _be_child(do: Callable[[], object], writer: int, limits: Limits) -> NoReturn
         answer = {"kind": "MemoryError"}
     except HfdistError as error:
         kinds = [kind.__name__ for kind in type(error).__mro__ if hasattr(hfdist.errors, kind.__name__)]
-        parts = {part: getattr(error, part) for part in _PARTS}
-        said = {part: None if value is None else str(value)[:_LONGEST_PART] for part, value in parts.items()}
+        said = {part: text and text[:_LONGEST_PART] for part, text in error.texts().items()}
         answer = {"kind": kinds[0], **said}
     except OSError as error:
         answer = {"kind": "OSError", "number": str(error.errno or 0), "what": error.strerror or first_line(error)}

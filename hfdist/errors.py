@@ -49,6 +49,11 @@ class HfdistError(Exception):
         self.allowed = allowed
         self.hint = hint
 
+    def texts(self) -> dict[str, str | None]:
+        """Give its parts as text, by the names of the arguments: another process can raise it again from them."""
+        parts = {part: getattr(self, part) for part in ("what", "where", "found", "allowed", "hint")}
+        return {part: None if value is None else str(value) for part, value in parts.items()}
+
     def __str__(self) -> str:
         """A line for each part: names of files and columns cannot begin another, nor write to the terminal."""
         parts = (

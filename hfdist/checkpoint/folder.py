@@ -211,7 +211,7 @@ def verify_together(path: Path) -> None:
     """
     damage = _damage(path, is_named=False)
     if damage is not None:
-        parts = {part: damage[part] for part in ("where", "found", "allowed", "hint")}
+        parts = {part: text for part, text in damage.items() if part not in ("reason", "message", "what")}
         raise CheckpointError(str(damage["what"]), **parts)
 
 
@@ -267,9 +267,7 @@ def _list_share(path: Path, manifest: Manifest, own: int, num_ranks: int) -> lis
 
 
 def _describe(error: DamagedError) -> dict[str, str | None]:
-    parts = {part: getattr(error, part) for part in ("where", "found", "allowed", "hint")}
-    texts = {part: None if value is None else str(value) for part, value in parts.items()}
-    return {"reason": error.reason, "what": error.what, "message": str(error), **texts}
+    return {"reason": error.reason, "message": str(error), **error.texts()}
 
 
 def _move_aside(damaged: dict[Path, dict[str, str | None]]) -> None:

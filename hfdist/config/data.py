@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.ranges import LIMIT, Limit, limited
 
 
@@ -262,4 +262,4 @@ class DataConfig:
 def cache_dir(config: DataConfig) -> Path:
     """Folder for what is computed once: `data.cache_dir`, $HFDIST_CACHE, or ~/.cache/hfdist."""
     named = config.cache_dir or os.environ.get("HFDIST_CACHE") or Path.home() / ".cache" / "hfdist"
-    return in_home(named)
+    return expand_user(named)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def in_home(path: str | Path) -> Path:
+def expand_user(path: str | Path) -> Path:
     """Expand `~`. `~name` of an unknown user stays as it is, and is refused like any path that is not there.
 
     `Path.expanduser` raises a RuntimeError for it.

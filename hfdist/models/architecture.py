@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 from hfdist.apart import do_apart
 from hfdist.config.composition.aliases import override_for
 from hfdist.config.model import Attention, Init, ModelConfig
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
 from hfdist.models.hub_client import reading_from_hub
@@ -127,7 +127,7 @@ def _try(config: ModelConfig, scores: bool) -> None:
 
     Numbers in the config of somebody else may ask for more layers than any machine can make.
     """
-    file = in_home(str(config.name)) / "config.json"
+    file = expand_user(str(config.name)) / "config.json"
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
         if file.stat().st_size < _LARGE_CONFIG:
             # So that the fork has it: the import is most of the time.
@@ -178,8 +178,8 @@ def _of_type(config: ModelConfig) -> PreTrainedConfig:
 
 def _check_folder(name: str) -> None:
     """A name that looks like a path must be one: otherwise the Hub is asked for a strange id."""
-    looks_local = name.startswith((".", "/", "~")) or in_home(name).exists()
-    if looks_local and not (in_home(name) / "config.json").is_file():
+    looks_local = name.startswith((".", "/", "~")) or expand_user(name).exists()
+    if looks_local and not (expand_user(name) / "config.json").is_file():
         raise ConfigError(
             "this folder holds no config.json",
             where="model.name",

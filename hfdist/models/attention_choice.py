@@ -51,21 +51,18 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
         device_type: `cpu` or `cuda`: where the run is to be.
 
     Returns:
-        Why `model.attention=auto` gives them a mask; None: it does not, or another attention was chosen.
+        Why packed documents are not computed one by one; None: they are, or another attention was chosen.
 
     Raises:
         ConfigError: `model.attention=varlen` cannot be.
     """
-    asked = config.model.attention
-    gains = config.data.packing is not Packing.none
-    if device_type == "cpu" and config.data.sequence_length < _LEAST_TOKENS:
-        gains = False
+    asked, is_short = config.model.attention, config.data.sequence_length < _LEAST_TOKENS
+    gains = config.data.packing is not Packing.none and not (device_type == "cpu" and is_short)
     if asked is not Attention.varlen and (asked is not Attention.auto or not gains):
         return None
-    name, is_tried = None, False
+    name = None
     reason = _why_gathered(config, architecture) or _why_not_compiled(config, architecture, device_type)
     if reason is None:
-        is_tried = True
         name, reason = find_by_documents(architecture, scores=config.task.name is TaskName.reward)
     if reason is None and name != BY_DOCUMENTS["sdpa"] and _is_compiled(config, device_type):
         reason = _LEFT_FOR_EACH
@@ -76,7 +73,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
             f"attention cannot go document by document here: {reason}",
             where="model.attention",
             found=f"varlen, of {architecture.model_type}, with train.compile={config.train.compile.value}",
-            hint="model.attention=auto" if is_tried else "train.compile=none, or model.attention=auto",
+            hint="train.compile=none, or model.attention=auto" if reason == _LEFT_FOR_EACH else "model.attention=auto",
         )
     return reason
 

@@ -36,8 +36,8 @@ _BENEATH = {name: beneath for beneath, name in BY_DOCUMENTS.items()}
 _MaskFunction = Callable[..., Any]
 """(sequence, head, row, column) -> whether the row sees the column."""
 _Mask = torch.Tensor | None
-"""Of tokens x tokens; or [borders], with a window [window, borders]: all rows are alike and in the same memory, so that
-compiled code knows the window without reading a value."""
+"""A mask of tokens x tokens; or [borders], with a window [window, borders]: all rows are alike and in the same memory,
+so that compiled code knows the window without reading a value."""
 _Attended = tuple[torch.Tensor, torch.Tensor | None]
 """[sequences, tokens, heads, size], and weights that nobody has."""
 
@@ -206,7 +206,7 @@ def _in_one_call(
         num_tokens,
         num_tokens,
         scale=scaling,
-        # Tokens before a token, without itself; none behind it.
+        # Tokens before a token, without itself; none after it.
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=num_heads != key.shape[1],
     )

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hfdist.apart import Limits, do_apart
 from hfdist.atomic_write import write_atomically
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.models.hub_client import FETCH_FIRST, DamagedError, ask, reading_from_hub
 
@@ -98,7 +98,7 @@ def _has_the_models_name(config: ModelConfig) -> bool:
     name, revision = config.tokenizer.name, config.tokenizer.revision
     if name is None or config.name is None or revision != config.revision:
         return False
-    return in_home(name) == in_home(config.name)
+    return expand_user(name) == expand_user(config.name)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _find(
     key: str,
     is_model: bool,
 ) -> _Found:
-    path = in_home(name)
+    path = expand_user(name)
     if name.endswith(".gguf") or path.exists() or name.startswith((".", "/", "~")):
         return _Found(_find_here(config, path, gguf_file, cache_dir=cache_dir, key=key, is_model=is_model))
     repository = _Repository(name, key, cache_dir)

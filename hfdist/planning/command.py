@@ -13,7 +13,7 @@ from hfdist.config.cli.about_run import MEANINGS, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline, quick_imports
 from hfdist.config.hardware import CPU, Hardware, read_hardware
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.plan import GROUP, SECTION, compose_plan
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.task import TaskName
@@ -46,7 +46,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     """Read the command line, compose the run's config and the plan's keys, and check all; ConfigError: a mistake."""
     line = read_line(arguments, GROUP, SECTION.keys, flags=(JSON_FLAG,))
     plan, config = compose_plan(line.of_group), line.compose()
-    of_user = None if line.config_dir is None else in_home(line.config_dir)
+    of_user = None if line.config_dir is None else expand_user(line.config_dir)
     is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from hfdist.config.checks.preflight import plan_run
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Balance
 from hfdist.config.task import TaskName
@@ -28,7 +28,7 @@ def check_model_fits(config: RunConfig, processes: int) -> None:
             `find_architecture`.
     """
     model, degrees = config.model, config.strategy
-    is_here = model.name is None or (in_home(model.name) / "config.json").is_file()
+    is_here = model.name is None or (expand_user(model.name) / "config.json").is_file()
     if not degrees.mesh.splits_model or not is_here or model.trust_remote_code:
         return
     topology, batch = plan_run(config, world_size=processes)

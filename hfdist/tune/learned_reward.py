@@ -16,7 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.task import SCORE
 from hfdist.data.tokenization.encoders import Encoder
 from hfdist.errors import ConfigError
@@ -39,7 +39,7 @@ def check_reward_model(path: str) -> None:
     Raises:
         ConfigError: the folder holds no model in safetensors, or one without a layer that gives one score.
     """
-    folder = in_home(path)
+    folder = expand_user(path)
     is_there = {"config.json": (folder / "config.json").is_file()}
     is_there[_SINGLE] = (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
     for missing in (file for file, there in is_there.items() if not there):
@@ -70,7 +70,7 @@ class LearnedReward:
     def __init__(
         self, path: str, tokenizer: PreTrainedTokenizerBase, *, layout: Partitioning, arguments: TrainingArguments
     ) -> None:
-        self._folder, self._tokenizer = in_home(path), tokenizer
+        self._folder, self._tokenizer = expand_user(path), tokenizer
         self._layout, self._arguments = layout, arguments
 
     def __call__(self, generations: Sequence[Generation]) -> list[float]:

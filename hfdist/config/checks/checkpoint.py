@@ -32,17 +32,15 @@ def check_checkpoints(config: RunConfig) -> None:
     if config.checkpoint.replicate_every is not None:
         _check_replicas(config, every)
     words = ["auto", "never"]
-    steps = sorted(str(path) for path in Path(resume).glob("step-*") if not path.suffix)
+    steps = _checkpoints_in(Path(resume))
     if resume and resume not in words and steps:
-        what, hint = (
-            "this folder holds checkpoints, but it is not a checkpoint",
-            shlex.quote(f"checkpoint.resume={steps[-1]}"),
-        )
+        what = "this folder holds checkpoints, but it is not a checkpoint"
+        hint = shlex.quote(f"checkpoint.resume={steps[-1]}")
         raise conflict(config, "checkpoint.resume", what, allowed="the folder of one of them", hint=hint)
     if resume not in words and not (resume and Path(resume).is_dir()):
         what = "this is neither auto, nor never, nor a folder that exists"
         allowed = "auto, never, or the folder of a checkpoint"
-        beside = sorted(str(path) for path in Path(resume).parent.glob("step-*") if not path.suffix)
+        beside = _checkpoints_in(Path(resume).parent)
         hint = (
             shlex.quote(f"checkpoint.resume={beside[-1]}")
             if beside
@@ -50,6 +48,10 @@ def check_checkpoints(config: RunConfig) -> None:
         )
         hint = nearest(resume.lower(), words, "checkpoint.resume={}") or hint
         raise conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.glob("step-*") if not path.suffix)
 
 
 def _check_replicas(config: RunConfig, every: int | None) -> None:

@@ -16,7 +16,7 @@ from hfdist.config.data import (
     WeightChange,
     are_columns,
 )
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, nearest
 
 _OF_PYTHON = (SourceKind.stdlib, SourceKind.docstrings)
@@ -131,7 +131,7 @@ def _check_columns(key: str, columns: Mapping[str, object], formats: set[RowForm
 
 def _check_chat(chat: ChatConfig) -> None:
     is_known = chat.template is None or chat.template in TEMPLATES
-    if chat.template is not None and not is_known and not in_home(chat.template).is_file():
+    if chat.template is not None and not is_known and not expand_user(chat.template).is_file():
         what, where = "the chat template cannot be found", "data.chat.template"
         allowed = f"a file with a chat template in Jinja, or {', '.join(TEMPLATES)}; null: the tokenizer's own"
         hint = "data.chat.template=chatml"

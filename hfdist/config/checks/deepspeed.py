@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from hfdist.config.optimizer import OptimizerName, Schedule
+from hfdist.config.paths import expand_user
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten
 from hfdist.errors import ConfigError
@@ -57,7 +56,7 @@ def read_deepspeed_file(given: str, where: str) -> dict[str, object]:
         given: its path.
         where: it was given.
     """
-    path, allowed = Path(os.path.expanduser(given)), f"a JSON object of at most {_MOST_BYTES} bytes"
+    path, allowed = expand_user(given), f"a JSON object of at most {_MOST_BYTES} bytes"
     try:
         with path.open("rb") as file:
             values = read_json(file.read(_MOST_BYTES + 1), _MOST_BYTES)

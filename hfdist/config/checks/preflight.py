@@ -20,7 +20,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
@@ -117,7 +117,7 @@ def check_model_paths(config: RunConfig) -> None:
 
 def _check_no_adapter(name: str) -> None:
     """Refuse the folder of an adapter as the model: its base would be trained without it."""
-    path = Path(os.path.expanduser(name)) / "adapter_config.json"
+    path = expand_user(name) / "adapter_config.json"
     if not name or not path.is_file() or path.with_name("config.json").is_file():
         return
     base = None
@@ -135,7 +135,7 @@ def _check_no_adapter(name: str) -> None:
 def _check_adapter_path(path: str | None) -> None:
     if path is None or not (_is_local(path) or path.count("/") > 1 or os.path.isdir(path)):
         return
-    key, full = "adapter.path", in_home(path)
+    key, full = "adapter.path", expand_user(path)
     if not (full / "adapter_config.json").is_file():
         what = "the folder has no adapter" if full.is_dir() else "there is no such folder"
         allowed = "a folder with adapter_config.json, or a Hub id"
@@ -283,7 +283,7 @@ def _near(key: str, path: str) -> str | None:
         return mixture_hint(files)
     if key == "data.sources.files.path" and re.fullmatch(r"[\w-][\w.-]*/[\w-]+", path):
         return f"data=hub data.sources.hub.path={path}"
-    full = Path(os.path.expanduser(path))
+    full = expand_user(path)
     try:
         names = [other.name for other in full.parent.iterdir()]
     except OSError:

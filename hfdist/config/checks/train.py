@@ -67,10 +67,8 @@ def _check_documents(config: RunConfig) -> None:
     if config.model.attention is not Attention.varlen:
         return
     if config.train.compile is Compile.model:
-        what, hint = (
-            "what compiles the whole model compiles masks, too",
-            "train.compile=blocks, or model.attention=auto",
-        )
+        what = "what compiles the whole model compiles masks, too"
+        hint = "train.compile=blocks, or model.attention=auto"
         raise conflict(config, "train.compile model.attention", what, allowed="auto, none, blocks", hint=hint)
     if config.strategy.context_method is ContextMethod.gather:
         what = "ranks that gather keys and values have some rows of the mask"

@@ -11,7 +11,7 @@ from pathlib import Path
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.cli.recipe_names import RECIPES
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, nearest
 from hfdist.records.trials import TRIALS
 
@@ -97,7 +97,7 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
     Raises:
         ConfigError: there is none, with those that are beside it.
     """
-    folder = in_home(value)
+    folder = expand_user(value)
     if any((folder / mark).exists() for mark in marks):
         return folder
     others = sorted({path.parent.name for mark in marks for path in folder.parent.glob(f"*/{mark}")})
@@ -133,7 +133,7 @@ def as_config_flags(arguments: Sequence[str]) -> list[str]:
         if flag != "--config":
             written.append(argument)
             continue
-        path, where = in_home(value if equals else next(rest, "")), f"{flag} ({COMMAND_LINE})"
+        path, where = expand_user(value if equals else next(rest, "")), f"{flag} ({COMMAND_LINE})"
         if path.suffix != ".yaml" or not path.is_file():
             what, allowed = "there is no such config", "a .yaml file, such as the config.yaml of a run"
             hint = f"rename {path.name} to {path.stem}.yaml" if path.suffix == ".yml" and path.is_file() else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from hfdist.config.cli.recipe_names import NAMES, RECIPES
 from hfdist.config.composition.defaults_list import refuse_config_of_others
 from hfdist.config.composition.files import display, read_config, refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.paths import expand_user
 from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError, nearest
 from hfdist.records import RunFolder
@@ -29,7 +29,7 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
     Raises:
         ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
     """
-    path = Path(os.path.expanduser(given))
+    path = expand_user(given)
     run = RunFolder(path if path.is_dir() else path.parent)
     is_of_run = path.is_dir() or (path == run.config and run.record.is_file())
     if path.is_dir():

@@ -22,7 +22,7 @@ from hfdist.config.composition.hydra_errors import Request, check_keys, explain,
 from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
 from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind
 from hfdist.config.model import Init
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.rates import default_learning_rate
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten, plain
@@ -60,7 +60,7 @@ def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | No
         vars(store)["__deepcopy__"] = lambda memo: store
     folders: tuple[Path, ...] = (shipped_folder(),)
     if extra_dir is not None:
-        own = in_home(extra_dir).absolute()
+        own = expand_user(extra_dir).absolute()
         if not own.is_dir():
             raise ConfigError("there is no such config folder", where="--config-dir", found=extra_dir)
         folders = (own, *folders)

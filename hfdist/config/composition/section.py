@@ -18,7 +18,7 @@ from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
@@ -82,7 +82,7 @@ class Section(Generic[T]):
             ConfigError: there is none.
         """
         options = self.options(own)
-        path = options.get(name, in_home(name))
+        path = options.get(name, expand_user(name))
         if path.is_file():
             return path
         known = sorted({*options, *others})

@@ -13,7 +13,7 @@ from datasets import Dataset
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hfdist.config.data import DataConfig, SourceConfig
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import BadRow, ContentError, damage, rows_held_at_once
 from hfdist.data.sources.rows import RowReader
@@ -90,7 +90,7 @@ def open_hub(
         DataError: the Hub does not answer.
     """
     assert config.path is not None  # checked with the config
-    folder = in_home(config.path)
+    folder = expand_user(config.path)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             dataset = _saved(folder, config)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.data.cache import load_array
 from hfdist.data.marks import ids_of
 from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
@@ -190,7 +190,7 @@ def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileSha
 
     ConfigError: there is no such folder. DataError: it is not finished, damaged, or of another version.
     """
-    folder = in_home(path)
+    folder = expand_user(path)
     if not folder.is_dir():
         hint = "python recipes/pretokenize.py ..."
         raise ConfigError("there is no such folder of token files", where=key, found=path, hint=hint)
@@ -209,7 +209,7 @@ def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
     ConfigError: not `digest`, the `tokenizer_digest` of the run's, or not `examples_digest`, which is of all that
     decides the tokens and targets of an example.
     """
-    meta = read_meta(in_home(path))
+    meta = read_meta(expand_user(path))
     made_with = meta.tokenizer_digest
     if made_with != digest:
         raise ConfigError(

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 
 _HEAD_BYTES = 1 << 16
 _CSV = (
@@ -59,7 +59,7 @@ def hint_for(paths: Sequence[Path], given: str, key: str) -> str | None:
         command = f"{command} < {file} > {file}.jsonl"
     else:
         command = _for_each(alike, given, kind, f'{command} < "$file" > "$file.jsonl"')
-    then = given if in_home(given).is_dir() else _made(given, ".jsonl")
+    then = given if expand_user(given).is_dir() else _made(given, ".jsonl")
     return f"{command}; then {shlex.quote(f'{key}={then}')}"
 
 
@@ -70,7 +70,7 @@ def _made(given: str, suffix: str) -> str:
 
 def _for_each(paths: Sequence[Path], given: str, kind: str, command: str) -> str:
     """Give the loop of a shell that runs a command for each "$file": of a folder those of a kind, or of a glob all."""
-    if in_home(given).is_dir():
+    if expand_user(given).is_dir():
         folder = shlex.quote(os.path.commonpath(paths) or ".")
         return f'find -L {folder} -name "*{kind}" | while IFS= read -r file; do {command}; done'
     # No other file: those beside them, or below, were not asked for.
@@ -87,7 +87,7 @@ def _as_text(paths: Sequence[Path], given: str, key: str) -> str | None:
     if len(paths) == 1:
         file = shlex.quote(str(paths[0]))
         return f"cp {file} {file}.txt; then {shlex.quote(f'{key}={paths[0]}.txt')}"
-    then = given if in_home(given).is_dir() else _made(given, ".txt")
+    then = given if expand_user(given).is_dir() else _made(given, ".txt")
     command = _for_each(paths, given, kind, 'cp "$file" "$file.txt"')
     return f"{command}; then {shlex.quote(f'{key}={then}')}"
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from hfdist.atomic_write import write_atomically
 from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.data.cache import cached_array
 from hfdist.data.storage.conversion import SUFFIXES as OTHER_SUFFIXES
 from hfdist.data.storage.conversion import hint_for
@@ -381,7 +381,7 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
         check_address(path, key=key)
     files: Sequence[DataFile]
     if scheme is None or scheme == "file":
-        here = in_home(path if scheme is None else unquote(path[len("file://") :]))
+        here = expand_user(path if scheme is None else unquote(path[len("file://") :]))
         _refuse_splits(here, key)
         found = _find_local(here, ("",))
         files = [file for file in found if file.name.endswith(suffixes)] if here.is_dir() else found
@@ -393,12 +393,12 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
     else:
         files = _find_remote(path, suffixes, cache, key)
     if not files:
-        there = [] if scheme else _find_local(in_home(path), ("",))
+        there = [] if scheme else _find_local(expand_user(path), ("",))
         names = f", with {count(len(there), 'file')}, such as {there[0].name}" if there else ""
         raise ConfigError(
             "no file of a kind that can be read is there" if there else "no file is there",
             where=key,
-            found=redact(path) if scheme else f"{in_home(path)}{names}",
+            found=redact(path) if scheme else f"{expand_user(path)}{names}",
             allowed=f"a file, a folder, or a glob (quote it) of {', '.join(suffixes)}",
             hint=hint_for([Path(file.url) for file in there], path, key),
         )

@@ -27,7 +27,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hfdist.apart import do_apart
 from hfdist.config.data import TEMPLATES, ChatConfig
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, first_line
 
 Message = dict[str, Any]
@@ -166,7 +166,7 @@ def read_template(path: str) -> str:
     if path in TEMPLATES:
         return TEMPLATES[path]
     try:
-        return in_home(path).read_text(encoding="utf-8")
+        return expand_user(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the chat template cannot be read: {error}", where="data.chat.template", found=path, allowed="a text file"

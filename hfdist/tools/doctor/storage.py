@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.errors import first_line, printable
 from hfdist.tools.doctor.finding import Finding
 
@@ -33,7 +33,7 @@ def check_folders(run_dir: Path) -> list[Finding]:
 
 def existing_part(folder: Path) -> Path:
     """Give the folder, or the first one above it that is there."""
-    path = in_home(folder).absolute()
+    path = expand_user(folder).absolute()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 

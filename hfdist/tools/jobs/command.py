@@ -13,7 +13,7 @@ from hfdist.config.cli.about_run import MEANINGS, choose, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.strategy import simple_layout
 from hfdist.errors import ConfigError
@@ -64,7 +64,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
     line = read_line(arguments, GROUP, cluster_keys(), ("to", "cluster", "out"))
     target = choose("to", line.own.get("to"), tuple(TARGETS))
     config = line.compose()
-    of_user = None if line.config_dir is None else in_home(line.config_dir)
+    of_user = None if line.config_dir is None else expand_user(line.config_dir)
     cluster = compose_cluster(line.own.get("cluster", "default"), line.of_group, of_user)
     check_job(config, cluster, is_offline=line.is_offline)
     out = line.own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
@@ -74,7 +74,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
         config=config,
         cluster=cluster,
         command=["hfdist", "job", *arguments],
-        path=in_home(out),
+        path=expand_user(out),
     )
     return target, job
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hfdist.atomic_write import write_atomically
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.records.run_folder import IN_RUN, RunFolder
 from hfdist.records.trials import TRIALS
@@ -108,7 +108,7 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
     given = [find_run(name, (*IN_RUN.marks, TRIALS)) for name in dict.fromkeys(names)]
     # A folder of somebody else's may be read-only.
     beside = given[0] if len(given) == 1 and os.access(given[0], os.W_OK) else Path()
-    out = in_home(values["out"]) if "out" in values else beside / "report.html"
+    out = expand_user(values["out"]) if "out" in values else beside / "report.html"
     if out.is_dir():
         raise ConfigError(
             "this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html"

@@ -24,7 +24,7 @@ from hfdist.config.cli.command import go_offline
 from hfdist.config.composition.compose import to_yaml
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.optimizer import CHANGEABLE, Schedule
-from hfdist.config.paths import in_home
+from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, SweepConfig, compose_sweep
@@ -82,7 +82,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
         what, hint = "a sweep starts the processes of its trials itself", "launch.processes=2, without a launcher"
         raise ConfigError(what, where="the launcher", found=f"{launched} processes", hint=hint)
     _refuse_words_of_others(arguments)
-    own = None if line.config_dir is None else in_home(line.config_dir)
+    own = None if line.config_dir is None else expand_user(line.config_dir)
     config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
     fixed = [text for text in line.overrides if not is_sweep(text)]
     # The command line wins, also with one value.

@@ -177,10 +177,10 @@ class NonfiniteGuard:
         A NumericsError says that it cannot go back, or has done so too often.
         """
         is_finite, self._is_finite = self._is_finite, None
-        step, has_rolled_back = self._training.state.global_step, False
-        if is_finite is not None:
-            has_rolled_back = self._end_taken_step(step) if is_finite else self._end_skipped_step(step)
-        return has_rolled_back
+        if is_finite is None:
+            return False
+        step = self._training.state.global_step
+        return self._end_taken_step(step) if is_finite else self._end_skipped_step(step)
 
     def _end_taken_step(self, step: int) -> bool:
         control = self._training.control
