@@ -7,15 +7,6 @@ from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
 
-_ALL_WEIGHTS = {
-    TaskName.causal_lm: (2e-5, "SFTTrainer"),
-    TaskName.dpo: (1e-6, "DPOTrainer"),
-    TaskName.kto: (1e-6, "KTOTrainer"),
-    TaskName.reward: (1e-4, "RewardTrainer"),
-    TaskName.grpo: (1e-6, "GRPOTrainer"),
-    TaskName.rloo: (1e-6, "RLOOTrainer"),
-}
-"""Rate for all weights, and the class of TRL 1.16 whose default it is."""
 _ADAPTER_FACTOR = 10
 """The best rates of LoRA are about ten times those of all weights, in supervised and in reinforcement learning
 (Schulman et al., LoRA Without Regret, 2025); QLoRA (Dettmers et al., 2023) took 2e-4."""
@@ -23,7 +14,7 @@ _ADAPTER_FACTOR = 10
 
 def default_learning_rate(config: RunConfig) -> float:
     """Give the peak learning rate of a run that says none."""
-    rate, _ = _ALL_WEIGHTS[config.task.name]
+    rate = config.task.name.traits.learning_rate
     # Two digits: no 9.999999e-06.
     return float(f"{rate * (_ADAPTER_FACTOR if config.adapter.is_used else 1):.1e}")
 
@@ -35,6 +26,5 @@ def explain_learning_rate(config: RunConfig) -> str:
         return " (a rate for pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
     if config.optimizer.lr != default_learning_rate(config):
         return ""
-    _, trainer = _ALL_WEIGHTS[config.task.name]
     factor = f"{_ADAPTER_FACTOR} times that of all weights, the default of" if config.adapter.is_used else "as in"
-    return f" ({factor} TRL's {trainer})"
+    return f" ({factor} TRL's {config.task.name.traits.trainer})"

@@ -9,75 +9,6 @@ from hfdist.config.data import RowFormat
 from hfdist.config.ranges import limited
 
 
-class TaskName(Enum):
-    """What a run trains.
-
-    `causal_lm`: the next token; `dpo`: pairs of answers, directly; `kto`: answers that were liked or not; `reward`: a
-    model that scores answers, from pairs; `grpo`, `rloo`: its own answers to prompts, by their rewards.
-    """
-
-    causal_lm = "causal_lm"
-    dpo = "dpo"
-    kto = "kto"
-    reward = "reward"
-    grpo = "grpo"
-    rloo = "rloo"
-
-    @property
-    def row_format(self) -> RowFormat | None:
-        """The format that rows must have; None: any of the others."""
-        return _ROWS.get(self)
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether its rows are compared with the model that it begins with."""
-        return self in (TaskName.dpo, TaskName.kto)
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether a plan tells all of a run's memory and time: it knows no rollouts, and models of next tokens only."""
-        return self in (TaskName.causal_lm, TaskName.dpo, TaskName.kto)
-
-    @property
-    def is_reinforcement(self) -> bool:
-        """Whether the model answers prompts, and learns from the rewards."""
-        return self in (TaskName.grpo, TaskName.rloo)
-
-    @property
-    def unit(self) -> str:
-        """What a row of its data is called."""
-        return _UNITS.get(self, "document")
-
-    @property
-    def loss_unit(self) -> str:
-        """What the training loss is the mean of, in words for an axis."""
-        return _LOSS_UNITS[self]
-
-
-_ROWS = {
-    TaskName.dpo: RowFormat.preference,
-    TaskName.reward: RowFormat.preference,
-    TaskName.kto: RowFormat.unpaired_preference,
-}
-
-_UNITS = {
-    TaskName.dpo: "pair",
-    TaskName.reward: "pair",
-    TaskName.kto: "answer",
-    TaskName.grpo: "prompt",
-    TaskName.rloo: "prompt",
-}
-
-_LOSS_UNITS = {
-    TaskName.causal_lm: "nats a token",
-    TaskName.dpo: "mean of pairs",
-    TaskName.kto: "mean of answers",
-    TaskName.reward: "mean of pairs",
-    TaskName.grpo: "mean of tokens",
-    TaskName.rloo: "mean of answers",
-}
-
-
 class PreferenceLoss(Enum):
     """How preferences become a loss.
 
@@ -95,19 +26,113 @@ class PreferenceLoss(Enum):
     apo_zero_unpaired = "apo_zero_unpaired"
 
 
-LOSSES = {
-    TaskName.dpo: (
-        PreferenceLoss.sigmoid,
-        PreferenceLoss.robust,
-        PreferenceLoss.hinge,
-        PreferenceLoss.ipo,
-        PreferenceLoss.apo_zero,
-        PreferenceLoss.apo_down,
+class TaskName(Enum):
+    """What a run trains.
+
+    `causal_lm`: the next token; `dpo`: pairs of answers, directly; `kto`: answers that were liked or not; `reward`: a
+    model that scores answers, from pairs; `grpo`, `rloo`: its own answers to prompts, by their rewards.
+    """
+
+    causal_lm = "causal_lm"
+    dpo = "dpo"
+    kto = "kto"
+    reward = "reward"
+    grpo = "grpo"
+    rloo = "rloo"
+
+    @property
+    def traits(self) -> Traits:
+        """What the rest of hfdist must know of it."""
+        return TRAITS[self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What tells one task from another outside of its objective."""
+
+    trainer: str
+    """The class of TRL 1.16 that trains so."""
+    learning_rate: float
+    """Peak rate for all weights: that class's default."""
+    loss_unit: str
+    """What the training loss is the mean of, in words for an axis."""
+    unit: str = "document"
+    """What a row of its data is called."""
+    method: str = ""
+    """How it trains, for a model card; empty: nothing to explain."""
+    row_format: RowFormat | None = None
+    """The format that rows must have; None: any of the others."""
+    losses: tuple[PreferenceLoss, ...] = ()
+    """What `task.loss` may be; empty: it has no choice."""
+    has_reference: bool = False
+    """Whether its rows are compared with the model that it begins with."""
+    is_planned: bool = False
+    """Whether a plan tells all of a run's memory and time: it knows no rollouts, and models of next tokens only."""
+    is_reinforcement: bool = False
+    """Whether the model answers prompts, and learns from the rewards."""
+    scores: bool = False
+    """Whether the model gives a number for an answer in place of tokens."""
+
+
+TRAITS = {
+    TaskName.causal_lm: Traits(trainer="SFTTrainer", learning_rate=2e-5, loss_unit="nats a token", is_planned=True),
+    TaskName.dpo: Traits(
+        trainer="DPOTrainer",
+        learning_rate=1e-6,
+        loss_unit="mean of pairs",
+        unit="pair",
+        method="by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
+        row_format=RowFormat.preference,
+        losses=(
+            PreferenceLoss.sigmoid,
+            PreferenceLoss.robust,
+            PreferenceLoss.hinge,
+            PreferenceLoss.ipo,
+            PreferenceLoss.apo_zero,
+            PreferenceLoss.apo_down,
+        ),
+        has_reference=True,
+        is_planned=True,
     ),
-    TaskName.kto: (PreferenceLoss.kto, PreferenceLoss.apo_zero_unpaired),
-    TaskName.reward: (PreferenceLoss.sigmoid,),
+    TaskName.kto: Traits(
+        trainer="KTOTrainer",
+        learning_rate=1e-6,
+        loss_unit="mean of answers",
+        unit="answer",
+        method="by Kahneman-Tversky optimization (KTO, arXiv 2402.01306) on answers that were liked or not",
+        row_format=RowFormat.unpaired_preference,
+        losses=(PreferenceLoss.kto, PreferenceLoss.apo_zero_unpaired),
+        has_reference=True,
+        is_planned=True,
+    ),
+    TaskName.reward: Traits(
+        trainer="RewardTrainer",
+        learning_rate=1e-4,
+        loss_unit="mean of pairs",
+        unit="pair",
+        method="on pairs of answers: the chosen one of a pair is to have the higher score",
+        row_format=RowFormat.preference,
+        losses=(PreferenceLoss.sigmoid,),
+        scores=True,
+    ),
+    TaskName.grpo: Traits(
+        trainer="GRPOTrainer",
+        learning_rate=1e-6,
+        loss_unit="mean of tokens",
+        unit="prompt",
+        method="by group relative policy optimization (GRPO, arXiv 2402.03300): its own answers, by their rewards",
+        is_reinforcement=True,
+    ),
+    TaskName.rloo: Traits(
+        trainer="RLOOTrainer",
+        learning_rate=1e-6,
+        loss_unit="mean of answers",
+        unit="prompt",
+        method="by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
+        is_reinforcement=True,
+    ),
 }
-"""Those of each task."""
+"""Each task's: a task is a member of `TaskName` and its entry here."""
 
 
 SCORE = "score"

@@ -21,7 +21,6 @@ from hfdist.config.data import Packing
 from hfdist.config.model import Attention, Dtype
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import ContextMethod
-from hfdist.config.task import TaskName
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.architecture import count_heads
@@ -63,7 +62,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     name = None
     reason = _why_gathered(config, architecture) or _why_not_compiled(config, architecture, device_type)
     if reason is None:
-        name, reason = find_by_documents(architecture, scores=config.task.name is TaskName.reward)
+        name, reason = find_by_documents(architecture, scores=config.task.name.traits.scores)
     if reason is None and name != BY_DOCUMENTS["sdpa"] and _is_compiled(config, device_type):
         reason = _LEFT_FOR_EACH
     if reason is None:

@@ -16,7 +16,6 @@ from hfdist.config.hardware import CPU, Hardware, read_hardware
 from hfdist.config.paths import expand_user
 from hfdist.config.plan import GROUP, SECTION, compose_plan
 from hfdist.config.run import AUTO, RunConfig
-from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.planning.request import PlanRequest
 from hfdist.topology import read_launcher
@@ -50,7 +49,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)
-    if config.task.name is TaskName.reward:
+    if config.task.name.traits.scores:
         what, found = "a plan knows steps of next tokens, and this task has others", config.task.name.value
         allowed, hint = "another task", "task=dpo for a step of about the same model"
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)

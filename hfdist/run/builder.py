@@ -9,7 +9,6 @@ from transformers import PrinterCallback, TrainerCallback, default_data_collator
 
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.run import RunConfig
-from hfdist.config.task import TaskName
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
 from hfdist.models.adapter import check_adapter
 from hfdist.open_files import raise_limit
@@ -64,7 +63,7 @@ class Run(RunState):
 
     @property
     def _scores(self) -> bool:
-        return self.config.task.name is TaskName.reward
+        return self.config.task.name.traits.scores
 
     @reporting("finding the model")
     def find_model(self) -> None:

@@ -131,18 +131,18 @@ def _data(end: Ending) -> str:
         filled = f", sequences filled to {share(pool.filled)}" if pool.filled < _LEAST_FILLED else ""
         # The one pool of all sources has no name of its own.
         name = pool.name if len(end.pools) > 1 else ", ".join(end.config.data.sources)
-        there = count(pool.num_documents, task.name.unit)
+        there = count(pool.num_documents, task.name.traits.unit)
         read = f"{pool.epochs:.2f} epochs of {there}"
         if pool.epochs < 1 and end.num_documents is not None and len(end.pools) == 1:
             read = f"from {end.num_documents:,} of {there}"
-        if task.name.is_reinforcement:
+        if task.name.traits.is_reinforcement:
             return f"{part}{name}: {pool.sequences:,} of {there}"
         return f"{part}{name}: {pool.tokens:,} tokens, {read}{filled}"
 
     shown = [words(pool) for pool in end.pools[:_SHOWN_POOLS]] or [f"{end.record.tokens:,} tokens"]
     more = len(end.pools) - _SHOWN_POOLS
     parts = [*shown, *([f"{more} more"] if more > 0 else []), *([end.left_out] if end.left_out else [])]
-    if task.name.is_reinforcement:
+    if task.name.traits.is_reinforcement:
         cut = (
             ""
             if not end.cut_off
@@ -154,7 +154,7 @@ def _data(end: Ending) -> str:
 
 def _quality(end: Ending) -> str:
     task, loss, before = end.config.task, end.loss, end.loss_before
-    if task.name.is_reinforcement:
+    if task.name.traits.is_reinforcement:
         return ", ".join(_rewards(end)) or "not measured"
     if loss is None:
         return "not measured: the run has no held-out data"
@@ -217,7 +217,7 @@ def _usage(end: Ending) -> list[str]:
     """Give lines of Python to copy, at the margin so that a prompt takes them."""
     folder = json.dumps(str(end.folder), ensure_ascii=False)
     name, package = "AutoModelForCausalLM", "transformers"
-    if end.config.task.name is TaskName.reward:
+    if end.config.task.name.traits.scores:
         name = "AutoModelForSequenceClassification"
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
         name, package = name.replace("AutoModel", "AutoPeftModel"), "peft"
@@ -225,7 +225,7 @@ def _usage(end: Ending) -> list[str]:
     lines = [f"from transformers import {f'{name}, ' if alone else ''}AutoTokenizer"]
     lines += [] if alone else [f"from {package} import {name}"]
     lines.append(f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))")
-    if end.config.task.name is TaskName.reward:
+    if end.config.task.name.traits.scores:
         return [*lines, 'print(model(**tokenizer("A good answer.", return_tensors="pt")).logits)']
     of_data = end.sample_prompt if len(end.sample_prompt or "") <= _LONGEST_PROMPT else None
     prompt = json.dumps(end.config.report.sample_prompt or of_data or _PROMPT, ensure_ascii=False)
@@ -241,7 +241,7 @@ def _usage(end: Ending) -> list[str]:
 def _next(end: Ending) -> Iterator[tuple[str, str]]:
     run_dir, folder = shlex.quote(end.config.run.dir), shlex.quote(str(end.folder))
     yield f"hfdist report {run_dir}", "makes a page with its curves"
-    if end.config.task.name.is_reinforcement:
+    if end.config.task.name.traits.is_reinforcement:
         yield f"head {shlex.quote(str(end.config.run.folder.rollouts))}", "shows answers with their rewards"
     yield f"hfdist audit run={run_dir}", "proves that it read the data as planned"
     if end.record.processes == 1:

@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
-from hfdist.config.task import TaskName
 from hfdist.config.train import Precision
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
@@ -44,7 +43,7 @@ class FoundModel(NamedTuple):
 def find_model(config: RunConfig) -> FoundModel:
     """See `Run.find_model`."""
     start = resolve_model(config.model, cache_dir=make_cache(config))
-    scores = config.task.name is TaskName.reward
+    scores = config.task.name.traits.scores
     architecture = find_architecture(start.model, sequence_length=config.data.sequence_length, scores=scores)
     try_adapter(start.model, architecture, config.adapter)
     if config.task.reward_model is not None:

@@ -8,7 +8,6 @@ from hfdist.checkpoint import Keep
 from hfdist.config.composition.compose import to_values
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
-from hfdist.config.task import TaskName
 from hfdist.config.train import TrainConfig
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_store import find_slots
@@ -47,7 +46,7 @@ def own_optimizer(config: RunConfig, *, warmup_steps: int) -> ClassAndSettings:
 def make_options(run: RunState) -> RunOptions:
     """Make them of the config, and of what the parts of the run measure."""
     config, checkpoint, train = run.config, run.config.checkpoint, run.config.train
-    scores = config.task.name is TaskName.reward
+    scores = config.task.name.traits.scores
     return RunOptions(
         run_values=to_values(config),
         keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),

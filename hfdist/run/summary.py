@@ -80,7 +80,7 @@ def _describe(run: RunState, steps_done: int) -> str:
     a_step, in_all = _describe_size(config.task, config.data.packing, batch, trainer.args.max_steps)
     what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
-    what_of_batch = "prompts" if config.task.name.is_reinforcement else "sequences"
+    what_of_batch = "prompts" if config.task.name.traits.is_reinforcement else "sequences"
     done = f", of which {steps_done:,} are done" if steps_done else ""
     rows = {
         "model": f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, "
@@ -92,7 +92,7 @@ def _describe(run: RunState, steps_done: int) -> str:
         "islands": _describe_islands(config.islands),
         "plan": "" if run.plan is None else describe_shortly(run.plan),
         "batch": f"{batch.global_batch_size:,} {what_of_batch} = data ranks {parts}; {a_step}",
-        "data": run.data.describe(config.task.name.unit),
+        "data": run.data.describe(config.task.name.traits.unit),
         "train": f"{trainer.args.max_steps:,} steps{done}, {in_all}; {describe(optimizer)}, "
         f"lr {config.optimizer.lr:g}{explain_learning_rate(config)} {config.optimizer.schedule.value}"
         f"{_describe_width(config, model)}",
@@ -103,7 +103,7 @@ def _describe(run: RunState, steps_done: int) -> str:
 
 def _describe_size(task: TaskConfig, packing: Packing, batch: BatchPlan, max_steps: int) -> tuple[str, str]:
     """Say what a step and the whole run train on."""
-    if task.name.is_reinforcement:
+    if task.name.traits.is_reinforcement:
         # How long answers are, nobody knows before.
         answers = f"{task.num_generations:,} answers to each, of at most {task.max_new_tokens:,} tokens"
         return answers, f"{max_steps * batch.global_batch_size:,} prompts"
@@ -149,7 +149,7 @@ def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int,
 
 def _marked(task: TaskConfig) -> str:
     """Name the tokens that an example marks as its answer: with rewards they are compared, and not learned."""
-    return "of the reference" if task.name.is_reinforcement else "targets"
+    return "of the reference" if task.name.traits.is_reinforcement else "targets"
 
 
 def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> str:
@@ -167,7 +167,7 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig
             piece = _safe(text[len(before) :])
             shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
             before = text
-        told = f"{'rejected' if is_rejected else 'chosen'}: " if task.name.row_format is not None else ""
+        told = f"{'rejected' if is_rejected else 'chosen'}: " if task.name.traits.row_format is not None else ""
         lines.append(f"  {told}{shown}".replace("\n", "\n  "))
     return "\n  --\n".join(lines)
 

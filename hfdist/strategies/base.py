@@ -41,7 +41,7 @@ from hfdist.strategies.pieces import StateReader, list_pieces, list_shapes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Phase, Sent, StepSizes
 from hfdist.strategies.whole import ShardedParameter, WholeSteps
-from hfdist.topology import Topology
+from hfdist.topology import MODEL_AXES, PARTS, Topology
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -448,6 +448,8 @@ class Strategy(Partitioning):
     Itself it is `strategy.sharding=none` without a model axis: accelerate wraps the model in DDP on several processes.
     """
 
+    axes: tuple[str, ...] = ("context", *PARTS)
+    """Axes of the mesh whose ranks hold one replica between them, and which it knows how to use."""
     fractions = ShardFractions()
     asked_precision: Precision | None = None
     """What `make_strategy` was told; None: whatever the TrainingArguments say."""
@@ -460,6 +462,11 @@ class Strategy(Partitioning):
         self.topology = topology
         self.batch = batch
         self.config = config
+        for axis in MODEL_AXES:
+            if (degree := getattr(topology, axis)) > 1 and axis not in self.axes:
+                # Its ranks would train, each alone, on wrong numbers.
+                what, hint = f"{type(self).__name__} does not use this axis", f"strategy.{axis}=1"
+                raise ConfigError(what, where=f"strategy.{axis}", found=degree, allowed="1", hint=hint)
         self._partitioned: nn.Module | None = None
         self._plans: list[Plans] = []
         """Plans for the parameters of the partitioned model, the best first; empty: ranks share none."""

@@ -10,7 +10,6 @@ from hfdist.config.checks.preflight import plan_run
 from hfdist.config.paths import expand_user
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Balance
-from hfdist.config.task import TaskName
 from hfdist.models import find_architecture
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import make_without_values
@@ -33,7 +32,7 @@ def check_model_fits(config: RunConfig, processes: int) -> None:
         return
     topology, batch = plan_run(config, world_size=processes)
     strategy = select_strategy(degrees, config.train, topology=topology, batch=batch, device_type=device_type_here())
-    scores = config.task.name is TaskName.reward
+    scores = config.task.name.traits.scores
     architecture = find_architecture(model, sequence_length=config.data.sequence_length, scores=scores)
     with torch.device("meta"):
         whole = make_without_values(model, architecture, scores=scores)

@@ -9,7 +9,7 @@ from functools import reduce
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
-from hfdist.config.task import LOSSES, REWARD_MODEL, SCORE, PreferenceLoss, TaskConfig, TaskName
+from hfdist.config.task import REWARD_MODEL, SCORE, PreferenceLoss, TaskConfig, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
@@ -26,11 +26,11 @@ def check_task(config: RunConfig) -> None:
     _check_others(config)
     _check_rows(config)
     task, data = config.task, config.data
-    if data.keep_columns and not task.name.is_reinforcement:
+    if data.keep_columns and not task.name.traits.is_reinforcement:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
-    packing = Packing.none if task.name.is_reinforcement else Packing.best_fit
+    packing = Packing.none if task.name.traits.is_reinforcement else Packing.best_fit
     if data.packing is not packing:
         raise _misfit(config, "data.packing", packing.value, "prompts and answers must stay whole")
     if data.too_long is not TooLong.drop:
@@ -41,7 +41,7 @@ def check_task(config: RunConfig) -> None:
         raise _misfit(config, "strategy.context", "1", "each rank would see a part of an answer")
     if config.islands.is_used:
         raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
-    if task.name.is_reinforcement:
+    if task.name.traits.is_reinforcement:
         _check_reinforcement(config)
     else:
         _check_preference(config)
@@ -50,13 +50,13 @@ def check_task(config: RunConfig) -> None:
 def _check_others(config: RunConfig) -> None:
     """Refuse what says something of another task: it would be ignored."""
     name, default = config.task.name, TaskConfig()
-    if name.is_reinforcement:
+    if name.traits.is_reinforcement:
         of_others = ["loss", "label_smoothing", *_OF_KTO, *(["scale_rewards"] if name is TaskName.rloo else [])]
     else:
         of_others = [
             *_OF_POLICIES,
             *([] if name is TaskName.kto else _OF_KTO),
-            *([] if name.has_reference else ["beta"]),
+            *([] if name.traits.has_reference else ["beta"]),
         ]
     for key in of_others:
         if getattr(config.task, key) != getattr(default, key):
@@ -85,9 +85,9 @@ def _formats(config: RunConfig) -> dict[str, RowFormat]:
 
 def _check_rows(config: RunConfig) -> None:
     """Each task reads rows of its own format; a task of next tokens reads the others."""
-    wanted = config.task.name.row_format
+    wanted = config.task.name.traits.row_format
     for key, found in _formats(config).items():
-        if config.task.name.is_reinforcement:
+        if config.task.name.traits.is_reinforcement:
             fits, allowed = found in _OF_PROMPTS, " or ".join(one.value for one in _OF_PROMPTS)
         elif wanted is not None:
             fits, allowed = found is wanted, wanted.value
@@ -101,7 +101,7 @@ def _check_rows(config: RunConfig) -> None:
 
 def _check_preference(config: RunConfig) -> None:
     task, adapter, name = config.task, config.adapter, config.task.name
-    known = [loss.value for loss in LOSSES[name]]
+    known = [loss.value for loss in name.traits.losses]
     if task.loss.value not in known:
         raise _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
     if task.label_smoothing and task.loss is not PreferenceLoss.robust:
@@ -109,7 +109,7 @@ def _check_preference(config: RunConfig) -> None:
         if name is TaskName.dpo:
             error.hint = f"task.loss=robust, or {error.hint}"
         raise error
-    if name.has_reference and not task.beta:
+    if name.traits.has_reference and not task.beta:
         raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
     if name is not TaskName.reward:
         return

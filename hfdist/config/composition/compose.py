@@ -176,15 +176,15 @@ def _fit_to_task(config: RunConfig) -> None:
     """Give `auto` the values that the task needs."""
     data, task = config.data, config.task.name
     if data.format is RowFormat.auto:
-        own = RowFormat.prompt_completion if task.is_reinforcement else task.row_format
+        own = RowFormat.prompt_completion if task.traits.is_reinforcement else task.traits.row_format
         data.format = own or RowFormat.auto
     if data.keep_columns is None:
-        data.keep_columns = task.is_reinforcement
+        data.keep_columns = task.traits.is_reinforcement
     if config.evaluate.at_start is None:
         config.evaluate.at_start = config.model.init is Init.pretrained
     if data.packing is Packing.auto:
         is_text = data.format is RowFormat.text
-        data.packing = Packing.none if task.is_reinforcement else Packing.concat if is_text else Packing.best_fit
+        data.packing = Packing.none if task.traits.is_reinforcement else Packing.concat if is_text else Packing.best_fit
 
 
 def to_yaml(config: RunConfig) -> str:

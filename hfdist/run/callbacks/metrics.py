@@ -154,7 +154,7 @@ def plot_losses(folder: RunFolder, task: TaskName = TaskName.causal_lm) -> None:
         logger.info("no loss.png: pip install 'hfdist[plot]', or report.plot=false; `hfdist report` draws without it")
         return
     lines = read_lines(folder.metrics)
-    name, unit = ("reward", "mean of answers") if task.is_reinforcement else ("loss", task.loss_unit)
+    name, unit = ("reward", "mean of answers") if task.traits.is_reinforcement else ("loss", task.traits.loss_unit)
     train = [(line["tokens"], line[name]) for line in lines if line.get(name) is not None and "tokens" in line]
     # An evaluation before the first step stands at the left edge.
     tokens_at = {0: 0} | {line["step"]: line["tokens"] for line in lines if "tokens" in line}

@@ -67,7 +67,7 @@ def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCa
     return ModelCardData(
         base_model=base,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-classification" if config.task.name is TaskName.reward else "text-generation",
+        pipeline_tag="text-classification" if config.task.name.traits.scores else "text-generation",
         tags=["hfdist"] if config.task.name is TaskName.causal_lm else ["hfdist", config.task.name.value],
         datasets=[name for name in datasets if name is not None] or None,
         # What is None is left out.
@@ -101,7 +101,7 @@ def _hub_id(name: str | None) -> str | None:
 
 def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> str:
     model = config.model
-    kind = "reward model" if config.task.name is TaskName.reward else "causal language model"
+    kind = "reward model" if config.task.name.traits.scores else "causal language model"
     what = f"An adapter of a {kind}" if is_adapter else f"A {kind}"
     if model.init is Init.random:
         return f"{what}, trained from random weights ({model.type or redact(model.name or '')})."
@@ -128,7 +128,7 @@ def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
 
 
 def _describe_losses(lines: Sequence[Mapping[str, object]], task: TaskName, exported: Exported) -> str:
-    title, name, sign = ("Rewards", "reward", -1) if task.is_reinforcement else ("Losses", "loss", 1)
+    title, name, sign = ("Rewards", "reward", -1) if task.traits.is_reinforcement else ("Losses", "loss", 1)
     loss = exported.held_out_loss
     measured = "" if loss is None else f", with a held-out {name} of {sign * loss:.4f}"
     return f"## {title}\n\n{describe_progress(lines, task)}\n\nThese weights are of step {exported.step:,}{measured}."
@@ -159,13 +159,6 @@ def public_values(value: object) -> Any:
     return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
 
 
-_METHODS = {
-    TaskName.dpo: "by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
-    TaskName.kto: "by Kahneman-Tversky optimization (KTO, arXiv 2402.01306) on answers that were liked or not",
-    TaskName.reward: "on pairs of answers: the chosen one of a pair is to have the higher score",
-    TaskName.grpo: "by group relative policy optimization (GRPO, arXiv 2402.03300): its own answers, by their rewards",
-    TaskName.rloo: "by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
-}
 _FIGURES = (
     ("accuracy", ("rewards/accuracies", "accuracies"), "{:.1%}"),
     ("margin", ("rewards/margins", "margins"), "{:.4f}"),
@@ -178,17 +171,17 @@ _FIGURES = (
 def describe_task(task: TaskConfig) -> str:
     """Say in one paragraph how the model was trained; nothing of next tokens."""
     name = task.name
-    if name not in _METHODS:
+    if not name.traits.method:
         return ""
-    words = [f"Trained {_METHODS[name]}."]
-    if name.has_reference:
+    words = [f"Trained {name.traits.method}."]
+    if name.traits.has_reference:
         words.append(f"Loss `{task.loss.value}`, beta {task.beta:g}; the reference is the model that it began as.")
     if task.loss is PreferenceLoss.robust:
         words.append(f"Label smoothing {task.label_smoothing:g}.")
     if name is TaskName.kto:
         weights = f"{task.desirable_weight:g}, and {task.undesirable_weight:g} of the others"
         words.append(f"The weight of liked answers is {weights}.")
-    if name.is_reinforcement:
+    if name.traits.is_reinforcement:
         rewards = ", ".join(f"`{own}` with weight {weight:g}" for own, weight in task.rewards.items())
         words.append(f"Rewards: {rewards}.")
         sampled = f"{task.num_generations} answers to each prompt, of at most {task.max_new_tokens:,} tokens"
@@ -212,8 +205,8 @@ def describe_progress(lines: Sequence[Mapping[str, object]], task: TaskName) -> 
         columns = [column for column in _FIGURES if any(key in f for _, f in found for key in column[1])]
         titles = [name for name, _, _ in columns]
         cells = [[_cell(figures, keys, form) for _, keys, form in columns] for _, figures in found]
-        if not task.is_reinforcement:
-            titles = [f"loss ({task.loss_unit})", *titles]
+        if not task.traits.is_reinforcement:
+            titles = [f"loss ({task.traits.loss_unit})", *titles]
             cells = [[f"{f['loss']:.4f}", *own] for (_, f), own in zip(found, cells, strict=True)]
     rows = [f"| {what} | {' | '.join(own)} |" for (what, _), own in zip(found, cells, strict=True)]
     return "\n".join([f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|", *rows])

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from hfdist.config.task import TaskName
 from hfdist.data.documents.held_out import Example, take_examples
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
@@ -35,7 +34,7 @@ class SamplePart(Part):
         what = f"{folder} continues {report.sample_prompt!r}"
         if is_free:
             ids = tokenizer(report.sample_prompt)["input_ids"]
-        elif (example := held_out_example(run)) is not None and not run.config.task.name.is_reinforcement:
+        elif (example := held_out_example(run)) is not None and not run.config.task.name.traits.is_reinforcement:
             # Of a policy, rollouts.jsonl has answers.
             ids = example.prompt
             asked, answer = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, example.reference))
@@ -52,7 +51,7 @@ class SamplePart(Part):
 def held_out_example(run: RunState) -> Example | None:
     """The first held-out example of what the model has learned to answer; None: its data are plain text."""
     data = run.data
-    if run.config.task.name is TaskName.reward or data.held_out is None or not data.corpus.has_examples:
+    if run.config.task.name.traits.scores or data.held_out is None or not data.corpus.has_examples:
         return None
     return next(iter(take_examples(data.held_out, 1)), None)
 

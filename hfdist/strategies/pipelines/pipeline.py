@@ -267,6 +267,7 @@ class PipelineEngine(Engine):
 class PipelineStrategy(Strategy):
     """`strategy.pipeline=N`, alone or with data parallelism."""
 
+    axes = ("pipeline", *Strategy.axes)
     engine_class: type[PipelineEngine] = PipelineEngine
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:

@@ -116,6 +116,7 @@ class PipelineZeroEngine(PipelineEngine):
 class PipelineZeroStrategy(PipelineStrategy):
     """`strategy.pipeline=N strategy.sharding=zero1`."""
 
+    axes = ("pipeline", "context")
     engine_class = PipelineZeroEngine
 
     def __init__(self, *arguments: Any, device_type: str) -> None:

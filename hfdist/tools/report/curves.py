@@ -43,9 +43,9 @@ def loss_charts(runs: Sequence[RunFiles]) -> str:
     """Give loss and held-out loss on tokens, and loss on time; of reinforcement learning, the reward."""
     losses = _Learned(
         "loss",
-        " or ".join(dict.fromkeys(run.task.loss_unit for run in runs if not run.task.is_reinforcement)),
-        [[] if run.task.is_reinforcement else run.curve(LOSS) for run in runs],
-        [[] if run.task.is_reinforcement else run.held_out.get(HELD_OUT, []) for run in runs],
+        " or ".join(dict.fromkeys(run.task.traits.loss_unit for run in runs if not run.task.traits.is_reinforcement)),
+        [[] if run.task.traits.is_reinforcement else run.curve(LOSS) for run in runs],
+        [[] if run.task.traits.is_reinforcement else run.held_out.get(HELD_OUT, []) for run in runs],
     )
     rewards = _Learned(
         "reward",
@@ -145,7 +145,7 @@ def _other_held_out(run: RunFiles) -> str:
         Curve(key.removeprefix("eval_").removesuffix("_loss"), run.held_out[key], colour(number), is_dotted=True)
         for number, key in enumerate(keys)
     ]
-    return draw(Chart(title="Held-out loss by source", unit=run.task.loss_unit, curves=curves)) if curves else ""
+    return draw(Chart(title="Held-out loss by source", unit=run.task.traits.loss_unit, curves=curves)) if curves else ""
 
 
 def _step_split(ranks: RankSteps) -> str:

@@ -75,7 +75,7 @@ def _figure_chart(runs: Sequence[RunFiles], key: str) -> str:
 
 def _policy_loss(runs: Sequence[RunFiles]) -> str:
     """The loss whose gradient is the policy's: near 0 whatever the model can do, and no measure of it."""
-    points = [run.curve(LOSS) if run.task.is_reinforcement else [] for run in runs]
-    units = {run.task.loss_unit for run in runs if run.task.is_reinforcement}
+    points = [run.curve(LOSS) if run.task.traits.is_reinforcement else [] for run in runs]
+    units = {run.task.traits.loss_unit for run in runs if run.task.traits.is_reinforcement}
     unit = units.pop() if len(units) == 1 else ""
     return draw(Chart(title="Policy loss", unit=unit, curves=learning_curves(runs, points, [[] for _ in runs])))

@@ -70,7 +70,7 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _losses(run: RunFiles) -> list[tuple[str, str]]:
-    if run.task.is_reinforcement:
+    if run.task.traits.is_reinforcement:
         curves = {"reward": run.figures.get("reward", []), "held-out reward": run.held_out_figures.get("reward", [])}
     else:
         curves = {"loss": run.curve(LOSS), "held-out loss": run.held_out.get(HELD_OUT, [])}
@@ -145,7 +145,7 @@ def _past_the_best(run: RunFiles) -> list[str]:
     if not known:
         return []
     (best, step), last = min(known), known[-1][0]
-    if run.task.is_reinforcement:
+    if run.task.traits.is_reinforcement:
         words = f"The held-out reward was highest at step {step:,.0f}, {-best:.4g}, and has fallen since"
         return [words] if last - best > _FALL * abs(best) else []
     words = f"The held-out loss was lowest at step {step:,.0f}, {best:.4g}, and has risen since"

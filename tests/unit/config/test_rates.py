@@ -4,6 +4,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config, to_values
 from hfdist.config.rates import explain_learning_rate
+from hfdist.config.task import TRAITS, TaskName
 
 PRETRAINING = " (a rate for pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
 
@@ -37,3 +38,7 @@ def test_a_rate_follows_from_the_task_and_the_adapter(primary, overrides, rate, 
     assert explain_learning_rate(config) == why
     # A run's own file says the number.
     assert to_values(config)["optimizer"]["lr"] == rate
+
+
+def test_each_task_has_its_traits():
+    assert set(TRAITS) == set(TaskName)
