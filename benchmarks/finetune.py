@@ -1,14 +1,15 @@
 """Fine-tuning one model on the same examples with hfdist and with TRL: losses, tokens a second, and peak memory.
 
-python -m benchmarks.finetune --write
+All weights, a LoRA adapter, or one beside weights of 4 bits: `python -m benchmarks.finetune --write`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -23,7 +24,10 @@ from benchmarks.rounds import interleave
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 
 TRL, OURS, MIXED = "trl.SFTTrainer", "hfdist.Trainer", "SFTTrainer with hfdist's mixin"
+RECOMPUTES = "hfdist.Trainer, recompute=cheap"
 LARGEST_DIFFERENCE = 1e-4
+ALL, LORA, QLORA = "all weights", "LoRA", "QLoRA"
+_RANK, _SCALE = 16, 32
 
 
 class Run(NamedTuple):
@@ -43,14 +47,17 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder) / "model", options)
-        names = (TRL, OURS) if options.quick else (TRL, OURS, MIXED)
-        contenders = {name: partial(_in_process, folder, name) for name in names}
-        measured = interleave(contenders, options.rounds, num_warm_up=0)
+        measured = {}
+        for trained in options.trained:
+            names = (TRL, OURS) if options.quick else (TRL, OURS, MIXED if trained == ALL else RECOMPUTES)
+            contenders = {name: partial(_in_process, folder, name, trained) for name in names}
+            measured[trained] = interleave(contenders, options.rounds, num_warm_up=0)
     publish(options, "finetune", _section(options, measured), _measures(measured))
 
 
-def _in_process(folder: str, name: str) -> Run:
+def _in_process(folder: str, name: str, trained: str) -> Run:
     command = [sys.executable, "-m", "benchmarks.finetune", *sys.argv[1:], "--child", name, "--folder", folder]
+    command += ["--trained", trained]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -76,17 +83,24 @@ def _write_model(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> Run:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    torch.manual_seed(0)
+    from hfdist.config.train import Recompute
+    from hfdist.models.blocks import checkpoint_blocks
+
     folder = Path(options.folder)
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32")
+    (trained,) = options.trained
+    model = _model(str(folder / "model"), trained, is_ours=options.child in (OURS, RECOMPUTES))
+    if options.child == RECOMPUTES:
+        checkpoint_blocks(model, Recompute.cheap)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     clock = _make_clock()
-    make: dict[str, Callable[..., Any]] = {TRL: _make_trl, OURS: _make_ours, MIXED: _make_mixed}
+    make: dict[str, Callable[..., Any]] = {TRL: _make_trl, OURS: _make_ours, RECOMPUTES: _make_ours, MIXED: _make_mixed}
     trainer = make[options.child](options, model, tokenizer, _examples(tokenizer, options))
     trainer.add_callback(clock)
+    # What loading has held besides is not of the training.
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
     trainer.train()
     wall, cpu = (end - begin for begin, end in zip(clock.times[0], clock.times[-1], strict=True))
     num_tokens = sum(len(row["input_ids"]) for row in list(trainer.train_dataset)[options.batch_size :])
@@ -94,8 +108,44 @@ def _train(options: argparse.Namespace) -> Run:
         losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         tokens_per_second=num_tokens / wall,
         tokens_per_cpu_second=num_tokens / cpu,
-        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        peak_mib=int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 1024,
     )
+
+
+def _model(folder: str, trained: str, *, is_ours: bool) -> Any:
+    """The model as each library would have it: the same weights, and the same first weights of an adapter."""
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    load = partial(AutoModelForCausalLM.from_pretrained, folder, dtype="float32")
+    if trained == ALL:
+        return load()
+    lora = LoraConfig(r=_RANK, lora_alpha=_SCALE, target_modules="all-linear", task_type="CAUSAL_LM")
+    if is_ours:
+        from hfdist.config.model import Quantization
+        from hfdist.models.adapter import NAME, inject_adapter
+        from hfdist.models.quantize import quantize_frozen
+
+        model = load()
+        torch.manual_seed(0)
+        inject_adapter(model, lora, NAME)
+        if trained == QLORA:
+            quantize_frozen(model, Quantization.nf4)
+        return model
+    if trained == LORA:
+        model = load()
+    else:
+        four_bits = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        model = load(quantization_config=four_bits, device_map="cpu")
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    torch.manual_seed(0)
+    return get_peft_model(model, lora)
 
 
 def _make_clock() -> Any:
@@ -163,12 +213,16 @@ def _make_ours(options: argparse.Namespace, model: Any, tokenizer: Any, examples
     from transformers import DataCollatorForSeq2Seq, TrainingArguments
 
     import hfdist
+    from hfdist.models.loss import LossHead
+    from hfdist.trainer.trainer import RunOptions
 
     strategy = _strategy(options)
     return hfdist.Trainer(
         model,
         TrainingArguments(**_fields(options) | strategy.training_arguments()),
         strategy=strategy,
+        # As in recipes, by `model.loss=auto`.
+        options=RunOptions(loss_head=LossHead()),
         train_dataset=examples,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
     )
@@ -192,26 +246,28 @@ def _make_mixed(options: argparse.Namespace, model: Any, tokenizer: Any, example
     return mixed(model, args=arguments, strategy=strategy, train_dataset=examples, processing_class=tokenizer)
 
 
-def _measures(measured: dict[str, list[Run]]) -> list[Measure]:
+def _measures(measured: dict[str, dict[str, list[Run]]]) -> list[Measure]:
     """Speed by CPU time, and memory, beside TRL's."""
     figures: dict[str, tuple[str, Callable[[Run], float]]] = {
         "tokens per CPU second": ("tok/s", lambda run: run.tokens_per_cpu_second),
         "peak resident memory": ("MiB", lambda run: run.peak_mib),
     }
     medians = {
-        (name, what): statistics.median(map(figure, runs))
-        for name, runs in measured.items()
+        (trained, name, what): statistics.median(map(figure, runs))
+        for trained, of_name in measured.items()
+        for name, runs in of_name.items()
         for what, (_, figure) in figures.items()
     }
     return [
-        Measure(what=f"{what}, {name}", unit=unit, ours=medians[name, what], peers={TRL: medians[TRL, what]})
-        for name in measured
+        Measure(what=f"{what}, {name}, {trained}", unit=unit, ours=ours, peers={TRL: medians[trained, TRL, what]})
+        for (trained, name, what), ours in medians.items()
         if name != TRL
-        for what, (unit, _) in figures.items()
+        for unit in [figures[what][0]]
     ]
 
 
-def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str:
+def _rows(trained: str, measured: dict[str, list[Run]]) -> list[list[str]]:
+    """Medians of each trainer, and beside TRL's; ends where a loss differs."""
     medians = {
         name: [statistics.median(getattr(run, field) for run in runs) for field in Run._fields[1:]]
         for name, runs in measured.items()
@@ -230,20 +286,27 @@ def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str
             text for value, theirs in zip(values, medians[TRL], strict=True)
             for text in (f"{value:.0f}", f"{value / theirs:.2f}")
         ]  # fmt: skip
-        rows.append([name, *cells, f"{largest:.0e}"])
-    header = ["trainer", "tokens/s", "x TRL", "tokens/CPU s", "x TRL", "peak MiB", "x TRL", "loss, largest difference"]
+        rows.append([trained, name, *cells, f"{reference[0]:.4f} to {reference[-1]:.4f}", f"{largest:.0e}"])
+    return rows
+
+
+def _section(options: argparse.Namespace, measured: dict[str, dict[str, list[Run]]]) -> str:
+    header = ["trained", "trainer", "tokens/s", "x TRL", "tokens/CPU s", "x TRL", "peak MiB", "x TRL", "losses"]
+    rows = [row for trained, of_name in measured.items() for row in _rows(trained, of_name)]
     model = "SmolLM2-135M-Instruct" + (f" cut to {options.blocks} blocks" if options.blocks else "")
     return (
         "## Fine-tuning beside TRL\n\n"
         f"{model} in float32, one process, {options.steps} steps of {options.batch_size} conversations made of the "
-        f"standard library's docstrings, cut at {options.length} tokens, loss on the answers alone. The losses went "
-        f"from {reference[0]:.4f} to {reference[-1]:.4f}, the same in all: the same tokens and labels in the same "
-        "order (`train_sampling_strategy=sequential`), no packing, the same linear schedule and AdamW, losses weighted "
-        "by target tokens (as all do by default), and of TRL's defaults `bf16` and `gradient_checkpointing` are off. "
-        "Times are of all steps but the first; memory is the process's largest resident size. Medians of "
-        f"{options.rounds} interleaved rounds, each run in a process of its own.\n\n"
-        f"{describe_run('benchmarks.finetune', 'torch', 'transformers', 'trl')}\n\n"
-        f"{markdown(header, rows)}"
+        f"standard library's docstrings, cut at {options.length} tokens, loss on the answers alone. All train the same "
+        "tokens and labels in the same order (`train_sampling_strategy=sequential`), with no packing, the same linear "
+        "schedule and AdamW, losses weighted by target tokens (as all do by default), and of TRL's defaults `bf16` and "
+        "`gradient_checkpointing` are off. `hfdist.Trainer` computes its loss as recipes do. Adapters have rank "
+        f"{_RANK} at all linear layers but the head, with the same first weights; QLoRA is NF4 with double "
+        "quantization, TRL's by PEFT and bitsandbytes. Times are of all steps but the first; memory is the process's "
+        f"largest resident size in training. Medians of {options.rounds} interleaved rounds, each run in a process of "
+        "its own.\n\n"
+        f"{describe_run('benchmarks.finetune', 'torch', 'transformers', 'trl', 'peft', 'bitsandbytes')}\n\n"
+        f"{markdown([*header, 'largest difference'], rows)}"
     )
 
 
@@ -256,6 +319,12 @@ def _options() -> argparse.Namespace:
         batch_size={"type": int, "default": 2, "help": "examples of a step"},
         length={"type": int, "default": 128, "help": "tokens of the longest example"},
         blocks={"type": int, "help": "keep so many blocks of the model, to try this script"},
+        trained={
+            "nargs": "+",
+            "choices": [ALL, LORA, QLORA],
+            "default": [ALL, LORA, QLORA],
+            "help": "which of a model",
+        },
         child={"help": argparse.SUPPRESS},
         folder={"help": argparse.SUPPRESS},
     )
