@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,14 +67,20 @@ class _HostCopy:
         self._copies: list[torch.Tensor] = []
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
+    def reserve(self, layout: Sequence[tuple[int, torch.dtype]]) -> None:
+        """Make the memory for copies of so many bytes and such types; nothing is done if it is there."""
+        if layout == self._layout:
+            return
+        # Freed first: two would not always fit.
+        self._layout, self._copies = [], []
+        # On the device of this rank, in another thread too.
+        with torch.cuda.stream(self._stream):
+            self._copies = _allocate(layout)
+        self._layout = list(layout)
+
     def take(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors, flattened, in one buffer. The copies before are gone."""
-        layout = [(elements.nbytes, elements.dtype) for elements in live]
-        if layout != self._layout:
-            # Freed first: two would not always fit.
-            self._layout, self._copies = [], []
-            self._copies = _allocate(layout)
-            self._layout = layout
+        self.reserve(_layout_of(live))
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         # A device copies what the steps so far have left. Only that is awaited: not what communicates beside.
@@ -85,11 +92,18 @@ class _HostCopy:
         return self._copies
 
 
+def _layout_of(live: Sequence[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
+    return [(elements.nbytes, elements.dtype) for elements in live]
+
+
 def _allocate(layout: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
     """Views of one new buffer."""
     sizes = [-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for num_bytes, _ in layout]
     # Page-locked, so that a device copies at full speed.
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        # Else the system gives each page when it is first written, while training stands still.
+        buffer.zero_()
     return [part[:num_bytes].view(dtype) for part, (num_bytes, dtype) in zip(buffer.split(sizes), layout, strict=True)]
 
 
@@ -131,6 +145,16 @@ class Saver:
         weakref.finalize(self, self._jobs.put, None)
         atexit.register(_end_soon, weakref.ref(self))
 
+    def prepare(self, pieces: Iterable[Piece]) -> None:
+        """Make the plan, and the memory for copies in the thread, so that the first save need not. A collective.
+
+        Page-locked memory takes longer than a step. Where there is too little, the save itself says so.
+        """
+        if self._copy is not None:
+            self.wait()
+            _, elements, _ = self._planner.plan(pieces)
+            self._begin(partial(_reserve, self._copy, _layout_of(elements)))
+
     def save(
         self,
         path: Path | None,
@@ -169,6 +193,9 @@ class Saver:
             job()
             self.wait()
             return
+        self._begin(job)
+
+    def _begin(self, job: _Job) -> None:
         if self._thread.ident is None:
             self._thread.start()
         self._is_done.clear()
@@ -285,6 +312,11 @@ class Saver:
         if keep is not None:
             # Awaited by all: a rank that ends takes the others along under most launchers.
             on_rank_zero(partial(prune, path.parent, keep), self._group)
+
+
+def _reserve(copy: _HostCopy, layout: Sequence[tuple[int, torch.dtype]]) -> None:
+    with suppress(RuntimeError, MemoryError):
+        copy.reserve(layout)
 
 
 def _do_all(jobs: SimpleQueue[_Job | None], is_done: threading.Event) -> None:

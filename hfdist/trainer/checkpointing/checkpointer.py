@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
 
 from hfdist.checkpoint import (
     Keep,
@@ -105,6 +106,7 @@ class Checkpointer:
         self.outer: OuterState | None = None
         """What has more to save than the engine: the island that the Trainer is; None: nothing has."""
         self._model_files: dict[str, bytes] | None = None
+        self._is_prepared = False
         self.saver: Saver | None = None
         """Saves the checkpoints of a training; None before the first training."""
         self._own_names: set[str] = set()
@@ -136,6 +138,7 @@ class Checkpointer:
             replicas=self._options.replicas,
         )
         self._model_files, self._own_names, self._kept_step = None, set(), -1
+        self._is_prepared = False
         self._check_holds_whole()
 
     def _check_holds_whole(self) -> None:
@@ -203,6 +206,17 @@ class Checkpointer:
 
             on_all_ranks(lambda: files.update(read_files(write, leave_out=_WRITTEN_ANYWAY)))
         return {path.removeprefix(f"{name}/"): content for path, content in files.items()}
+
+    def prepare(self) -> None:
+        """Let the saver make its plan and its memory, once there is all that a checkpoint holds, before one is due."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        args, state = self._training.args, self._training.state
+        # A save at the end hinders no step, and islands make their pieces at a save.
+        saves = args.save_strategy == SaveStrategy.STEPS and state.global_step + state.save_steps < state.max_steps
+        if saves and self.saver is not None and self.outer is None:
+            self.saver.prepare(self.pieces())
 
     def replicates_at(self, step: int) -> bool:
         """Whether a replica is due after this step, beside those that saves leave. Any one rank may call it."""

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from hfdist.checkpoint import Keep, Saver, find_newest, read_checkpoint, verify, write
+from hfdist.checkpoint import Keep, Saver, async_saver, find_newest, read_checkpoint, verify, write
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError, NumericsError, ResourceError
@@ -62,6 +62,29 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path, gate):
     )
     assert 0 < report.stall_seconds < report.total_seconds
     assert saver.take_reports() == []
+
+
+def test_memory_for_the_first_save_is_made_beforehand_where_there_is_enough(tmp_path, monkeypatch):
+    allocate, calls = async_saver._allocate, []
+
+    def noted(layout):
+        calls.append(threading.current_thread().name)
+        if len(calls) == 1:
+            raise MemoryError
+        return allocate(layout)
+
+    monkeypatch.setattr(async_saver, "_allocate", noted)
+    saver = Saver()
+    saver.prepare(small_pieces())
+    saver.wait()
+    saver.prepare(small_pieces())
+    begin(saver, tmp_path, 1, small_pieces(1))
+    saver.wait()
+    # The first try has found too little, and the save has used what the second has made.
+    assert calls == ["save", "save"]
+    loaded = blank(small_pieces())
+    read_checkpoint(tmp_path / "step-00000001", loaded)
+    assert all(torch.equal(a.view, b.view) for a, b in zip(loaded, small_pieces(1), strict=True))
 
 
 def test_there_is_one_save_at_a_time_and_the_oldest_goes_last(tmp_path, gate):
