@@ -15,12 +15,23 @@ from hfdist.errors import PeerError
 from hfdist.records import RunFolder, RunRecord, State, read_run
 from hfdist.tools.report.text import instant
 from hfdist.watch.diagnosis import name_ranks
-from hfdist.watch.snapshot import REPORT, Collective, HeardRank, Snapshot, read_beats, read_snapshots, request, withdraw
+from hfdist.watch.snapshot import (
+    ASKED,
+    REPORT,
+    Collective,
+    HeardRank,
+    Snapshot,
+    read_beats,
+    read_snapshots,
+    request,
+    withdraw,
+)
 
 _ANSWER_SECONDS = 8.0
 """Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
 _POLL_SECONDS = 0.1
-_SILENT_SECONDS = 1.0
+_SILENT_SECONDS = 3.0
+"""Three beats: one comes each second, and the watch looks at them twice a second."""
 _SLOW_SECONDS = 5.0
 """A rank that has made progress since does not hang."""
 _SHOWN_FRAMES = 3
@@ -376,7 +387,8 @@ def _ask(run_dir: Path, record: RunRecord, answer_seconds: float) -> Path | None
 
 def _newest(run_dir: Path, record: RunRecord | None) -> Path | None:
     """Find what the watch has left of the last start."""
-    folders = [path for path in RunFolder(run_dir).watch.glob("*") if path.is_dir()]
+    # What was asked before tells of that moment alone.
+    folders = [path for path in RunFolder(run_dir).watch.glob("*") if path.is_dir() and not ASKED.fullmatch(path.name)]
     newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
     started = None if record is None else instant(record.started)
     if newest is None or started is None:
@@ -387,7 +399,7 @@ def _newest(run_dir: Path, record: RunRecord | None) -> Path | None:
 
 def _read_report(folder: Path) -> str | None:
     try:
-        return (folder / REPORT).read_text(encoding="utf-8").strip()
+        return (folder / REPORT).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
 
