@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from hfdist.errors import PeerError
 
@@ -80,7 +80,7 @@ Said = TypeVar("Said", Heartbeat, Diagnosis)
 """What ranks tell each other."""
 
 
-def as_tuple(kind: type[Said], values: Sequence[object]) -> Said:
+def as_tuple(kind: type[Said], values: Sequence[Any]) -> Said:
     """Make a named tuple of values that were read; TypeError: they are not those of this kind."""
     hints = get_type_hints(kind).values()
     if len(values) != len(hints) or not all(map(isinstance, values, hints)):

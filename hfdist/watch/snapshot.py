@@ -84,7 +84,10 @@ def read_snapshots(folder: Path) -> dict[int, Snapshot]:
     for path in sorted(folder.glob("rank-*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             content = json.loads(path.read_text(encoding="utf-8"))
-            beat, collectives = as_tuple(Heartbeat, content["beat"]), [Collective(*one) for one in content["collectives"]]
+            beat, collectives = (
+                as_tuple(Heartbeat, content["beat"]),
+                [Collective(*one) for one in content["collectives"]],
+            )
             found[int(content["rank"])] = Snapshot(**content | {"beat": beat, "collectives": collectives})
     return found
 

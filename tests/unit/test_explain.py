@@ -18,7 +18,6 @@ from hfdist.watch.snapshot import (
     write_snapshot,
 )
 
-
 DEEP = "[" * 100_000
 
 
