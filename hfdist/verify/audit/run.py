@@ -266,4 +266,4 @@ def _describe(
     if shows_all_text:
         yield from (f"      {printable(line)}" for line in text.split("\n"))
     else:
-        yield f"      {printable(text[:_SHOWN_CHARACTERS])}{' ...' if len(text) > _SHOWN_CHARACTERS else ''}"
+        yield f"      {printable(text, _SHOWN_CHARACTERS)}"

@@ -261,6 +261,7 @@ def test_events_are_marks_and_words(tmp_path):
     events = [
         event("start", 1, host="node-a", layout={"shard": 4, "sharding": "none"}),
         event("resume", 2, step=5, checkpoint="step-00000005", changes=["optimizer.lr: 1 -> 2"]),
+        event("replica", 2, step=5, found="rank 3 has lost it"),
         event("skip", 3, step=10),
         event("rollback", 4, step=12, to_step=8),
         event("alert", 5, step=15, kind="slow rank", text="rank 3 is slow"),
@@ -271,6 +272,7 @@ def test_events_are_marks_and_words(tmp_path):
     words = " ".join(text_of(content).split())
     for said in (
         "went on from step-00000005; changed: optimizer.lr: 1 -&gt; 2",
+        "passed over a replica in memory, at step 5: rank 3 has lost it",
         "step 10 was skipped",
         "went back from step 12 to 8",
         "slow rank: rank 3 is slow",
@@ -281,6 +283,22 @@ def test_events_are_marks_and_words(tmp_path):
     letters = re.findall(r'<g class="mark[^>]*data-from="(mark-0-\d)".*?>(\w|\$)</text></g>', content)
     assert "".join(letter for _, letter in letters[:6]) == "RSBA$E"
     assert all(f'id="{name}"' in content for name, _ in letters)
+
+
+def test_bars_of_starts_have_their_numbers_and_ends(tmp_path):
+    """Also of a start whose record is older than its last save: its end has the time of the record."""
+    events = [event("start", 1), event("save", 9, step=5), event("end", 8, state="lost", step=5)]
+    events += [event("start", second, start=start) for start, second in enumerate(range(10, 55), 2)]
+    content = html(write_run(tmp_path / "few", events=events[:4]))
+    assert "start 1: 2026-11-24 18:50:01, 8.0 s; ended: lost, at step 5" in content
+    content = html(write_run(tmp_path / "many", events=events))
+    assert "48 events of 46 starts" in content
+    assert re.findall(r'data-text="start (\d+):', content) == [f"{start}" for start in range(7, 47)]
+
+
+def test_a_mark_of_an_event_is_masked_before_it_is_cut(tmp_path):
+    text = f"{'x ' * 135}hf_{'AbCdEfGhIj' * 3}"
+    assert "hf_Ab" not in html(write_run(tmp_path, events=[event("alert", 5, step=15, kind="spike", text=text)]))
 
 
 def test_runs_are_laid_over_each_other_with_what_differs_on_top(tmp_path):
