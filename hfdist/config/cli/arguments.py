@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -98,11 +99,14 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
         ConfigError: there is none, with those that are beside it.
     """
     folder = expand_user(value)
-    if any((folder / mark).exists() for mark in marks):
-        return folder
+    where, given = (COMMAND_LINE, "") if key is None else (f"{key} ({COMMAND_LINE})", f"{key}=")
+    try:
+        if any((folder / mark).exists() for mark in marks):
+            return folder
+    except OSError as error:
+        raise ConfigError("this folder cannot be read", where=where, found=f"{value}: {error.strerror}") from error
     others = sorted({path.parent.name for mark in marks for path in folder.parent.glob(f"*/{mark}")})
     beside = f": {', '.join(others[:20])} in {folder.parent}" if others else ""
-    where, given = (COMMAND_LINE, "") if key is None else (f"{key} ({COMMAND_LINE})", f"{key}=")
     trials = sorted(folder.glob("trial-*/run.json"))
     if (folder / TRIALS).is_file() and trials:
         what = "this is the folder of a sweep, whose trials are runs"
@@ -134,9 +138,9 @@ def as_config_flags(arguments: Sequence[str]) -> list[str]:
             written.append(argument)
             continue
         path, where = expand_user(value if equals else next(rest, "")), f"{flag} ({COMMAND_LINE})"
-        if path.suffix != ".yaml" or not path.is_file():
+        if path.suffix != ".yaml" or not os.path.isfile(path):
             what, allowed = "there is no such config", "a .yaml file, such as the config.yaml of a run"
-            hint = f"rename {path.name} to {path.stem}.yaml" if path.suffix == ".yml" and path.is_file() else None
+            hint = f"rename {path.name} to {path.stem}.yaml" if path.suffix == ".yml" and os.path.isfile(path) else None
             raise ConfigError(what, where=where, found=str(path), allowed=allowed, hint=hint)
         if others:
             what, hint = "the config is given twice", f"--config-dir {path.parent} --config-name {path.stem}"

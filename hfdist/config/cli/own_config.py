@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,16 +31,20 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
     """
     path = expand_user(given)
-    run = RunFolder(path if path.is_dir() else path.parent)
-    is_of_run = path.is_dir() or (path == run.config and run.record.is_file())
-    if path.is_dir():
+    # Of what can be no path, or may not be looked at, `os` says no; pathlib raises.
+    is_dir = os.path.isdir(path)
+    run = RunFolder(path if is_dir else path.parent)
+    is_of_run = is_dir or (path == run.config and os.path.isfile(run.record))
+    if is_dir:
         path = run.config
     # It may be anybody's.
-    if is_of_run and path.is_file():
+    if is_of_run and os.path.isfile(path):
         refuse_references(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {run.config.name}"
-        runs = [shlex.quote(str(other.parent)) for other in Path(given).parent.glob(f"*/{run.config.name}")]
+        beside = Path(given).parent
+        found = beside.glob(f"*/{run.config.name}") if os.path.isdir(beside) else ()
+        runs = [shlex.quote(str(other.parent)) for other in found]
         hint = nearest(given, runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ..."
         raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
     recipe = _find_recipe(path, set())

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from hfdist.tools.report.drawing.axis import linear, logarithmic
 from hfdist.tools.report.page import page, parts
 from hfdist.tools.report.reading.run_files import RunFiles
 from tests.unit.report.folders import SENT, SPIKES, event, rank_line, record, rewarded_line, training_line, write_run
+from tests.unit.report.test_sweep import write_sweep
 
 HOSTILE = '<script>alert("1")</script>\u202e\x00\ud800&amp;\'"><img src=x onerror=alert(1)>'
 SAVES = [event("save", 20 + number, step=10 * number, bytes=2e9, seconds=3, stall_seconds=0.2) for number in (1, 2)]
@@ -57,7 +59,40 @@ def test_a_page_of_many_runs_is_small(tmp_path):
     ranks = [rank_line(step, slow={step % 64}, num_ranks=64) for step in range(1, 97)]
     for number in range(4):
         write_run(tmp_path / str(number), lines=lines, ranks=ranks)
-    assert len(html(*[tmp_path / str(number % 4) for number in range(24)]).encode()) < 300_000
+    runs = [read(tmp_path / str(number)) for number in range(4)]
+    assert len(page(runs * 6, parts(runs * 6)).encode()) < 300_000
+    values = [{f"optimizer.key{key}": math.sin(9 * key + trial) for key in range(8)} for trial in range(320)]
+    sweeps = [write_sweep(tmp_path / "sweep", [(own, [2.0 + own["optimizer.key1"]]) for own in values])]
+    for num_runs, has_charts in ((12, True), (24, False)):
+        own = [*runs * 6][:num_runs]
+        content = page(own, parts(own, sweeps))
+        assert len(content.encode()) < 300_000
+        assert ("Gradient norm" in content) == has_charts
+
+
+def test_a_page_of_one_run_is_small_whatever_it_has(tmp_path):
+    """Characters of some languages are three bytes each."""
+    long = [{"step": step, "prompt": f"{step % 8}{'字' * 2000}", "text": "字" * 2000} for step in range(100)]
+    spans = [
+        {"ph": "X", "tid": rank, "cat": kind, "ts": 4e3 * number + 137.3, "dur": 1234.567, "args": {"microbatch": 7}}
+        for rank in range(8)
+        for number in range(250)
+        for kind in ("forward", "backward")
+    ]
+    lines, ranks = (
+        [training_line(step) for step in range(1, 2001)],
+        [rank_line(step, num_ranks=64) for step in range(9)],
+    )
+    write_run(tmp_path, lines=lines, ranks=ranks, samples=long, rollouts=[line | {"reward": 1.0} for line in long])
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": spans}))
+    content = html(tmp_path)
+    assert len(content.encode()) < 300_000
+    assert "would make this page too large: see timeline.json" in content
+    (tmp_path / "samples.jsonl").unlink()
+    (tmp_path / "rollouts.jsonl").unlink()
+    content = html(tmp_path)
+    assert len(content.encode()) < 300_000
+    assert "2,000 actions are not drawn" in content
 
 
 def test_pages_of_runs_by_rewards_are_small(tmp_path):
