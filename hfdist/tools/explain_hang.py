@@ -31,7 +31,9 @@ _ANSWER_SECONDS = 8.0
 """Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
 _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 3.0
-"""Three beats: one comes each second, and the watch looks at them twice a second."""
+"""Three beats: one comes each second, and rank 0 writes at once what it has heard."""
+_LOST_SECONDS = 1.0
+"""Least seconds of silence after which the watch ends a run: then it has waited for what the others write."""
 _SLOW_SECONDS = 5.0
 """A rank that has made progress since does not hang."""
 _SHOWN_FRAMES = 3
@@ -124,7 +126,7 @@ def explain(run_dir: Path, *, answer_seconds: float = _ANSWER_SECONDS) -> Explan
 def explain_folder(folder: Path, run: str) -> Explanation:
     """Explain what the ranks have written into a folder of the watch."""
     heard, line = read_beats(folder)
-    case = _Case(heard, read_snapshots(folder))
+    case = _Case(heard, read_snapshots(folder), _SILENT_SECONDS if line is None else _LOST_SECONDS)
     verdict, hint, waits = case.judge(line or _read_report(folder))
     return Explanation(run=run, folder=folder, rows=case.rows(), waits=waits, verdict=verdict, hint=hint)
 
@@ -141,13 +143,15 @@ _FROM_CHECKPOINT = "the same command goes on from the last checkpoint"
 class _Case:
     """What all ranks were doing at one moment."""
 
-    def __init__(self, heard: Mapping[int, HeardRank], snapshots: Mapping[int, Snapshot]) -> None:
+    def __init__(
+        self, heard: Mapping[int, HeardRank], snapshots: Mapping[int, Snapshot], silent_seconds: float
+    ) -> None:
         self._snapshots = snapshots
         self._beats = {rank: one.beat for rank, one in heard.items()} | {r: s.beat for r, s in snapshots.items()}
         self._silent = {
             rank: one
             for rank, one in heard.items()
-            if rank not in snapshots and one.beat.left is None and one.silent_seconds > _SILENT_SECONDS
+            if rank not in snapshots and one.beat.left is None and one.silent_seconds > silent_seconds
         }
         self._members: dict[str, list[int]] = {}
         """Ranks of each group, under its name and its ranks: groups of other ranks may have the same name."""
