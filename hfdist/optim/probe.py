@@ -1,6 +1,6 @@
 """Ask an optimizer: step it on a few small tensors, whole, cut in two, and together, and compare.
 
-A layout may give an optimizer flat pieces of parameters (ZeRO), some of the parameters (a pipeline), or all. Whether it
+A layout may give an optimizer parts of parameters (FSDP2, ZeRO), some of the parameters (a pipeline), or all. Whether it
 updates them as one process would is a property of its arithmetic, which no list of names could tell of a user's own.
 """
 
@@ -44,7 +44,7 @@ class Reach(IntEnum):
 
 
 _LAYOUTS = {
-    Reach.parameter: "ddp, fsdp2, or a pipeline without ZeRO; each also with tensor and expert ranks",
+    Reach.parameter: "any layout without a parameter server",
     Reach.model: "a layout that keeps the model whole: one process, or ddp",
 }
 

@@ -131,11 +131,8 @@ def check_optimizer(config: RunConfig) -> None:
     # What the layout gives the optimizer whole; the engine says it again, once there is one.
     strategy = config.strategy
     has_parts = strategy.mesh.divides_parameters or strategy.shards_state
-    sees = Reach.parameter if has_parts else Reach.model
-    if strategy.sharding.is_deepspeed:
-        sees = Reach.element
     made = make_small(optimizer)
-    check(made, sees, is_saved=config.checkpoint.every is not None)
+    check(made, Reach.parameter if has_parts else Reach.model, is_saved=config.checkpoint.every is not None)
     if optimizer.base_width is not None:
         check_optimizer_of_width(made)
 

@@ -207,14 +207,14 @@ CHOSEN = [
 ]
 MORE = [
     ("ddp", ["schedule-free", *OF_WHOLE_MATRICES]),
-    ("zero1", [PLAIN, "schedule-free"]),
-    ("zero2", [SCHEDULE, FROM_THE_START]),
-    ("zero3", ["stepped before", NUMBER]),
+    ("zero1", [PLAIN, "schedule-free", *OF_WHOLE_MATRICES]),
+    ("zero2", [SCHEDULE, FROM_THE_START, *OF_WHOLE_MATRICES]),
+    ("zero3", ["stepped before", NUMBER, *OF_WHOLE_MATRICES]),
     ("fsdp2", [SCHEDULE, FROM_THE_START]),
     ("tensor", [NUMBER, "Adafactor"]),
     ("fsdp2 and tensor", ["Adafactor"]),
     ("pipeline", ["stepped before", "Muon"]),
-    ("pipeline_zero1", [SCHEDULE, FROM_THE_START]),
+    ("pipeline_zero1", [SCHEDULE, FROM_THE_START, *OF_WHOLE_MATRICES]),
 ]
 
 

@@ -235,7 +235,7 @@ class ZeroEngine(Engine):
     Under ZeRO-3 every forward is a collective, in evaluation too.
     """
 
-    optimizer_sees = Reach.element
+    optimizer_sees = Reach.parameter
     steps_other_tensors = True
     clips_stepped = True
 
@@ -259,6 +259,8 @@ class ZeroEngine(Engine):
         if loss_scaler is not None and hasattr(loss_scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.
             loss_scaler.raise_error_at_min_scale = False
+        self._whole_steps = pieces_zero.step_wholes(self.model, own)
+        # Later, so that it has the last word.
         pieces_zero.pass_by_unused(cast(PreTrainedModel, self.model), own)
         fit_buckets(own, self.model.parameters())
         return optimizer
@@ -292,8 +294,8 @@ class ZeroEngine(Engine):
                     parameter.ds_active_sub_modules.discard(_GENERATION)
 
     def pieces(self) -> Iterable[Piece]:
-        """This rank's runs of the flattened parameters and of their optimizer state."""
-        return pieces_zero.list_pieces(self.model, self._engine)
+        """This rank's runs of the flattened parameters, and their optimizer state."""
+        return pieces_zero.list_pieces(self.model, self._engine, self._whole_steps)
 
     def weights(self) -> Iterable[Piece]:
         """This rank's part of the weights that the model computes with; under ZeRO-1 and 2 all of them."""
