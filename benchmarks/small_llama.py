@@ -22,6 +22,7 @@ def make_trainer(
     max_steps: int,
     callbacks: Sequence[TrainerCallback],
     options: RunOptions | None = None,
+    optimizer: tuple[Any, dict[str, Any]] | None = None,
 ) -> hfdist.Trainer:
     """Make it on this rank; every rank has the same weights and tokens.
 
@@ -34,6 +35,7 @@ def make_trainer(
         max_steps: optimizer steps.
         callbacks: the benchmark's own.
         options: of the Trainer; None: its defaults.
+        optimizer: its class and settings; None: the Trainer's own, AdamW.
     """
     global_batch_size, micro_batch_size = batch
     strategy = hfdist.make_strategy(
@@ -64,4 +66,5 @@ def make_trainer(
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
         callbacks=list(callbacks),
         options=options,
+        optimizer_cls_and_kwargs=optimizer,
     )

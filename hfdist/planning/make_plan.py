@@ -25,6 +25,7 @@ from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
+from hfdist.optim.registry import stepped_whole
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.step_time import step_parts
@@ -128,7 +129,9 @@ def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int
 def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes]:
     with FakeTensorMode():
         model = make_without_values(config.model, copy.deepcopy(architecture))
-        sizes = step_sizes(model, config.train, tensor=config.strategy.tensor, is_gpu=is_gpu)
+        whole = stepped_whole(config.optimizer, model)
+        tensor = config.strategy.tensor
+        sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
         return measure_size(model), sizes
 
 

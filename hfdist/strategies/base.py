@@ -501,7 +501,7 @@ class Strategy(Partitioning):
     def traffic(self, sizes: StepSizes) -> list[Sent]:
         """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
         axes = Axes(self.topology, self.batch, self.config, sizes)
-        return [*axes.model_axes(), *self._state_traffic(axes)]
+        return [*axes.model_axes(), *self._state_traffic(axes), *axes.step_wholes()]
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         """Weights and gradients."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import Compression, ContextMethod, StrategyConfig
+from hfdist.config.strategy import Compression, ContextMethod, Sharding, StrategyConfig
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, ring_bytes
 from hfdist.topology import Topology
 
@@ -111,6 +111,8 @@ class StepSizes:
     recomputes: bool = False
     """Whether the backward runs the blocks' forward again."""
     is_gpu: bool = True
+    stepped_whole: tuple[int, ...] = ()
+    """Elements of each trained parameter that the optimizer must see whole, in order."""
     of_worst_stage: int | None = None
     """Parameters of the pipeline rank that has most; None: as if all had equally many."""
 
@@ -221,6 +223,33 @@ class Axes:
                 ALL_REDUCE, REPLICATE, held / shards, calls=calls_of_replicas, hidden_by=ends, of_experts=of_experts
             )
 
+    def step_wholes(self) -> Iterator[Sent]:
+        """Parts of parameters that must be stepped whole, and their gradients, to the owners, and the parts back."""
+        topology, sizes, sharding = self.topology, self.sizes, self.config.sharding
+        elements = sum(sizes.stepped_whole)
+        experts = min(elements, sizes.experts)
+        divided = min(elements - experts, sizes.tensor.divided)
+        ranks = topology.shard * topology.context
+        # DeepSpeed steps copies in float32.
+        item_bytes = 4 if sharding.is_deepspeed else sizes.weight_bytes
+
+        def send(axis: str, size: int, stride: int, num_elements: float) -> Iterator[Sent]:
+            num_bytes = 3 * num_elements / size * self.stages_share * item_bytes
+            return self._send(ALL_TO_ALL, axis, size, stride, num_bytes, 3)
+
+        if sharding is Sharding.none:
+            yield from send("tensor", topology.tensor, 1, divided)
+            yield from send("expert", topology.expert, topology.tensor * topology.context, experts)
+        elif sharding is Sharding.fsdp2:
+            axis = DATA if topology.replicate == 1 else SHARD
+            apart = divided if topology.tensor > 1 else 0
+            yield from send(axis, ranks, topology.tensor, elements - apart)
+            yield from send(f"{axis} x tensor", ranks * topology.tensor, 1, apart)
+        else:
+            ranks *= topology.replicate
+            cut = elements if sharding is Sharding.zero3 else _cut(sizes.stepped_whole, ranks * topology.pipeline)
+            yield from send(DATA, ranks, topology.tensor, cut)
+
     def model_axes(self) -> Iterator[Sent]:
         """What the ranks of one replica exchange to run it: tensor, context, expert and pipeline ranks."""
         yield from self._tensor()
@@ -323,3 +352,9 @@ class Axes:
         if size > 1 and whole_bytes > 0:
             sent = ring_bytes(kind, whole_bytes, size)
             yield Sent(axis=axis, kind=kind, size=size, stride=stride, num_bytes=sent, calls=calls, **when)
+
+
+def _cut(sizes: tuple[int, ...], num_parts: int) -> int:
+    """Count the elements of parameters that do not lie in one part, when they lie in a row that is cut evenly."""
+    part, ends = sum(sizes) / num_parts, itertools.accumulate(sizes)
+    return sum(size for size, end in zip(sizes, ends, strict=True) if (end - size) // part != (end - 1) // part)

@@ -31,7 +31,7 @@ from hfdist.models.blocks import checkpoint_blocks, find_block_parts
 from hfdist.models.flops import flops_per_token, measure_size
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
-from hfdist.optim.registry import make_small, values_per_weight
+from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
 from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure
 from hfdist.planning.costs import OpCosts
@@ -83,6 +83,7 @@ def measure_constants(
     one_of_each = [blocks[measurement.kind_of_block.index(kind)] for kind in range(len(kinds))]
     plans = find_tensor_plans(model, tensor_degrees)
     shares = find_shares(model, one_of_each, tensor_plans=plans)
+    whole = stepped_whole(config.optimizer, model)
     return ModelConstants(
         kinds=kinds,
         kind_of_block=tuple(measurement.kind_of_block),
@@ -100,7 +101,9 @@ def measure_constants(
         balance=costs_by_flops(model, blocks, length),
         flops_per_token=flops_per_token(model.config, measure_size(model), length),
         sizes={
-            tensor: step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, plan=plans.get(tensor))
+            tensor: step_sizes(
+                model, config.train, tensor=tensor, is_gpu=is_gpu, plan=plans.get(tensor), stepped_whole=whole
+            )
             for tensor in (1, *plans)
         },
     )
