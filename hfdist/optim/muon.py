@@ -61,7 +61,7 @@ def of_parts(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
 class StackMuon(torch.optim.Muon):
     """torch's Muon for stacks of matrices, too: it orthogonalizes the matrices of the last two dimensions each by itself.
 
-    What it does to a matrix is the same to the bit, whether it comes alone, in a stack, or to torch's class.
+    To each it does what torch's class does to a matrix, but for how kernels round.
     """
 
     @torch.no_grad()

@@ -116,16 +116,16 @@ def predict(case: Case) -> Counter[str]:
     return sent
 
 
-def axis_of(mesh_axis: str, kind: str, has_replicas: bool) -> str:
+def axis_of(mesh_axis: str, kind: str, keys: dict[str, Any]) -> str:
     """The name of an axis of the mesh as plans have it."""
     if mesh_axis in ("tensor", "pipeline", "replicate"):
         return mesh_axis
-    if mesh_axis.startswith("("):
-        # No axis of a mesh: the ranks that together have a matrix.
+    if mesh_axis.startswith("(") and "tensor" in keys:
+        # The ranks that together have a matrix.
         return "data x tensor"
     if mesh_axis in ("context", "expert") and kind != "all-reduce":
         return mesh_axis
-    return "shard" if has_replicas and mesh_axis.startswith("sharded") else "data"
+    return "shard" if "replicate" in keys and mesh_axis.startswith("sharded") else "data"
 
 
 def train_all(names: list[str]) -> dict[str, training.Costs]:
@@ -148,7 +148,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
             for rank in ranks:
                 own: Counter[str] = Counter()
                 for (axis, kind), sent in rank[name].axis_bytes.items():
-                    own[axis_of(axis, kind, "replicate" in CASES[name].keys)] += sent
+                    own[axis_of(axis, kind, CASES[name].keys)] += sent
                 most |= own
             found[name] = most
     return found
