@@ -296,18 +296,20 @@ def test_rounding_of_muon_is_larger_than_what_layouts_may_differ_by(without_roun
     assert all(0 < number < 32 for number in idle), idle
 
 
-REFUSED = {
-    "Adafactor": ("zero1", "Adafactor: the update of an element depends on the rest of its parameter"),
-    "schedule-free": ("zero3", "which changes k, train_mode, weight_sum of its groups"),
-}
+@pytest.mark.many
+@pytest.mark.parametrize("layout", ["fsdp2", "tensor"])
+def test_gradients_are_unscaled_before_they_are_gathered(tmp_path, monkeypatch, layout):
+    monkeypatch.setitem(EVERY, "fp16", lambda model: EVERY["Muon"](model) | {"arguments": {"fp16": True}})
+    for name in ("single", layout):
+        monkeypatch.setitem(LAYOUTS, name, (LAYOUTS[name][0], LAYOUTS[name][1] | {"precision": "fp16"}))
+    ours, alone = (run_ranks(train_all, LAYOUTS[name][0], tmp_path, name, ["fp16"], None)[0] for name in (layout, "single"))
+    assert torch.tensor(ours["fp16"]) == pytest.approx(torch.tensor(alone["fp16"]), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", REFUSED)
 @on_ranks(1, group=False)
-def test_what_a_layout_would_train_otherwise_is_refused(tmp_path, name):
-    layout, message = REFUSED[name]
-    with pytest.raises(ConfigError, match=message):
-        make_trainer(tmp_path, layout, EVERY[name]).train()
+def test_what_a_layout_would_train_otherwise_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="which changes k, train_mode, weight_sum of its groups"):
+        make_trainer(tmp_path, "zero3", EVERY["schedule-free"]).train()
 
 
 def evaluated_with_metrics(folder, has_metrics):
