@@ -271,9 +271,9 @@ def without_rounding(tmp_path_factory):
     "layout",
     [
         "zero2",
-        "fsdp2 and experts",
-        *map(many, ["ddp", "zero1", "zero3", "pipeline_zero1", "hsdp", "fsdp2 in a pipeline", "experts"]),
-        *map(many, ["fsdp2 and tensor", "tensor in a pipeline", "offload"]),
+        "experts",
+        *map(many, ["ddp", "zero1", "zero3", "pipeline_zero1", "offload", "hsdp", "fsdp2 in a pipeline"]),
+        *map(many, ["fsdp2 and experts", "fsdp2 and tensor", "tensor in a pipeline"]),
     ],
 )
 def test_muon_differs_by_its_rounding_alone(without_rounding, monkeypatch, layout):

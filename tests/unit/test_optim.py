@@ -146,6 +146,7 @@ def test_whether_zeros_stand_for_nothing_is_asked():
         return starts_from_zeros(optimizer, optimizer.param_groups[0])
 
     assert starts(torch.optim.AdamW)
+    assert all(starts_from_zeros(muon, group) for muon in [MuonWithAdamW()(nn.Linear(4, 4))] for group in muon.param_groups)
     assert starts(torch.optim.SGD, lr=0.1, momentum=0.9)
     assert not starts(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1)
     assert not starts(torch.optim.NAdam)
