@@ -58,7 +58,7 @@ def of_parts(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
     ]
 
 
-class StackMuon(torch.optim.Muon):
+class Muon(torch.optim.Muon):
     """torch's Muon for stacks of matrices, too: it orthogonalizes the matrices of the last two dimensions each by itself.
 
     To each it does what torch's class does to a matrix, but for how kernels round.
@@ -164,7 +164,7 @@ class MuonWithAdamW:
             {"params": [p for p in others if num_dimensions[id(p)] < 2], "weight_decay": 0.0},
         ]
         # Muon's constructor counts dimensions, which a share of a matrix has not. So it gets the matrices after it.
-        muon = StackMuon(
+        muon = Muon(
             [torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **of_muon
         )
         muon.param_groups[0]["params"] = matrices

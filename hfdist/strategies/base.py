@@ -501,11 +501,15 @@ class Strategy(Partitioning):
     def traffic(self, sizes: StepSizes) -> list[Sent]:
         """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
         axes = Axes(self.topology, self.batch, self.config, sizes)
-        return [*axes.model_axes(), *self._state_traffic(axes), *axes.step_wholes()]
+        return [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes)]
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         """Weights and gradients."""
         return axes.average_gradients()
+
+    def _whole_traffic(self, axes: Axes) -> Iterable[Sent]:
+        """What steps of whole parameters add."""
+        return axes.gather_parts()
 
     @classmethod
     def held(cls, sizes: RankSizes) -> Iterator[tuple[Phase, MemoryUse]]:

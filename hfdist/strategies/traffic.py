@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import Compression, ContextMethod, Sharding, StrategyConfig
+from hfdist.config.strategy import Compression, ContextMethod, StrategyConfig
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, ring_bytes
 from hfdist.topology import Topology
 
@@ -223,32 +223,37 @@ class Axes:
                 ALL_REDUCE, REPLICATE, held / shards, calls=calls_of_replicas, hidden_by=ends, of_experts=of_experts
             )
 
-    def step_wholes(self) -> Iterator[Sent]:
-        """Parts of parameters that must be stepped whole, and their gradients, to the owners, and the parts back."""
-        topology, sizes, sharding = self.topology, self.sizes, self.config.sharding
-        elements = sum(sizes.stepped_whole)
+    def gather_parts(self) -> Iterator[Sent]:
+        """Of parameters that must be stepped whole, what tensor and expert ranks share: see `_to_owners`."""
+        topology, (divided, experts, _) = self.topology, self._stepped_whole()
+        yield from self._to_owners("tensor", topology.tensor, 1, divided)
+        yield from self._to_owners("expert", topology.expert, topology.tensor * topology.context, experts)
+
+    def gather_shards(self) -> Iterator[Sent]:
+        """Of parameters that must be stepped whole, FSDP2's shards."""
+        topology, (divided, experts, others) = self.topology, self._stepped_whole()
+        axis, ranks = DATA if topology.replicate == 1 else SHARD, topology.shard * topology.context
+        yield from self._to_owners(axis, ranks, topology.tensor, experts + others)
+        yield from self._to_owners(f"{axis} x tensor", ranks * topology.tensor, 1, divided)
+
+    def gather_runs(self, num_elements: float) -> Iterator[Sent]:
+        """Of parameters that must be stepped whole, so many elements of which ZeRO's ranks have parts, in float32."""
+        ranks = self.topology.data * self.topology.context
+        yield from self._to_owners(DATA, ranks, self.topology.tensor, num_elements, item_bytes=4)
+
+    def _stepped_whole(self) -> tuple[int, int, int]:
+        """Elements of what tensor ranks divide, of experts, and of all others."""
+        elements, sizes = sum(self.sizes.stepped_whole), self.sizes
         experts = min(elements, sizes.experts)
-        divided = min(elements - experts, sizes.tensor.divided)
-        ranks = topology.shard * topology.context
-        # DeepSpeed steps copies in float32.
-        item_bytes = 4 if sharding.is_deepspeed else sizes.weight_bytes
+        divided = min(elements - experts, sizes.tensor.divided) if self.topology.tensor > 1 else 0
+        return divided, experts, elements - experts - divided
 
-        def send(axis: str, size: int, stride: int, num_elements: float) -> Iterator[Sent]:
-            num_bytes = 3 * num_elements / size * self.stages_share * item_bytes
-            return self._send(ALL_TO_ALL, axis, size, stride, num_bytes, 3)
-
-        if sharding is Sharding.none:
-            yield from send("tensor", topology.tensor, 1, divided)
-            yield from send("expert", topology.expert, topology.tensor * topology.context, experts)
-        elif sharding is Sharding.fsdp2:
-            axis = DATA if topology.replicate == 1 else SHARD
-            apart = divided if topology.tensor > 1 else 0
-            yield from send(axis, ranks, topology.tensor, elements - apart)
-            yield from send(f"{axis} x tensor", ranks * topology.tensor, 1, apart)
-        else:
-            ranks *= topology.replicate
-            cut = elements if sharding is Sharding.zero3 else _cut(sizes.stepped_whole, ranks * topology.pipeline)
-            yield from send(DATA, ranks, topology.tensor, cut)
+    def _to_owners(
+        self, axis: str, size: int, stride: int, num_elements: float, item_bytes: int | None = None
+    ) -> Iterator[Sent]:
+        """Parts of parameters and their gradients to the owners, and the parts back."""
+        held = num_elements / size * self.stages_share * (item_bytes or self.sizes.weight_bytes)
+        yield from self._send(ALL_TO_ALL, axis, size, stride, 3 * held, 3)
 
     def model_axes(self) -> Iterator[Sent]:
         """What the ranks of one replica exchange to run it: tensor, context, expert and pipeline ranks."""
@@ -354,7 +359,7 @@ class Axes:
             yield Sent(axis=axis, kind=kind, size=size, stride=stride, num_bytes=sent, calls=calls, **when)
 
 
-def _cut(sizes: tuple[int, ...], num_parts: int) -> int:
+def cut_elements(sizes: tuple[int, ...], num_parts: int) -> int:
     """Count the elements of parameters that do not lie in one part, when they lie in a row that is cut evenly."""
     part, ends = sum(sizes) / num_parts, itertools.accumulate(sizes)
     return sum(size for size, end in zip(sizes, ends, strict=True) if (end - size) // part != (end - 1) // part)

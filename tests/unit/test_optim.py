@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
-from hfdist.optim.muon import Joined, MuonWithAdamW, StackMuon
+from hfdist.optim.muon import Joined, MuonWithAdamW, Muon
 from hfdist.optim.probe import Reach, ask, check, check_steps_all, describe, moving_options, starts_from_zeros
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, values_per_weight
 from hfdist.strategies.pieces import StateReader
@@ -206,7 +206,7 @@ def test_a_stack_is_stepped_as_torch_steps_its_matrices(shape, settings):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, *shape, generator=generator)
     stack, matrices = nn.Parameter(start.clone()), [nn.Parameter(one.clone()) for one in start]
-    ours, theirs = StackMuon([nn.Parameter(torch.zeros(1, 1))], **settings), torch.optim.Muon(matrices, **settings)
+    ours, theirs = Muon([nn.Parameter(torch.zeros(1, 1))], **settings), torch.optim.Muon(matrices, **settings)
     ours.param_groups[0]["params"] = [stack]
     for size in (1e-6, 1e-2, 10.0):
         stack.grad = torch.randn(4, *shape, generator=generator) * size

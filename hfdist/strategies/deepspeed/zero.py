@@ -30,7 +30,7 @@ from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
-from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes
+from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes, cut_elements
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ class ZeroStrategy(Strategy):
         yield from reduce(ALL_GATHER, DATA, of_step[1], is_gradient=False, hidden_by=Phase.backward)
         yield from reduce(REDUCE_SCATTER, DATA, num_microbatches * held, hidden_by=Phase.backward)
         yield from axes.reduce(ALL_GATHER, DATA, small, calls=1)
+
+    def _whole_traffic(self, axes: Axes) -> Iterator[Sent]:
+        whole = axes.sizes.stepped_whole
+        num_elements = sum(whole) if self.stage == 3 else cut_elements(whole, axes.topology.data)
+        return axes.gather_runs(num_elements)
 
     @classmethod
     def held(cls, sizes: RankSizes) -> Iterator[tuple[Phase, MemoryUse]]:

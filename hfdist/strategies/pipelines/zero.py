@@ -23,7 +23,7 @@ from hfdist.strategies.deepspeed.deepspeed_config import generate
 from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed, with_master_weights
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
-from hfdist.strategies.traffic import Axes, Sent
+from hfdist.strategies.traffic import Axes, Sent, cut_elements
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -140,6 +140,10 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         return reduce_to_owners(axes, microbatches=1, hidden_by=None)
+
+    def _whole_traffic(self, axes: Axes) -> Iterable[Sent]:
+        # Each rank has a part of the blocks of its stages.
+        return axes.gather_runs(cut_elements(axes.sizes.stepped_whole, axes.topology.world_size))
 
     @classmethod
     def _state(cls, sizes: RankSizes) -> MemoryUse:
