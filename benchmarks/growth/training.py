@@ -187,7 +187,7 @@ def _make_trainer(work: Work, folder: str) -> tuple[hfdist.Trainer, _Clock]:
         max_steps=_NUM_WARM_UP_STEPS + work.num_steps + _NUM_COUNTED_STEPS,
         callbacks=[clock],
         options=RunOptions(loss_head=work.loss_head),
-        optimizer=work.optimizer,
+        optimizer_cls_and_kwargs=work.optimizer,
     )
     return trainer, clock
 

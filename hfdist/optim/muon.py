@@ -59,7 +59,7 @@ def of_parts(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon for stacks of matrices, too: it orthogonalizes the matrices of the last two dimensions each by itself.
+    """torch's Muon for stacks of matrices, too: those of the last two dimensions are stepped each by itself.
 
     To each it does what torch's class does to a matrix, but for how kernels round.
     """
@@ -122,8 +122,8 @@ class MuonWithAdamW:
 
         hfdist.Trainer(..., optimizer_cls_and_kwargs=(hfdist.MuonWithAdamW, {"lr": 3e-4}))
 
-    Muon steps matrices, but for embeddings and the head, which AdamW steps like vectors. Experts that are one tensor are
-    a stack of matrices: each expert's is orthogonalized by itself, and `gate_up_proj` as the one matrix that it is.
+    Muon steps matrices, but for embeddings and the head, which AdamW steps like vectors. Experts that are one tensor
+    are a stack of matrices: each expert's is orthogonalized by itself, and `gate_up_proj` as the one matrix that it is.
     """
 
     def __call__(
@@ -154,9 +154,9 @@ class MuonWithAdamW:
         num_dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trained}
 
         def is_matrix(parameter: nn.Parameter) -> bool:
-            # One dimension more is that of the experts. Others of three dimensions, such as convolutions, are no stacks.
-            is_stack = id(parameter) in stacked
-            return num_dimensions[id(parameter)] == 2 + is_stack and id(parameter) not in looked_up
+            # Others of three dimensions, such as convolutions, are no stacks.
+            of_matrix = 3 if id(parameter) in stacked else 2
+            return num_dimensions[id(parameter)] == of_matrix and id(parameter) not in looked_up
 
         matrices, others = [p for p in trained if is_matrix(p)], [p for p in trained if not is_matrix(p)]
         adamw: list[Group] = [
@@ -164,9 +164,7 @@ class MuonWithAdamW:
             {"params": [p for p in others if num_dimensions[id(p)] < 2], "weight_decay": 0.0},
         ]
         # Muon's constructor counts dimensions, which a share of a matrix has not. So it gets the matrices after it.
-        muon = Muon(
-            [torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **of_muon
-        )
+        muon = Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **of_muon)
         muon.param_groups[0]["params"] = matrices
         return Joined([muon, torch.optim.AdamW(adamw, lr=lr, betas=betas, eps=eps)])
 

@@ -1,7 +1,7 @@
 """Ask an optimizer: step it on a few small tensors, whole, cut in two, and together, and compare.
 
-A layout may give an optimizer parts of parameters (FSDP2, ZeRO), some of the parameters (a pipeline), or all. Whether it
-updates them as one process would is a property of its arithmetic, which no list of names could tell of a user's own.
+A layout may give an optimizer parts of parameters (FSDP2, ZeRO), some of the parameters (a pipeline), or all. Whether
+it updates them as one process would is a property of its arithmetic, which no list of names could tell of a user's own.
 """
 
 from __future__ import annotations

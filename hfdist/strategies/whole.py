@@ -1,8 +1,8 @@
 """Optimizers that look at whole parameters, where each rank has a part of them: every parameter is stepped by one rank.
 
-The owner of a parameter gathers its parts and those of its gradient, steps it, and sends the parts back. Its state lies
-with the owner, whole, so that state is shared out over the ranks as parameters are. An owner that has all of it already,
-as most of ZeRO-1 and 2, sends nothing.
+The owner of a parameter gathers its parts and those of its gradient, steps it, and sends the parts back. Its state
+lies with the owner, whole, so that state is shared out over the ranks as parameters are. An owner that has all of it
+already, as of most under ZeRO-1 and 2, sends nothing.
 """
 
 from __future__ import annotations

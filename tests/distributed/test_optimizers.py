@@ -290,7 +290,9 @@ def test_rounding_of_muon_is_larger_than_what_layouts_may_differ_by(without_roun
     with pytest.raises(AssertionError, match="without rounding"):
         assert_same("without rounding", saved(without_rounding / "rounded" / STACKS), at_end, bound=1e-6)
     # In the first two steps some experts had no token: all zeros, and no update. Then they had, and others had none.
-    means = [value for name, value in saved(without_rounding / "single" / STACKS, MIDDLE).items() if name.endswith(MEAN)]
+    means = [
+        value for name, value in saved(without_rounding / "single" / STACKS, MIDDLE).items() if name.endswith(MEAN)
+    ]
     idle = [sum(not of_expert.any() for of_expert in mean) for mean in means]
     assert len(means) == 2
     assert all(0 < number < 32 for number in idle), idle
@@ -302,7 +304,9 @@ def test_gradients_are_unscaled_before_they_are_gathered(tmp_path, monkeypatch, 
     monkeypatch.setitem(EVERY, "fp16", lambda model: EVERY["Muon"](model) | {"arguments": {"fp16": True}})
     for name in ("single", layout):
         monkeypatch.setitem(LAYOUTS, name, (LAYOUTS[name][0], LAYOUTS[name][1] | {"precision": "fp16"}))
-    ours, alone = (run_ranks(train_all, LAYOUTS[name][0], tmp_path, name, ["fp16"], None)[0] for name in (layout, "single"))
+    ours, alone = (
+        run_ranks(train_all, LAYOUTS[name][0], tmp_path, name, ["fp16"], None)[0] for name in (layout, "single")
+    )
     assert torch.tensor(ours["fp16"]) == pytest.approx(torch.tensor(alone["fp16"]), rel=1e-4)
 
 

@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
-from hfdist.optim.muon import Joined, MuonWithAdamW, Muon
+from hfdist.optim.muon import Joined, Muon, MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, check, check_steps_all, describe, moving_options, starts_from_zeros
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, values_per_weight
 from hfdist.strategies.pieces import StateReader
@@ -146,7 +146,9 @@ def test_whether_zeros_stand_for_nothing_is_asked():
         return starts_from_zeros(optimizer, optimizer.param_groups[0])
 
     assert starts(torch.optim.AdamW)
-    assert all(starts_from_zeros(muon, group) for muon in [MuonWithAdamW()(nn.Linear(4, 4))] for group in muon.param_groups)
+    assert all(
+        starts_from_zeros(muon, group) for muon in [MuonWithAdamW()(nn.Linear(4, 4))] for group in muon.param_groups
+    )
     assert starts(torch.optim.SGD, lr=0.1, momentum=0.9)
     assert not starts(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1)
     assert not starts(torch.optim.NAdam)
