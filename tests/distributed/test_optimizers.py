@@ -263,8 +263,8 @@ def without_rounding(tmp_path_factory):
     folder = tmp_path_factory.mktemp("muon")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hfdist.optim.muon.orthogonalize", orthogonal)
-        run_ranks(train_all, 1, folder, "single", [STACKS], None, group=False)
-    return folder
+        found = run_ranks(train_all, 1, folder, "single", [STACKS], None, group=False)[0]
+    return folder, found[STACKS]
 
 
 @pytest.mark.parametrize(
@@ -277,22 +277,23 @@ def without_rounding(tmp_path_factory):
     ],
 )
 def test_muon_differs_by_its_rounding_alone(without_rounding, monkeypatch, layout):
+    folder, expected = without_rounding
     monkeypatch.setattr("hfdist.optim.muon.orthogonalize", orthogonal)
-    run_ranks(train_all, LAYOUTS[layout][0], without_rounding, layout, [STACKS], without_rounding / "single")
-    at_end = saved(without_rounding / "single" / STACKS)
+    found = run_ranks(train_all, LAYOUTS[layout][0], folder, layout, [STACKS], folder / "single")[0]
+    assert torch.tensor(found[STACKS]) == pytest.approx(torch.tensor(expected), rel=1e-5)
+    at_end = saved(folder / "single" / STACKS)
     for name in (STACKS, f"{STACKS} resumed"):
-        assert_same("without rounding", saved(without_rounding / layout / name), at_end, bound=1e-6)
+        assert_same("without rounding", saved(folder / layout / name), at_end, bound=1e-6)
 
 
 def test_rounding_of_muon_is_larger_than_what_layouts_may_differ_by(without_rounding):
-    run_ranks(train_all, 1, without_rounding, "rounded", [STACKS], None, group=False)
-    at_end = saved(without_rounding / "single" / STACKS)
+    folder, _ = without_rounding
+    run_ranks(train_all, 1, folder, "rounded", [STACKS], None, group=False)
+    at_end = saved(folder / "single" / STACKS)
     with pytest.raises(AssertionError, match="without rounding"):
-        assert_same("without rounding", saved(without_rounding / "rounded" / STACKS), at_end, bound=1e-6)
+        assert_same("without rounding", saved(folder / "rounded" / STACKS), at_end, bound=1e-6)
     # In the first two steps some experts had no token: all zeros, and no update. Then they had, and others had none.
-    means = [
-        value for name, value in saved(without_rounding / "single" / STACKS, MIDDLE).items() if name.endswith(MEAN)
-    ]
+    means = [value for name, value in saved(folder / "single" / STACKS, MIDDLE).items() if name.endswith(MEAN)]
     idle = [sum(not of_expert.any() for of_expert in mean) for mean in means]
     assert len(means) == 2
     assert all(0 < number < 32 for number in idle), idle
