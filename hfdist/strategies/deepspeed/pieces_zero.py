@@ -79,7 +79,7 @@ class _Flat:
             yield start, stop - start
 
 
-def list_pieces(model: nn.Module, engine: DeepSpeedEngine, wholes: WholeSteps | None) -> Iterator[Piece]:
+def list_pieces(model: nn.Module, engine: DeepSpeedEngine, wholes: WholeSteps | None = None) -> Iterator[Piece]:
     """List what this rank holds of weights, masters, optimizer state and persistent buffers.
 
     Without half precision what the optimizer steps is listed as the weight. State that the optimizer has not made
