@@ -137,14 +137,18 @@ def make_without_values(
 
 
 def try_adapter(config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig) -> None:
-    """Put an adapter into the model without values, in a process of its own, where patterns choose its layers.
+    """Put an adapter into the model without values, where patterns or parts choose its layers.
 
-    A pattern may take time without end, as the sizes of a saved adapter may take memory. What else is wrong with it is
-    told when it is put into the model.
+    A pattern may take time without end, as the sizes of a saved adapter may take memory: that is tried in a process of
+    its own. What else is wrong with it is told when it is put into the model.
 
     Raises:
-        ConfigError: it takes more than any adapter needs.
+        ConfigError: it takes more than any adapter needs, or the model has nothing of a part.
     """
+    if adapter.target_parts is not None:
+        with torch.device("meta"):
+            model = make_without_values(config, copy.deepcopy(architecture))
+            add_adapter(model, adapter, config, seed=0, layout=_WHOLE)
     if adapter.path is None and adapter.target_pattern is None:
         return
 

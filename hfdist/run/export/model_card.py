@@ -110,7 +110,9 @@ def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> 
     shown = Path(name).parent.name if Path(name).name == RunFolder(Path()).model.name else Path(name).name
     link = f"[{name}](https://huggingface.co/{name})" if _hub_id(model.name) else f"`{shown or name}`"
     file = f", file `{model.gguf_file}`" if model.gguf_file else ""
-    return f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}."
+    parts = " and ".join(part.value for part in config.adapter.target_parts or ())
+    beside = f", by {config.adapter.type} beside its {parts}" if parts else ""
+    return f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}{beside}."
 
 
 def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
