@@ -23,6 +23,7 @@ from hfdist.apart import do_apart
 from hfdist.config.model import AdapterConfig, Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
 from hfdist.models.adapter import add_adapter
+from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import NameDifferences, read_names
@@ -243,8 +244,10 @@ def _draw_missing(
 
 
 def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Partitioning) -> None:
-    if not trained.adapter.is_used:
-        # While it is whole.
+    # While it is whole.
+    if trained.adapter.is_used:
+        logger.info("adapter: %s", describe_parts(model))
+    else:
         find_hub_names(model)
     layout.partition(model)
 

@@ -17,7 +17,6 @@ from hfdist.config.model import AdapterConfig, ModelConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.adapter import add_adapter, reads_weights
-from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.partitioning import Partitioning
 
 
@@ -55,7 +54,6 @@ class TrainableParameters:
         """
         if self.adapter.is_used:
             add_adapter(model, self.adapter, self.base, seed=seed, layout=layout)
-            logger.info("adapter: %s", describe_parts(model))
         freeze_by_name(model, freeze=self.freeze, train_only=self.train_only)
 
     @contextmanager

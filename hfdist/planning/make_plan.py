@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
@@ -20,11 +21,14 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Balance
 from hfdist.energy.estimates import WATTS_PER_CORE
 from hfdist.models import find_architecture, fit_vocabulary
+from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
+from hfdist.models.partitioning import Partitioning
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
+from hfdist.models.trainable import TrainableParameters
 from hfdist.optim.registry import stepped_whole
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Machines
@@ -100,6 +104,7 @@ def make_plan(
         ideal_seconds=parts.ideal,
         timed_runs=0 if machines.factors is None else machines.factors.num_steps,
         tokens_per_step=batch.tokens_per_step,
+        adapter=_describe_adapter(config, architecture),
         mfu=hardware.mfu(flops / parts.time.seconds / processes),
         traffic=sent,
         max_steps=None,
@@ -133,6 +138,15 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
         tensor = config.strategy.tensor
         sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
         return measure_size(model), sizes
+
+
+def _describe_adapter(config: RunConfig, architecture: PreTrainedConfig) -> str:
+    if not config.adapter.is_used:
+        return ""
+    with torch.device("meta"):
+        model = make_without_values(config.model, copy.deepcopy(architecture))
+        TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
+    return describe_parts(model)
 
 
 def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device: str) -> Sequence[RankTrace]:
