@@ -46,10 +46,8 @@ def find_matrices(model: PreTrainedModel) -> list[Matrix]:
         if module in of_head or re.search(r"\.\d+(\.|$)", name) is None:
             continue
         part = parts.of(name)
-        # A router that is a linear layer, and gives more than its product.
-        is_plain = type(module).forward in (nn.Linear.forward, Conv1D.forward)
-        if parts.is_read_by_kernel(name):
-            continue
+        # Of some types a router is a linear layer that gives more than its product.
+        is_plain = part is not AdapterPart.routers or type(module).forward is nn.Linear.forward
         if isinstance(module, (nn.Linear, Conv1D)) and is_plain:
             found.append(Matrix(name, part, True))
         elif part is AdapterPart.routers or parts.is_stack(name):
@@ -77,7 +75,7 @@ def aim_at_parts(model: PreTrainedModel, peft_config: LoraConfig, parts: Collect
     modules = _shortest([m.name for m in chosen if m.is_module], [name for name, _ in model.named_modules()])
     parameters = [matrix.name for matrix in chosen if not matrix.is_module]
     if hasattr(peft_config, "target_parameters"):
-        redirected = modules - _kept_by_peft(model, peft_config, modules)
+        redirected = {name for name in modules if _is_taken_for_experts(name, model, peft_config)}
         modules -= redirected
         parameters += [f"{m.name}.weight" for m in chosen if m.is_module and _ends_in(m.name, redirected)]
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -166,18 +164,22 @@ def _check_are_there(model: PreTrainedModel, matrices: Sequence[Matrix], parts: 
         raise ConfigError(what, where=_KEY, found=found, allowed=", ".join(p.value for p in there), hint=hint)
 
 
-def _kept_by_peft(model: PreTrainedModel, peft_config: LoraConfig, modules: set[str]) -> set[str]:
-    """Give those names of layers that still mean layers to PEFT.
+def _is_taken_for_experts(name: str, model: PreTrainedModel, peft_config: LoraConfig) -> bool:
+    """Whether PEFT takes a layer's name for one of the experts.
 
-    In types whose experts were once linear layers, it takes names like down_proj for those of the experts, also where
-    they are of other layers. The weight of such a layer can be named as a parameter.
+    In types whose experts were once linear layers it does so with names like down_proj, also of other layers. The
+    weight of such a layer can be named as a parameter.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     tried = copy.deepcopy(peft_config)
-    tried.target_modules = set(modules)
-    convert_peft_config_for_transformers(tried, model, None)
-    return set(tried.target_modules or ())
+    tried.target_modules = {name}
+    try:
+        convert_peft_config_for_transformers(tried, model, None)
+    except ValueError:
+        # It would want others of the experts, too.
+        return True
+    return name not in tried.target_modules
 
 
 def _shortest(names: Sequence[str], everything: Sequence[str]) -> set[str]:
