@@ -43,7 +43,7 @@ def find_matrices(model: PreTrainedModel) -> list[Matrix]:
     head = model.get_output_embeddings()
     of_head = set() if head is None else set(head.modules())
     for name, module in model.named_modules():
-        if module in of_head or re.search(r"\.\d+(\.|$)", name) is None:
+        if module in of_head or re.search(r"\.\d+(\.|$)", name) is None or parts.is_read_by_kernel(name):
             continue
         part = parts.of(name)
         # Of some types a router is a linear layer that gives more than its product.

@@ -1,4 +1,4 @@
-"""`adapter.target_parts`: which matrices of every type it reaches, LoRA of stacked experts, and what PEFT makes of it."""
+"""`adapter.target_parts`: which matrices of every type it reaches; and LoRA of stacked experts beside PEFT's."""
 
 import pytest
 import torch
