@@ -28,6 +28,7 @@ from hfdist.strategies.base import Engine, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
+from hfdist.strategies.deepspeed.expert_modules import gather_experts_together
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes, cut_elements
@@ -186,6 +187,8 @@ class ZeroStrategy(Strategy):
         """
         check_no_scalars(model, "DeepSpeed")
         self._partition_once(model)
+        if self.stage == 3:
+            gather_experts_together(model)
         return ZeroEngine(model)
 
 
