@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from hfdist.config.model import AdapterPart
+from hfdist.models.adapter import inject_adapter
+from hfdist.models.adapter_parts import aim_at_parts
 from hfdist.testing import run_ranks
-from tests.distributed.trainers import GLOBAL_BATCH, LENGTH, STEPS, TINY, history, make_strategy, make_trainer
+from tests.distributed.trainers import GLOBAL_BATCH, LENGTH, TINY, history, make_strategy, make_trainer
 
 pytestmark = pytest.mark.distributed
 
-NUM_EXPERTS = 8
+NUM_EXPERTS, NUM_STEPS = 8, 2
 STACKED = {**TINY, "eos_token_id": 1, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 1}
 MODULES = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2,
            "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": NUM_EXPERTS,
@@ -21,6 +25,8 @@ ZERO3 = {"sharding": "zero3", "deepspeed": {"zero_optimization": {"stage3_param_
 TYPES = {
     # One parameter has all experts of a block.
     "olmoe": (AutoModelForCausalLM, STACKED),
+    # The same, and a leaf of DeepSpeed's own; LoRA of its experts alone is trained, so its first input has no gradient.
+    "qwen3_moe": (AutoModelForCausalLM, STACKED | {"moe_intermediate_size": 16, "head_dim": 16}),
     # Each expert is a module, which runs if a token reaches it.
     "switch_transformers": (AutoModelForSeq2SeqLM, MODULES),
 }
@@ -38,20 +44,30 @@ def models(tmp_path_factory):
 
 def items():
     """Sequences of one token each: all of a sequence is for the same expert."""
-    ids = [torch.full((LENGTH,), number * 7 % 64) for number in range(GLOBAL_BATCH * STEPS)]
+    ids = [torch.full((LENGTH,), number * 7 % 64) for number in range(GLOBAL_BATCH * NUM_STEPS)]
     return [{"input_ids": tokens, "labels": tokens} for tokens in ids]
+
+
+def read_model(models, model_type):
+    model = TYPES[model_type][0].from_pretrained(models / model_type)
+    if model_type == "qwen3_moe":
+        config = LoraConfig(r=3, lora_alpha=6, target_modules=[], task_type="CAUSAL_LM")
+        aim_at_parts(model, config, [AdapterPart.experts])
+        torch.manual_seed(1)
+        inject_adapter(model, config, "default")
+    return model
 
 
 def train(folder, models, layout):
     found = {}
-    for model_type, (kind, _) in TYPES.items():
+    for model_type in TYPES:
         rows = items()
         trainer = make_trainer(
             folder / model_type,
             make_strategy(**layout),
-            model=lambda kind=kind, path=models / model_type: kind.from_pretrained(path),
+            model=lambda model_type=model_type: read_model(models, model_type),
             # Adam moves what has no gradient by its momentum, if another element of the same buffer has one.
-            arguments={"optim": "sgd"},
+            arguments={"optim": "sgd", "max_steps": NUM_STEPS},
             train_dataset=rows,
             eval_dataset=rows[:6],
         )
@@ -78,11 +94,16 @@ def count_reached(model):
     return reached
 
 
+def weights_of(folder):
+    [file] = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
 def test_experts_without_tokens_on_some_rank(models, tmp_path):
     [single] = run_ranks(train, 1, tmp_path / "single", models, {}, group=False)
     ranks = run_ranks(train, 4, tmp_path / "ranks", models, ZERO3, timeout_seconds=90)
     for model_type, (reference, _) in single.items():
-        assert len(reference) == STEPS
+        assert len(reference) == NUM_STEPS
         reached = [of_rank[model_type][1] for of_rank in ranks]
         # In the same forward of the same block.
         assert any(len({tuple(of_rank[call]) for of_rank in reached}) > 1 for call in range(len(reached[0])))
@@ -90,6 +111,7 @@ def test_experts_without_tokens_on_some_rank(models, tmp_path):
             for (loss, norm), (expected, expected_norm) in zip(of_rank[model_type][0], reference, strict=True):
                 assert loss == pytest.approx(expected, rel=1e-5), model_type
                 assert norm == pytest.approx(expected_norm, rel=1e-5), model_type
-        weights = load_file(tmp_path / "ranks" / model_type / "final" / "model.safetensors")
-        for name, value in load_file(tmp_path / "single" / model_type / "final" / "model.safetensors").items():
+        weights, expected = (weights_of(tmp_path / place / model_type / "final") for place in ("ranks", "single"))
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6, msg=name)

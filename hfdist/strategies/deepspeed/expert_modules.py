@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ def gather_experts_together(model: nn.Module) -> None:
     largest = 0
     for name in leaves:
         module = model.get_submodule(name)
-        module.register_forward_pre_hook(_with_gradients, with_kwargs=True)
         sizes = [getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters()]
         largest = max(largest, sum(sizes))
     logger.info(
@@ -45,8 +45,19 @@ def find_expert_modules(model: nn.Module) -> list[str]:
     return found
 
 
+def let_gradients_reach(model: nn.Module) -> None:
+    """Let a backward come to the inputs of all leaves, in place; of some mixtures DeepSpeed marks leaves itself.
+
+    It takes the gradients of a leaf's weights when that of its input is there. In front of a first block whose experts
+    alone are trained, nothing has one: it would take them before they are computed.
+    """
+    from deepspeed.utils import get_z3_leaf_modules
+
+    for module in get_z3_leaf_modules(model):
+        module.register_forward_pre_hook(_with_gradients, with_kwargs=True)
+
+
 def _with_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # DeepSpeed takes the gradients of a leaf when that of its input is there, and frozen layers before it give none.
     states = next(iter((*args, *kwargs.values())))
-    if module.training and not states.requires_grad:
+    if torch.is_grad_enabled() and not states.requires_grad:
         states.requires_grad_()

@@ -28,7 +28,7 @@ from hfdist.strategies.base import Engine, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
-from hfdist.strategies.deepspeed.expert_modules import gather_experts_together
+from hfdist.strategies.deepspeed.expert_modules import gather_experts_together, let_gradients_reach
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes, cut_elements
@@ -263,6 +263,7 @@ class ZeroEngine(Engine):
         own: ZeroOptimizer = prepared.optimizer
         if hasattr(own, "fp32_partitioned_groups_flat"):
             _check_counts_nothing(own.optimizer)
+            let_gradients_reach(self.model)
         loss_scaler = getattr(own, "loss_scaler", None)
         if loss_scaler is not None and hasattr(loss_scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.
