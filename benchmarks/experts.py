@@ -102,8 +102,8 @@ def _make(name: str, size: Size) -> Qwen3MoeForCausalLM:
 def _preamble(size: Size) -> str:
     what = (
         f"A Qwen3-MoE, blocks: {size.blocks}, of width {size.width}, {size.experts} experts of width "
-        f"{size.expert_width} of which 4 are chosen, {size.tokens:,} tokens, float32, one thread, LoRA of rank {_RANK}. "
-        "The peak is of a process, with its weights. Medians of interleaved rounds."
+        f"{size.expert_width} of which 4 are chosen, {size.tokens:,} tokens, float32, one thread, LoRA of rank "
+        f"{_RANK}. The peak is of a process, with its weights. Medians of interleaved rounds."
     )
     versions = describe_run("benchmarks.experts", "torch", "transformers", "peft")
     return f"## LoRA of experts\n\n{what}\n\n{versions}"

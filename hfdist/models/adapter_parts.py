@@ -6,7 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hfdist.config.model import AdapterPart
 from hfdist.errors import ConfigError
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 _KEY = "adapter.target_parts"
 _MIXES_TOKENS = re.compile(r"attn|attention|mamba|conv|recurrent|temporal|delta|rwkv|lstm|mixer", re.IGNORECASE)
@@ -61,10 +58,15 @@ def find_matrices(model: PreTrainedModel) -> list[Matrix]:
     return found
 
 
-def aim_at_parts(model: PreTrainedModel, peft_config: LoraConfig, parts: Collection[AdapterPart]) -> None:
+def aim_at_parts(model: PreTrainedModel, peft_config: Any, parts: Collection[AdapterPart]) -> None:
     """Let an adapter's config target all matrices of these parts of a whole model; the config is changed in place.
 
     Names are as short as they can be without meaning another matrix, so that a saved adapter says them in a few words.
+
+    Args:
+        model: without an adapter.
+        peft_config: a `peft.PeftConfig` that has `target_modules`; experts and routers need that of LoRA.
+        parts: what is adapted.
 
     Raises:
         ConfigError: the model has nothing of one of the parts, or the type of adapter takes linear layers only.
@@ -100,9 +102,9 @@ def describe_parts(model: nn.Module) -> str:
 
     parts, matrices, trained = _Parts(model), Counter[str](), Counter[str]()
     for name, module in model.named_modules():
-        if not isinstance(module, BaseTunerLayer):
+        if not isinstance(module, BaseTunerLayer) or not isinstance(module, nn.Module):
             continue
-        own = sum(map(_numel, _own_parameters(module)))
+        own = sum(_numel(parameter) for parameter in _own_parameters(module))
         part = parts.of(name.replace(_WRAPPED, "")).value if re.search(r"\.\d+\.", name) else "other"
         matrices[part] += getattr(module, "num_experts", 1) if own else 0
         trained[part] += own
@@ -164,7 +166,7 @@ def _check_are_there(model: PreTrainedModel, matrices: Sequence[Matrix], parts: 
         raise ConfigError(what, where=_KEY, found=found, allowed=", ".join(p.value for p in there), hint=hint)
 
 
-def _is_taken_for_experts(name: str, model: PreTrainedModel, peft_config: LoraConfig) -> bool:
+def _is_taken_for_experts(name: str, model: PreTrainedModel, peft_config: Any) -> bool:
     """Whether PEFT takes a layer's name for one of the experts.
 
     In types whose experts were once linear layers it does so with names like down_proj, also of other layers. The

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -136,7 +136,7 @@ class _Factored(ParamWrapper):
         if self.disable_adapters or self.merged or len(names) != 1:
             return None
         # PEFT numbers the columns of B by rank, then by expert.
-        inner, outer = self.lora_A[names[0]].weight, self.lora_B[names[0]].weight
+        inner, outer = (cast(nn.Linear, layers[names[0]]).weight for layers in (self.lora_A, self.lora_B))
         inner = inner.view(self.num_experts, -1, inner.shape[1])
         outer = outer.view(len(outer), -1, self.num_experts).permute(2, 0, 1)
         return Factors(inner, outer, self.scaling[names[0]])

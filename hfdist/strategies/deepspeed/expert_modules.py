@@ -35,7 +35,7 @@ def gather_experts_together(model: nn.Module) -> None:
 
 
 def find_expert_modules(model: nn.Module) -> list[str]:
-    """Name the modules that call experts which are modules: the collection itself, or its owner if it has no forward."""
+    """Name the modules that call experts which are modules: the collection, or its owner where it has no forward."""
     found = []
     for name, module in model.named_modules():
         owner, _, own = name.rpartition(".")
