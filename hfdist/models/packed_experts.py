@@ -1,0 +1,271 @@
+"""Stacks of experts in 4 bits: one expert is dequantized at a time, in the forward and again in the backward.
+
+A stack is one parameter of bytes, and keeps its name. A row is an expert: its codes of 4 bits, then what its scales are
+scaled with, then a scale of 8 bits for each block of 64 weights. So experts do not depend on each other, scales are
+cut and sent as weights are, and a change of the model's type leaves them alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hfdist.config.model import Quantization
+
+_NAME = "hfdist_packed"
+"""Of this way to compute experts, in the registry of transformers."""
+_BLOCK, _GROUP = 64, 256
+"""Weights that have a scale together, and scales that have one: as bitsandbytes has them."""
+_CODES = _BLOCK // 2
+"""Bytes of a block."""
+_AT_ONCE = 2**24
+"""Weights that are quantized in one call: bitsandbytes counts in int32, and takes many times their bytes meanwhile."""
+_OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
+"""What the registry of transformers tells modules of their class; others have a forward of their own."""
+
+Factors = tuple[torch.Tensor, torch.Tensor, float]
+"""Of LoRA: [experts, rank, in], [experts, out, rank], and what their product is multiplied with."""
+
+
+@dataclass
+class PackedStack:
+    """What the bytes of a stack stand for."""
+
+    shape: tuple[int, ...]
+    """Experts, and the two sides of each one's matrix."""
+    dtype: torch.dtype
+    """In which it is dequantized."""
+    quantization: Quantization
+    levels: torch.Tensor
+    """[256], what scales of 8 bits stand for: one tensor for all stacks."""
+    factors: Factors | None = None
+    """LoRA's, while a forward runs."""
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.shape[1] * self.shape[2] // _BLOCK)
+
+    def pack(self, weights: torch.Tensor) -> torch.Tensor:
+        """Quantize [experts, rows, columns]; uint8 of [experts, bytes]."""
+        parts = weights.flatten(1).split(max(1, _AT_ONCE // weights[0].numel()))
+        return torch.cat([self._pack(part) for part in parts])
+
+    def _pack(self, weights: torch.Tensor) -> torch.Tensor:
+        library, number, blocks = _library(), len(weights), self._blocks
+        padded = functional.pad(weights, (0, blocks * _BLOCK - weights.shape[1]))
+        codes, state = library.quantize_4bit(padded, blocksize=_BLOCK, quant_type=self.quantization.value)
+        scales = state.absmax.view(number, blocks)
+        offsets = scales.mean(1, keepdim=True)
+        centred = functional.pad(scales - offsets, (0, -blocks % _GROUP))
+        small, second = library.quantize_blockwise(centred, code=self.levels, blocksize=_GROUP)
+        floats = torch.cat([second.absmax.view(number, -1), offsets], 1).view(torch.uint8)
+        row = torch.cat([codes.view(number, -1), floats, small.view(number, -1)[:, :blocks]], 1)
+        # Floats must begin at multiples of their size.
+        return functional.pad(row, (0, -row.shape[1] % torch.float32.itemsize))
+
+    def open(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give codes and scales: uint8 of [experts, bytes] and float32 of [experts, blocks].
+
+        Args:
+            packed: as `pack` gave it, or its bytes as another type, in any shape, with some more at the end.
+        """
+        number, blocks = self.shape[0], self._blocks
+        begin, end = blocks * _CODES, blocks * _CODES + (-(-blocks // _GROUP) + 1) * torch.float32.itemsize
+        size = end + blocks + -(end + blocks) % torch.float32.itemsize
+        rows = packed.detach().view(torch.uint8).flatten()[: number * size].view(number, size)
+        floats, small = rows[:, begin:end].view(torch.float32), rows[:, end : end + blocks]
+        if self.levels.device != rows.device:
+            self.levels = self.levels.to(rows.device)
+        second = floats[:, :-1].repeat_interleave(_GROUP, 1)[:, :blocks]
+        return rows[:, :begin], self.levels[small.int()] * second + floats[:, -1:]
+
+    def experts(
+        self, packed: torch.Tensor, ends: Sequence[int], dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Give each expert that has tokens: which rows are theirs, and its dequantized matrix.
+
+        Args:
+            packed: as of `open`.
+            ends: of each expert, where its tokens end among rows that are sorted by expert.
+            dtype: of the matrices.
+        """
+        library, begin = _library(), 0
+        (codes, scales), shape = self.open(packed), self.shape[1:]
+        num_bytes = -(-shape[0] * shape[1] // 2)
+        for expert, end in enumerate(ends):
+            if end > begin:
+                state = library.QuantState(
+                    scales[expert], shape=shape, dtype=self.dtype, blocksize=_BLOCK, quant_type=self.quantization.value
+                )
+                yield slice(begin, end), library.dequantize_4bit(codes[expert, :num_bytes], state).to(dtype)
+            begin = end
+
+    def dequantize(self, packed: torch.Tensor) -> torch.Tensor:
+        """Give the whole stack, of its shape and type."""
+        every = self.experts(packed, range(1, self.shape[0] + 1), self.dtype)
+        return torch.stack([matrix for _, matrix in every])
+
+
+def make_levels() -> torch.Tensor:
+    """Make what scales of 8 bits stand for."""
+    levels: torch.Tensor = _library().create_dynamic_map()
+    return levels
+
+
+def _library() -> Any:
+    # Optional, and slow to import. It says nothing of its types.
+    return importlib.import_module("bitsandbytes").functional
+
+
+class _Product(torch.autograd.Function):
+    """Rows times the matrices of their experts, of which autograd keeps the packed ones alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, packed: torch.Tensor, stack: PackedStack, ends: Sequence[int], turns: bool
+    ) -> torch.Tensor:
+        # Not saved as a tensor of the graph: hooks would copy it, and ranks that share it put other memory into it.
+        ctx.others = packed, stack, ends, turns
+        return _multiply(rows, packed, stack, ends, turns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        packed, stack, ends, turns = ctx.others
+        return _multiply(gradients[0], packed, stack, ends, not turns), None, None, None, None
+
+
+def _multiply(
+    rows: torch.Tensor, packed: torch.Tensor, stack: PackedStack, ends: Sequence[int], turns: bool
+) -> torch.Tensor:
+    """Multiply by the matrices, or where it `turns` by the transposed ones."""
+    output = rows.new_empty(len(rows), stack.shape[1 if turns else 2])
+    for own, matrix in stack.experts(packed, ends, rows.dtype):
+        torch.mm(rows[own], matrix.T if turns else matrix, out=output[own])
+    return output
+
+
+def _low_rank(rows: torch.Tensor, ends: Sequence[int], factors: Factors) -> torch.Tensor:
+    counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    ups, downs, scale = factors
+    every = zip(rows.split(counts), ups.to(rows.dtype).unbind(), downs.to(rows.dtype).unbind(), strict=True)
+    return torch.cat([own @ up.T @ down.T for own, up, down in every]) * scale
+
+
+def _project(experts: Any, name: str, rows: torch.Tensor, ends: Sequence[int], chosen: torch.Tensor) -> torch.Tensor:
+    """Do what one stack does to rows of tokens that are sorted by expert."""
+    stack = experts.packed_stacks[name]
+    output: torch.Tensor = _Product.apply(rows, getattr(experts, name), stack, ends, not experts.is_transposed)
+    if stack.factors is not None:
+        output = output + _low_rank(rows, ends, stack.factors)
+    return output + getattr(experts, f"{name}_bias")[chosen].to(output.dtype) if experts.has_bias else output
+
+
+@torch.compiler.disable
+def _forward(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute packed experts, as an implementation of transformers.
+
+    Args:
+        experts: the module.
+        hidden_states: [tokens, width].
+        top_k_index: [tokens, choices], of experts; numbers that are none are passed over.
+        top_k_weights: of the same shape.
+    """
+    if not hasattr(experts, "packed_stacks"):
+        # Another model of the same config, as one that an adapter is merged into.
+        others: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
+        return others
+    device_type, dtype = hidden_states.device.type, hidden_states.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    num_choices = top_k_index.shape[-1]
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    numbers = torch.arange(experts.num_experts, device=chosen.device)
+    ends: list[int] = torch.searchsorted(chosen, numbers, right=True).tolist()
+    chosen, order = chosen[: ends[-1]], order[: ends[-1]]
+    rows = hidden_states[order // num_choices].to(dtype)
+    rows = _project(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, ends, chosen)
+    # Private: experts of some types have a gate of their own.
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _project(experts, "down_proj", rows, ends, chosen)
+    if experts.has_post_expert_norm:
+        rows = experts.post_expert_norm(rows)
+    weighted = rows * top_k_weights.reshape(-1)[order, None]
+    spread = weighted.new_zeros(top_k_index.numel(), weighted.shape[-1]).index_copy(0, order, weighted)
+    # Of one token next to each other, so that they are added up in one order.
+    return spread.view(-1, num_choices, weighted.shape[-1]).sum(1).to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
+
+
+def find_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """Give the frozen stacks of a module of experts by name; empty: it is none, or computes in its own way."""
+    if not vars(experts).keys() >= _OF_REGISTRY:
+        return {}
+    stacks = {
+        name: p for name in ("gate_up_proj", "up_proj", "down_proj") if (p := experts._parameters.get(name)) is not None
+    }
+    return {} if any(parameter.requires_grad for parameter in stacks.values()) else stacks
+
+
+def pack_experts(
+    experts: nn.Module, stacks: dict[str, nn.Parameter], quantization: Quantization, levels: torch.Tensor
+) -> None:
+    """Put bytes in the place of the whole stacks of a module of experts, in place; see `compute_packed`.
+
+    Args:
+        experts: the module.
+        stacks: from `find_stacks`, whole.
+        quantization: the type.
+        levels: from `make_levels`, one for all.
+    """
+    packed_stacks = {}
+    for name, weights in stacks.items():
+        stack = PackedStack(tuple(weights.shape), weights.dtype, quantization, levels)
+        setattr(experts, name, nn.Parameter(stack.pack(weights.data), requires_grad=False))
+        packed_stacks[name] = stack
+    experts.packed_stacks = packed_stacks
+
+
+def compute_packed(model: PreTrainedModel) -> None:
+    """Let the model compute packed experts, and PEFT's LoRA of them by its factors, in place."""
+    from peft.tuners.lora import ParamWrapper
+
+    model.set_experts_implementation(_NAME)
+    for wrapper in model.modules():
+        if isinstance(wrapper, ParamWrapper) and wrapper.parameter_name in list_packed(wrapper.get_base_layer()):
+            wrapper.forward = MethodType(_with_factors, wrapper)
+
+
+def list_packed(experts: nn.Module) -> dict[str, PackedStack]:
+    """Give what the packed parameters of a module stand for, by name."""
+    stacks: dict[str, PackedStack] = getattr(experts, "packed_stacks", {})
+    return stacks
+
+
+def _with_factors(wrapper: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Do what PEFT's wrapper of a stack does, without a sum of weights: the experts multiply by the factors, too."""
+    stack = wrapper.get_base_layer().packed_stacks[wrapper.parameter_name]
+    names = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    for name in names:
+        up, down = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+        number = stack.shape[0]
+        ups = up.reshape(number, -1, up.shape[-1])
+        downs = down.reshape(down.shape[0], -1, number).permute(2, 0, 1)
+        stack.factors = ups, downs, wrapper.scaling[name]
+    try:
+        output: torch.Tensor = wrapper.base_layer(*args, **kwargs)
+        return output
+    finally:
+        stack.factors = None
