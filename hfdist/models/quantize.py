@@ -8,11 +8,13 @@ checkpoints and merged models are those of LoRA.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -100,17 +102,44 @@ def _quantize_layers(
     model: PreTrainedModel, quantization: Quantization, layout: Partitioning
 ) -> Iterator[tuple[int, int]]:
     """Give bytes of each layer, before and after."""
-    head = model.get_output_embeddings()
-    for module in list(model.modules()):
+    head, read = model.get_output_embeddings(), _find_read(model)
+    tables: dict[int, torch.Tensor] = {}
+    for path, module in list(model.named_modules()):
         for name, layer in list(module.named_children()):
             # A class of its own has a forward of its own; and what is on another stage has no weight.
             if type(layer) is not nn.Linear or layer is head or layer.weight is None or layer.weight.requires_grad:
                 continue
+            if path.rpartition(".")[2] in read if name == "base_layer" else name in read:
+                continue
             with layout.gathered(layer.parameters(), writes=False):
                 packed = PackedLinear(layer, quantization)
                 before = layer.weight.nbytes
+            _share_tables(packed.quant_state, tables)
             setattr(module, name, packed)
             yield before, sum(tensor.nbytes for tensor in (packed.weight, *_scales(packed.quant_state)))
+
+
+def _find_read(model: PreTrainedModel) -> set[str]:
+    """Find names of layers whose weight the model's own code reads, for its type or for another product than theirs."""
+    functions = {
+        function
+        for kind in {type(module) for module in model.modules()}
+        # Of the model whole it is rules for first weights.
+        if not (issubclass(kind, PreTrainedModel) or kind.__module__.startswith(("torch.", "peft.")))
+        for function in vars(kind).values()
+        if inspect.isfunction(function)
+    }
+    read: set[str] = set()
+    for function in functions:
+        with suppress(OSError):  # without a file
+            read.update(re.findall(r"(\w+)(?:\[\w+\])?\.weight\b", inspect.getsource(function)))
+    return read
+
+
+def _share_tables(state: Any, tables: dict[int, torch.Tensor]) -> None:
+    """Put one tensor in the place of equal ones: each layer has its own of 1 KiB, which is much for a small one."""
+    for one in (state, state.state2):
+        one.code = tables.setdefault(len(one.code), one.code)
 
 
 def _quantize_experts(
