@@ -116,8 +116,9 @@ class PackedStack:
 
 
 def make_levels() -> torch.Tensor:
-    """Make what scales of 8 bits stand for."""
-    levels: torch.Tensor = _library().create_dynamic_map()
+    """Make what scales of 8 bits stand for: bitsandbytes computes it once, and gives copies."""
+    _, state = _library().quantize_blockwise(torch.zeros(1))
+    levels: torch.Tensor = state.code
     return levels
 
 

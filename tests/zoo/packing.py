@@ -82,7 +82,7 @@ def add_lora(model: PreTrainedModel) -> None:
     """Put LoRA into all linear layers and stacks of experts, with values that matter."""
     stacks = [f"{path}.{name}" for path, module in model.named_modules() for name in find_stacks(module)]
     # Not all: Mamba's kernels, and some routers, do not take a layer with LoRA.
-    layers = r".*\.(q_proj|v_proj|q_b_proj|q_a_proj|query_key_value|Wqkv)"
+    layers = r".*\.(q_proj|v_proj|q_b_proj|q_a_proj|kv_proj|query_key_value|Wqkv)"
     inject_adapter(model, LoraConfig(r=4, target_modules=layers, target_parameters=stacks), NAME)
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
