@@ -8,7 +8,7 @@ cut and sent as weights are, and a change of the model's type leaves them alone.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -88,31 +89,23 @@ class PackedStack:
         second = floats[:, :-1].repeat_interleave(_GROUP, 1)[:, :blocks]
         return rows[:, :begin], self.levels[small.int()] * second + floats[:, -1:]
 
-    def experts(
-        self, packed: torch.Tensor, ends: Sequence[int], dtype: torch.dtype
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Give each expert that has tokens: which rows are theirs, and its dequantized matrix.
-
-        Args:
-            packed: as of `open`.
-            ends: of each expert, where its tokens end among rows that are sorted by expert.
-            dtype: of the matrices.
-        """
-        library, begin = _library(), 0
-        (codes, scales), shape = self.open(packed), self.shape[1:]
-        num_bytes = -(-shape[0] * shape[1] // 2)
-        for expert, end in enumerate(ends):
-            if end > begin:
-                state = library.QuantState(
-                    scales[expert], shape=shape, dtype=self.dtype, blocksize=_BLOCK, quant_type=self.quantization.value
-                )
-                yield slice(begin, end), library.dequantize_4bit(codes[expert, :num_bytes], state).to(dtype)
-            begin = end
+    def multiply(self, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, *, turns: bool) -> torch.Tensor:
+        """Multiply rows by the matrices of their experts; see `_times_packed`."""
+        codes, scales = self.open(packed)
+        output: torch.Tensor = _times_packed(
+            rows, ends, codes, scales, self.shape[1:], self.dtype, self.quantization.value, turns
+        )
+        return output
 
     def dequantize(self, packed: torch.Tensor) -> torch.Tensor:
         """Give the whole stack, of its shape and type."""
-        every = self.experts(packed, range(1, self.shape[0] + 1), self.dtype)
-        return torch.stack([matrix for _, matrix in every])
+        codes, scales = self.open(packed)
+        return torch.stack(
+            [
+                _dequantize(*one, self.shape[1:], self.dtype, self.quantization.value)
+                for one in zip(codes, scales, strict=True)
+            ]
+        )
 
 
 def make_levels() -> torch.Tensor:
@@ -127,44 +120,100 @@ def _library() -> Any:
     return importlib.import_module("bitsandbytes").functional
 
 
+def _dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str
+) -> torch.Tensor:
+    library = _library()
+    state = library.QuantState(scales, shape=torch.Size(shape), dtype=dtype, blocksize=_BLOCK, quant_type=kind)
+    matrix: torch.Tensor = library.dequantize_4bit(codes[: -(-shape[0] * shape[1] // 2)], state)
+    return matrix
+
+
+# One operation for all experts: a trace of a plan sees none of their matrices, and knows no number of tokens.
+@torch.library.custom_op("hfdist::times_packed", mutates_args=())
+def _times_packed(
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    kind: str,
+    turns: bool,
+) -> torch.Tensor:
+    """Multiply rows by the matrices of their experts, or where it `turns` by the transposed ones.
+
+    Args:
+        rows: [tokens, in], sorted by expert.
+        ends: [experts], where those of each expert end; what follows them gives zeros.
+        codes: [experts, bytes], from `PackedStack.open`, as `scales` of [experts, blocks].
+        scales: see there.
+        shape: of a matrix.
+        dtype: in which it is dequantized.
+        kind: bitsandbytes' name of the type of 4 bits.
+        turns: see there.
+    """
+    output, begin = rows.new_zeros(len(rows), shape[0 if turns else 1]), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            matrix = _dequantize(codes[expert], scales[expert], shape, dtype, kind).to(rows.dtype)
+            torch.mm(rows[begin:end], matrix.T if turns else matrix, out=output[begin:end])
+        begin = end
+    return output
+
+
+@_times_packed.register_fake
+def _(
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    kind: str,
+    turns: bool,
+) -> torch.Tensor:
+    return rows.new_empty(len(rows), shape[0 if turns else 1])
+
+
+@register_flop_formula(torch.ops.hfdist.times_packed)
+def _count_flops(
+    rows: Sequence[int], ends: object, codes: object, scales: object, shape: Sequence[int], *_: object, **__: object
+) -> int:
+    return 2 * rows[0] * shape[0] * shape[1]
+
+
 class _Product(torch.autograd.Function):
     """Rows times the matrices of their experts, of which autograd keeps the packed ones alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, packed: torch.Tensor, stack: PackedStack, ends: Sequence[int], turns: bool
+        ctx: Any, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, stack: PackedStack, turns: bool
     ) -> torch.Tensor:
-        # Not saved as a tensor of the graph: hooks would copy it, and ranks that share it put other memory into it.
-        ctx.others = packed, stack, ends, turns
-        return _multiply(rows, packed, stack, ends, turns)
+        # Not saved as tensors of the graph: hooks would copy them, and ranks that share weights put other memory there.
+        ctx.others = ends, packed, stack, turns
+        return stack.multiply(rows, ends, packed, turns=turns)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        packed, stack, ends, turns = ctx.others
-        return _multiply(gradients[0], packed, stack, ends, not turns), None, None, None, None
+        ends, packed, stack, turns = ctx.others
+        return stack.multiply(gradients[0], ends, packed, turns=not turns), None, None, None, None
 
 
-def _multiply(
-    rows: torch.Tensor, packed: torch.Tensor, stack: PackedStack, ends: Sequence[int], turns: bool
-) -> torch.Tensor:
-    """Multiply by the matrices, or where it `turns` by the transposed ones."""
-    output = rows.new_empty(len(rows), stack.shape[1 if turns else 2])
-    for own, matrix in stack.experts(packed, ends, rows.dtype):
-        torch.mm(rows[own], matrix.T if turns else matrix, out=output[own])
-    return output
-
-
-def _low_rank(rows: torch.Tensor, ends: Sequence[int], factors: Factors) -> torch.Tensor:
-    counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+def _low_rank(rows: torch.Tensor, ends: torch.Tensor, factors: Factors) -> torch.Tensor:
     ups, downs, scale = factors
-    every = zip(rows.split(counts), ups.to(rows.dtype).unbind(), downs.to(rows.dtype).unbind(), strict=True)
-    return torch.cat([own @ up.T @ down.T for own, up, down in every]) * scale
+    # Kernels take rows of whole 16 bytes, one after the other.
+    added = -ups.shape[1] % (16 // rows.element_size())
+    ups = functional.pad(ups, (0, 0, 0, added)).to(rows.dtype)
+    downs = functional.pad(downs, (0, added)).to(rows.dtype).contiguous()
+    inner = functional.grouped_mm(rows, ups.mT, offs=ends)
+    return functional.grouped_mm(inner, downs.mT, offs=ends) * scale
 
 
-def _project(experts: Any, name: str, rows: torch.Tensor, ends: Sequence[int], chosen: torch.Tensor) -> torch.Tensor:
+def _project(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Do what one stack does to rows of tokens that are sorted by expert."""
     stack = experts.packed_stacks[name]
-    output: torch.Tensor = _Product.apply(rows, getattr(experts, name), stack, ends, not experts.is_transposed)
+    output: torch.Tensor = _Product.apply(rows, ends, getattr(experts, name), stack, not experts.is_transposed)
     if stack.factors is not None:
         output = output + _low_rank(rows, ends, stack.factors)
     return output + getattr(experts, f"{name}_bias")[chosen].to(output.dtype) if experts.has_bias else output
@@ -179,7 +228,7 @@ def _forward(
     Args:
         experts: the module.
         hidden_states: [tokens, width].
-        top_k_index: [tokens, choices], of experts; numbers that are none are passed over.
+        top_k_index: [tokens, choices], of experts.
         top_k_weights: of the same shape.
     """
     if not hasattr(experts, "packed_stacks"):
@@ -192,8 +241,7 @@ def _forward(
     num_choices = top_k_index.shape[-1]
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     numbers = torch.arange(experts.num_experts, device=chosen.device)
-    ends: list[int] = torch.searchsorted(chosen, numbers, right=True).tolist()
-    chosen, order = chosen[: ends[-1]], order[: ends[-1]]
+    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
     rows = hidden_states[order // num_choices].to(dtype)
     rows = _project(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, ends, chosen)
     # Private: experts of some types have a gate of their own.
@@ -202,8 +250,8 @@ def _forward(
     if experts.has_post_expert_norm:
         rows = experts.post_expert_norm(rows)
     weighted = rows * top_k_weights.reshape(-1)[order, None]
-    spread = weighted.new_zeros(top_k_index.numel(), weighted.shape[-1]).index_copy(0, order, weighted)
     # Of one token next to each other, so that they are added up in one order.
+    spread = torch.empty_like(weighted).index_copy(0, order, weighted)
     return spread.view(-1, num_choices, weighted.shape[-1]).sum(1).to(hidden_states.dtype)
 
 
