@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.config.model import Quantization
-from hfdist.errors import ConfigError
 from hfdist.models.adapter import NAME, inject_adapter
 from hfdist.models.experts import num_experts
 from hfdist.models.packed_experts import find_stacks, list_packed
@@ -37,30 +36,25 @@ class Packed:
     loss_difference: float = 0.0
     gradient_difference: float = 0.0
     worst_parameter: str = ""
-    reason: str = ""
-    """Why nothing of the model can be packed."""
 
     @property
     def verdict(self) -> str:
-        """`no experts`, `left`, `exact`, `refused`, or `wrong`."""
-        if self.reason:
-            return "refused"
+        """`no experts`, `left`, `exact`, or `wrong`."""
         is_exact = self.loss_difference <= TOLERANCE and self.gradient_difference <= TOLERANCE
         if not is_exact or self.bytes_per_weight > MOST_BYTES:
             return "wrong"
         return "exact" if self.bytes_per_weight else "left" if self.left else "no experts"
 
 
-def pack_type(model_type: str, **fields: object) -> Packed:
+def pack_type(model_type: str) -> Packed:
     """Run two micro batches through the packed model, and through PEFT's over dequantized weights."""
-    model = tiny_model(model_type, **fields)
+    model = tiny_model(model_type)
     model.requires_grad_(False)
+    if not any(map(find_stacks, model.modules())) and not any(_left(model)):
+        return Packed()
     add_lora(model)
     whole = copy.deepcopy(model)
-    try:
-        quantize_frozen(model, Quantization.nf4)
-    except ConfigError as error:
-        return Packed(reason=error.what)
+    quantize_frozen(model, Quantization.nf4)
     left = {re.sub(r"\.\d+", "", name) for name, parameter in _left(model)}
     packed = put_dequantized(model, whole)
     held = sum(model.get_parameter(name).nbytes for name in packed)
