@@ -101,7 +101,7 @@ def _left(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
     """List frozen weights of experts that are as they were."""
     packed, number = packed_shapes(model), num_experts(model.config.get_text_config(decoder=True))
     for name, parameter in model.named_parameters():
-        is_stack = parameter.ndim == 3 and number > 1 and parameter.shape[0] == number
+        is_stack = parameter.ndim == 3 and (parameter.shape[0] == number > 1 or "expert" in name)
         is_named = parameter.ndim >= 2 and ".experts." in name and not name.endswith("bias")
         if not parameter.requires_grad and parameter not in packed and (is_stack or is_named):
             yield name, parameter
