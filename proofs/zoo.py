@@ -95,8 +95,9 @@ Refused or not built:
 ## All types
 
 What travels is found by trying: what a stage has not received is NaN in it. *Loss* and *gradients* are the largest
-relative differences, first at {stages} stages of a pipeline, then under FSDP2, over tensor, context and expert ranks, and of packed experts.
-Of gradients, relative to the largest element of the parameter's, but at least to a thousandth of the model's largest.
+relative differences, first at {stages} stages of a pipeline, then under FSDP2, over tensor, context and expert ranks,
+and last of packed experts. Of gradients, relative to the largest element of the parameter's, but at least to a
+thousandth of the model's largest.
 
 {columns}
 {rows}

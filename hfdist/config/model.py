@@ -146,7 +146,7 @@ class AdapterConfig:
     dora: bool = False
     """lora: whether directions and lengths of weights are learned apart."""
     quantization: Quantization | None = None
-    """lora: type of 4 bits of the frozen linear layers, by bitsandbytes: nf4 | fp4; null: not quantized."""
+    """lora: type of 4 bits of frozen linear layers and experts, by bitsandbytes: nf4 | fp4; null: not quantized."""
     merge: bool = True
     """Whether the end also writes model/, with the adapter merged into it, as a whole Hub model."""
     arguments: dict[str, Any] = field(default_factory=dict)

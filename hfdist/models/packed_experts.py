@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ _BLOCK, _GROUP = 64, 256
 """Weights that have a scale together, and scales that have one: as bitsandbytes has them."""
 _CODES = _BLOCK // 2
 """Bytes of a block."""
+_ALIGNED = 16
+"""Rows begin at multiples of these bytes, as kernels load, and floats must."""
 _AT_ONCE = 2**24
 """Weights that are quantized in one call: bitsandbytes counts in int32, and takes many times their bytes meanwhile."""
 _OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
@@ -70,8 +72,7 @@ class PackedStack:
         small, second = library.quantize_blockwise(centred, code=self.levels, blocksize=_GROUP)
         floats = torch.cat([second.absmax.view(number, -1), offsets], 1).view(torch.uint8)
         row = torch.cat([codes.view(number, -1), floats, small.view(number, -1)[:, :blocks]], 1)
-        # Floats must begin at multiples of their size.
-        return functional.pad(row, (0, -row.shape[1] % torch.float32.itemsize))
+        return functional.pad(row, (0, -row.shape[1] % _ALIGNED))
 
     def open(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Give codes and scales: uint8 of [experts, bytes] and float32 of [experts, blocks].
@@ -81,7 +82,7 @@ class PackedStack:
         """
         number, blocks = self.shape[0], self._blocks
         begin, end = blocks * _CODES, blocks * _CODES + (-(-blocks // _GROUP) + 1) * torch.float32.itemsize
-        size = end + blocks + -(end + blocks) % torch.float32.itemsize
+        size = end + blocks + -(end + blocks) % _ALIGNED
         rows = packed.detach().view(torch.uint8).flatten()[: number * size].view(number, size)
         floats, small = rows[:, begin:end].view(torch.float32), rows[:, end : end + blocks]
         if self.levels.device != rows.device:
@@ -219,7 +220,6 @@ def _project(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, ch
     return output + getattr(experts, f"{name}_bias")[chosen].to(output.dtype) if experts.has_bias else output
 
 
-@torch.compiler.disable
 def _forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -255,7 +255,8 @@ def _forward(
     return spread.view(-1, num_choices, weighted.shape[-1]).sum(1).to(hidden_states.dtype)
 
 
-ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
+# Compiled blocks break here: kernels of bitsandbytes are not compiled.
+ALL_EXPERTS_FUNCTIONS.register(_NAME, torch.compiler.disable(_forward))
 
 
 def find_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
@@ -269,7 +270,7 @@ def find_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def pack_experts(
-    experts: nn.Module, stacks: dict[str, nn.Parameter], quantization: Quantization, levels: torch.Tensor
+    experts: Any, stacks: dict[str, nn.Parameter], quantization: Quantization, levels: torch.Tensor
 ) -> None:
     """Put bytes in the place of the whole stacks of a module of experts, in place; see `compute_packed`.
 
@@ -294,7 +295,7 @@ def compute_packed(model: PreTrainedModel) -> None:
     model.set_experts_implementation(_NAME)
     for wrapper in model.modules():
         if isinstance(wrapper, ParamWrapper) and wrapper.parameter_name in list_packed(wrapper.get_base_layer()):
-            wrapper.forward = MethodType(_with_factors, wrapper)
+            cast(Any, wrapper).forward = MethodType(_with_factors, wrapper)
 
 
 def list_packed(experts: nn.Module) -> dict[str, PackedStack]:

@@ -171,7 +171,8 @@ def test_the_adapter_opens_in_peft_and_merges(run, bases, tmp_path, strategy, ch
     assert torch.allclose(by_peft, merged, atol=1e-5)
     assert not torch.allclose(before, merged, atol=1e-3)
     # Nothing of the base is in a checkpoint but its name.
-    assert not any("base_layer" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
+    names = load_file(checkpoint / "adapter_model.safetensors")
+    assert not any(name.endswith(("base_layer.weight", "_proj")) for name in names)
     assert PeftConfig.from_pretrained(checkpoint).base_model_name_or_path == str(base / "model")
 
 

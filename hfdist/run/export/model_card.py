@@ -113,11 +113,11 @@ def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> 
     parts = " and ".join(part.value for part in config.adapter.target_parts or ())
     beside = f", by {config.adapter.type} beside its {parts}" if parts else ""
     start = f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}{beside}."
-    kind = config.adapter.quantization
-    if kind is None:
+    packed = config.adapter.quantization
+    if packed is None:
         return start
     merged = "" if is_adapter else " It is merged into the weights as they were before."
-    return f"{start} The adapter was trained beside frozen weights in 4 bits ({kind.value}, QLoRA).{merged}"
+    return f"{start} The adapter was trained beside frozen weights in 4 bits ({packed.value}, QLoRA).{merged}"
 
 
 def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
