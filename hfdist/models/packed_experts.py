@@ -80,10 +80,12 @@ class PackedStack:
         Args:
             packed: as `pack` gave it, or its bytes as another type, in any shape, with some more at the end.
         """
-        number, blocks = self.shape[0], self._blocks
+        blocks = self._blocks
         begin, end = blocks * _CODES, blocks * _CODES + (-(-blocks // _GROUP) + 1) * torch.float32.itemsize
         size = end + blocks + -(end + blocks) % _ALIGNED
-        rows = packed.detach().view(torch.uint8).flatten()[: number * size].view(number, size)
+        flat = packed.detach().view(torch.uint8).flatten()
+        # Expert ranks hold some of the experts.
+        rows = flat[: len(flat) // size * size].view(-1, size)
         floats, small = rows[:, begin:end].view(torch.float32), rows[:, end : end + blocks]
         if self.levels.device != rows.device:
             self.levels = self.levels.to(rows.device)

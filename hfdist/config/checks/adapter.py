@@ -12,7 +12,6 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
-from hfdist.topology import PARTS
 
 _TARGETS = ("targets", "target_pattern", "target_parts")
 """Keys of which one says which layers have an adapter."""
@@ -69,10 +68,9 @@ def _check_quantization(config: RunConfig) -> None:
         keys = "adapter.quantization adapter.type adapter.dora"
         hint = "adapter.type=lora adapter.dora=false, or adapter.quantization=null"
         raise conflict(config, keys, what, allowed="null, or LoRA without DoRA", hint=hint)
-    for axis in PARTS:
-        if getattr(strategy, axis) > 1:
-            what, hint = f"{axis} ranks have parts of weights, and packed ones are whole", f"strategy.{axis}=1"
-            raise conflict(config, f"adapter.quantization strategy.{axis}", what, allowed="null", hint=hint)
+    if strategy.tensor > 1:
+        what, hint = "tensor ranks have parts of matrices, and packed ones are whole", "strategy.tensor=1"
+        raise conflict(config, "adapter.quantization strategy.tensor", what, allowed="null", hint=hint)
     if config.train.precision is Precision.fp8:
         what, hint = "the same layers cannot be in float8, too", "train.precision=bf16"
         raise conflict(config, "adapter.quantization train.precision", what, allowed="null", hint=hint)
