@@ -116,6 +116,7 @@ def single(run, tmp_path_factory):
         many("fsdp2", 2, QLORA),
         ("zero2", 2, QLORA),
         many("zero3", 2, QLORA),
+        many("moe", 4, QLORA[:3]),
         many("zero3", 2, LOKR),
         many("zbv", 2, HEAD),
         many("tensor", 2, HEAD),
@@ -171,8 +172,8 @@ def test_the_adapter_opens_in_peft_and_merges(run, bases, tmp_path, strategy, ch
     assert torch.allclose(by_peft, merged, atol=1e-5)
     assert not torch.allclose(before, merged, atol=1e-3)
     # Nothing of the base is in a checkpoint but its name.
-    names = load_file(checkpoint / "adapter_model.safetensors")
-    assert not any(name.endswith(("base_layer.weight", "_proj")) for name in names)
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    assert not any(name.endswith(("base_layer.weight", "_proj")) for name in saved)
     assert PeftConfig.from_pretrained(checkpoint).base_model_name_or_path == str(base / "model")
 
 
