@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hfdist.config.model import Quantization
+from hfdist.models.stacked_experts import run_experts, with_factors
 
 _NAME = "hfdist_packed"
 """Of this way to compute experts, in the registry of transformers."""
@@ -35,9 +36,6 @@ _AT_ONCE = 2**24
 _OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
 """What the registry of transformers tells modules of their class; others have a forward of their own."""
 
-Factors = tuple[torch.Tensor, torch.Tensor, float]
-"""Of LoRA: [experts, rank, in], [experts, out, rank], and what their product is multiplied with."""
-
 
 @dataclass
 class PackedStack:
@@ -50,8 +48,6 @@ class PackedStack:
     quantization: Quantization
     levels: torch.Tensor
     """[256], what scales of 8 bits stand for: one tensor for all stacks."""
-    factors: Factors | None = None
-    """LoRA's, while a forward runs."""
 
     @property
     def _blocks(self) -> int:
@@ -203,23 +199,13 @@ class _Product(torch.autograd.Function):
         return stack.multiply(gradients[0], ends, packed, turns=not turns), None, None, None, None
 
 
-def _low_rank(rows: torch.Tensor, ends: torch.Tensor, factors: Factors) -> torch.Tensor:
-    ups, downs, scale = factors
-    # Kernels take rows of whole 16 bytes, one after the other.
-    added = -ups.shape[1] % (16 // rows.element_size())
-    ups = functional.pad(ups, (0, 0, 0, added)).to(rows.dtype)
-    downs = functional.pad(downs, (0, added)).to(rows.dtype).contiguous()
-    inner = functional.grouped_mm(rows, ups.mT, offs=ends)
-    return functional.grouped_mm(inner, downs.mT, offs=ends) * scale
-
-
-def _project(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Do what one stack does to rows of tokens that are sorted by expert."""
-    stack = experts.packed_stacks[name]
-    output: torch.Tensor = _Product.apply(rows, ends, getattr(experts, name), stack, not experts.is_transposed)
-    if stack.factors is not None:
-        output = output + _low_rank(rows, ends, stack.factors)
-    return output + getattr(experts, f"{name}_bias")[chosen].to(output.dtype) if experts.has_bias else output
+def _multiply(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply by a packed stack of the module; a `Multiply` once `experts` is given."""
+    if torch.is_autocast_enabled(rows.device.type):
+        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+    packed, stack = getattr(experts, name), experts.packed_stacks[name]
+    output: torch.Tensor = _Product.apply(rows, ends, packed, stack, not experts.is_transposed)
+    return output + getattr(experts, f"{name}_bias")[ids].to(output.dtype) if experts.has_bias else output
 
 
 def _forward(
@@ -237,24 +223,8 @@ def _forward(
         # Another model of the same config, as one that an adapter is merged into.
         others: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
         return others
-    device_type, dtype = hidden_states.device.type, hidden_states.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-    num_choices = top_k_index.shape[-1]
-    chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    numbers = torch.arange(experts.num_experts, device=chosen.device)
-    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
-    rows = hidden_states[order // num_choices].to(dtype)
-    rows = _project(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, ends, chosen)
-    # Private: experts of some types have a gate of their own.
-    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-    rows = _project(experts, "down_proj", rows, ends, chosen)
-    if experts.has_post_expert_norm:
-        rows = experts.post_expert_norm(rows)
-    weighted = rows * top_k_weights.reshape(-1)[order, None]
-    # Of one token next to each other, so that they are added up in one order.
-    spread = torch.empty_like(weighted).index_copy(0, order, weighted)
-    return spread.view(-1, num_choices, weighted.shape[-1]).sum(1).to(hidden_states.dtype)
+    multiply = with_factors(experts, partial(_multiply, experts))
+    return run_experts(experts, hidden_states, top_k_index, top_k_weights, multiply)
 
 
 # Compiled blocks break here: kernels of bitsandbytes are not compiled.
@@ -292,32 +262,14 @@ def pack_experts(
 
 def compute_packed(model: PreTrainedModel) -> None:
     """Let the model compute packed experts, and PEFT's LoRA of them by its factors, in place."""
-    from peft.tuners.lora import ParamWrapper
+    # With PEFT, which takes a second.
+    from hfdist.models.expert_factors import factor_stacks
 
+    factor_stacks(model)
     model.set_experts_implementation(_NAME)
-    for wrapper in model.modules():
-        if isinstance(wrapper, ParamWrapper) and wrapper.parameter_name in list_packed(wrapper.get_base_layer()):
-            cast(Any, wrapper).forward = MethodType(_with_factors, wrapper)
 
 
 def list_packed(experts: nn.Module) -> dict[str, PackedStack]:
     """Give what the packed parameters of a module stand for, by name."""
     stacks: dict[str, PackedStack] = getattr(experts, "packed_stacks", {})
     return stacks
-
-
-def _with_factors(wrapper: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Do what PEFT's wrapper of a stack does, without a sum of weights: the experts multiply by the factors, too."""
-    stack = wrapper.get_base_layer().packed_stacks[wrapper.parameter_name]
-    names = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-    for name in names:
-        up, down = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-        number = stack.shape[0]
-        ups = up.reshape(number, -1, up.shape[-1])
-        downs = down.reshape(down.shape[0], -1, number).permute(2, 0, 1)
-        stack.factors = ups, downs, wrapper.scaling[name]
-    try:
-        output: torch.Tensor = wrapper.base_layer(*args, **kwargs)
-        return output
-    finally:
-        stack.factors = None
