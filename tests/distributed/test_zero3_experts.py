@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from hfdist.config.model import AdapterPart
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.adapter_parts import aim_at_parts
+from hfdist.strategies.deepspeed.expert_modules import find_expert_modules
 from hfdist.testing import run_ranks
 from tests.distributed.trainers import GLOBAL_BATCH, LENGTH, TINY, history, make_strategy, make_trainer
 
@@ -115,3 +116,21 @@ def test_experts_without_tokens_on_some_rank(models, tmp_path):
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Mixture(torch.nn.Module):
+    """As code of a repository has it: a list without a forward of its own, of which its owner calls some."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(4, 2)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+
+def test_a_leaf_is_what_calls_the_experts():
+    assert find_expert_modules(torch.nn.ModuleDict({"mlp": Mixture()})) == ["mlp"]
+    fields = MODULES | {"num_layers": 1, "num_decoder_layers": 1}
+    switch = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("switch_transformers", **fields))
+    assert find_expert_modules(switch)
+    assert all(name.endswith(".experts") for name in find_expert_modules(switch))
+    assert not find_expert_modules(AutoModelForCausalLM.from_config(AutoConfig.for_model("olmoe", **STACKED)))

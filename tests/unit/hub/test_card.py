@@ -145,6 +145,11 @@ def test_an_adapter_is_one(card, tmp_path):
     assert text.data.library_name == "peft"
 
 
+def test_the_parts_that_an_adapter_stands_beside_are_told(card):
+    text, _ = card("model.name=some/base", "adapter=lora", "adapter.target_parts=[attention,experts]")
+    assert "by lora beside its attention and experts." in text.text
+
+
 def test_queries_of_addresses_are_not_published():
     values = {"train": {"arguments": {"url": "https://host/a?version=abc"}}, "list": ["s3://bucket/x"],
               "sample_tokens": 64, "name": "me@home", "text": "From https://a.org/b? Or not."}  # fmt: skip
