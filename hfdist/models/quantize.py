@@ -31,6 +31,8 @@ from hfdist.models.partitioning import Partitioning
 logger = logging.getLogger(__name__)
 
 _WHOLE = Partitioning()
+_WRAPPED = "base_layer"
+"""What PEFT calls a layer beside which it puts LoRA."""
 
 
 def check_installed(quantization: Quantization) -> None:
@@ -109,7 +111,7 @@ def _quantize_layers(
             # A class of its own has a forward of its own; and what is on another stage has no weight.
             if type(layer) is not nn.Linear or layer is head or layer.weight is None or layer.weight.requires_grad:
                 continue
-            if path.rpartition(".")[2] in read if name == "base_layer" else name in read:
+            if (path.rpartition(".")[2] if name == _WRAPPED else name) in read:
                 continue
             with layout.gathered(layer.parameters(), writes=False):
                 packed = PackedLinear(layer, quantization)
@@ -123,8 +125,8 @@ def _find_read(model: PreTrainedModel) -> set[str]:
     """Find names of layers whose weight the model's own code reads, for its type or for another product than theirs."""
     functions = {
         function
-        for kind in {type(module) for module in model.modules()}
-        # Of the model whole it is rules for first weights.
+        for kind in {kind for module in model.modules() for kind in type(module).__mro__}
+        # A whole model has rules for first weights.
         if not (issubclass(kind, PreTrainedModel) or kind.__module__.startswith(("torch.", "peft.")))
         for function in vars(kind).values()
         if inspect.isfunction(function)
