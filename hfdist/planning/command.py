@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -49,12 +50,18 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)
-    if config.task.name.traits.scores:
+    traits = config.task.name.traits
+    if not traits.is_planned:
         what, found = "a plan knows steps of next tokens, and this task has others", config.task.name.value
         allowed, hint = "another task", "task=dpo for a step of about the same model"
+        if traits.is_reinforcement:
+            what, hint = (
+                "a plan knows no rollouts",
+                "the recipe finetune with the same model, for steps without answers",
+            )
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)
     if (launched := read_launcher().world_size) > 1:
-        hint = f"hfdist plan {' '.join(arguments)}, without a launcher"
+        hint = f"hfdist plan {shlex.join(arguments)}, without a launcher"
         raise ConfigError("a plan takes one process", where="the launcher", found=f"{launched} processes", hint=hint)
     processes = None if plan.find is not None else plan.processes or _asked_processes(config, hardware)
     if processes is not None and not plan.search:
