@@ -132,8 +132,10 @@ def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int
 
 
 def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes]:
-    with FakeTensorMode():
+    with torch.device("meta"):
         model = make_without_values(config.model, copy.deepcopy(architecture))
+        # Only what is trained has gradients to compute and to send.
+        TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
         whole = stepped_whole(config.optimizer, model)
         tensor = config.strategy.tensor
         sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
