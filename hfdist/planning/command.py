@@ -23,6 +23,9 @@ from hfdist.topology import read_launcher
 
 JSON_FLAG = "--json"
 DOES_NOT_FIT = ResourceError.exit_code
+_OF_PROMPTS = """
+
+This counts prompts only. The run also samples answers, and a forward has task.num_generations of them for each prompt."""
 _HELP = """\
 Say what a run will need before it starts: memory, time, traffic and cost, on any hardware. It starts nothing.
 
@@ -50,15 +53,9 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)
-    traits = config.task.name.traits
-    if not traits.is_planned:
+    if config.task.name.traits.scores:
         what, found = "a plan knows steps of next tokens, and this task has others", config.task.name.value
         allowed, hint = "another task", "task=dpo for a step of about the same model"
-        if traits.is_reinforcement:
-            what, hint = (
-                "a plan knows no rollouts",
-                "the recipe finetune with the same model, for steps without answers",
-            )
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)
     if (launched := read_launcher().world_size) > 1:
         hint = f"hfdist plan {shlex.join(arguments)}, without a launcher"
@@ -109,7 +106,8 @@ def _plan(arguments: list[str]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     with redirect_stdout(sys.stderr):
         found = answer(request)
-    sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text}\n")
+    note = _OF_PROMPTS if request.config.task.name.traits.is_reinforcement else ""
+    sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text + note}\n")
     if not found.fits:
         sys.exit(DOES_NOT_FIT)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,19 +83,7 @@ def measure_constants(
             if as_asked:
                 check_degrees(model, config.strategy)
                 tensor_degrees = {*tensor_degrees, config.strategy.tensor}
-            # Of whole weights: packed ones have no rows and columns.
-            blocks = find_block_parts(model)
-            plans = find_tensor_plans(model, tensor_degrees)
-            shares = find_shares(model, list({_kind(block): block for block in blocks}.values()), tensor_plans=plans)
-            whole = stepped_whole(config.optimizer, model)
-            sizes = {
-                tensor: step_sizes(
-                    model, config.train, tensor=tensor, is_gpu=is_gpu, plan=plans.get(tensor), stepped_whole=whole
-                )
-                for tensor in (1, *plans)
-            }
-            balance = costs_by_flops(model, blocks, length)
-            flops = flops_per_token(model.config, measure_size(model), length)
+            with_whole = _of_whole(model, config, tensor_degrees, is_gpu=is_gpu)
             quantize_fake(model, config)
         loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu")
         shares_tokens = class_keeps_documents_apart(model) is not False
@@ -104,7 +93,7 @@ def measure_constants(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
-    return ModelConstants(
+    return with_whole(
         kinds=kinds,
         kind_of_block=tuple(measurement.kind_of_block),
         prologue=ends[0],
@@ -116,11 +105,23 @@ def measure_constants(
         gradient_bytes=weight_bytes,
         optimizer_bytes=weight_bytes * _values_per_weight(config.optimizer),
         half_bytes=None if measurement.half is None or dtype is measurement.half else 2.0,
-        shares=shares,
         shares_tokens=shares_tokens,
-        balance=balance,
-        flops_per_token=flops,
-        sizes=sizes,
+    )
+
+
+def _of_whole(
+    model: PreTrainedModel, config: RunConfig, tensor_degrees: Iterable[int], *, is_gpu: bool
+) -> Callable[..., ModelConstants]:
+    """Find what needs whole weights: packed ones have no rows and columns. Gives what takes all else."""
+    blocks, length = find_block_parts(model), config.data.sequence_length
+    plans, whole = find_tensor_plans(model, tensor_degrees), stepped_whole(config.optimizer, model)
+    size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole)
+    return partial(
+        ModelConstants,
+        shares=find_shares(model, list({_kind(block): block for block in blocks}.values()), tensor_plans=plans),
+        balance=costs_by_flops(model, blocks, length),
+        flops_per_token=flops_per_token(model.config, measure_size(model), length),
+        sizes={tensor: size(tensor=tensor, plan=plans.get(tensor)) for tensor in (1, *plans)},
     )
 
 

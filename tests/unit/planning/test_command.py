@@ -10,14 +10,13 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import read_hardware
 from hfdist.config.plan import SECTION
 from hfdist.errors import ConfigError
-from hfdist.planning import answer
+from hfdist.planning import answer, command
 from hfdist.planning.command import parse_request
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.searching.search import search_layouts
 from tests.unit.planning.models import make_constants
 
 GPU = "plan.hardware=h100_80gb"
-TUNE = ("recipe=tune", "model=tiny", "data=README.md")
 
 
 def refused(*arguments):
@@ -42,12 +41,6 @@ def refused(*arguments):
         (["strategy=fsdp2", "strategy.tensor=8", GPU, "plan.processes=12"], "strategy.data", "plan.processes=16"),
         (["train.global_batch_size=30", "plan.processes=4", "strategy=ddp"], "train.global_batch_size", None),
         (["recipe=finetune", "model.name=./none"], "model.name", None),
-        ([*TUNE, "task=reward"], "task.name", "task=dpo"),
-        (
-            [*TUNE, "task=grpo", "task.rewards={arithmetic: 1.0}", "data.format=prompt_completion"],
-            "task.name",
-            "the recipe finetune",
-        ),
         (["--jsn"], "command line", "--json"),
         (["run=runs/none"], "run (command line)", None),
         (["recipe=pretrian"], "recipe (command line)", "recipe=pretrain"),
@@ -84,6 +77,17 @@ def test_a_command_that_is_shown_can_be_copied(monkeypatch):
     assert refused("data=a b.txt").hint == "hfdist plan 'data=a b.txt', without a launcher"
     with pytest.raises(ConfigError, match="'run=a b', without a launcher"):
         audit.parse_request(["run=a b"])
+
+
+def test_a_plan_of_rollouts_says_that_it_counts_prompts(monkeypatch, capsys):
+    monkeypatch.setattr(answer, "answer", lambda _: answer.Answer(text="a plan", content=[], fits=True))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    rollouts = ["recipe=tune", "task=grpo", "task.rewards={arithmetic: 1.0}", "data=README.md"]
+    said = []
+    for given in ([], [*rollouts, "data.format=prompt_completion"]):
+        command._plan(["model=tiny", "plan.processes=1", *given])
+        said.append("prompts only" in capsys.readouterr().out)
+    assert said == [False, True]
 
 
 def test_steps_that_calibrate_run_whatever_the_run_is():
