@@ -25,7 +25,7 @@ JSON_FLAG = "--json"
 DOES_NOT_FIT = ResourceError.exit_code
 _OF_PROMPTS = """
 
-This counts prompts only. The run also samples answers, and a forward has task.num_generations of them for each prompt."""
+This counts prompts only. The run also samples answers, and a forward has task.num_generations of them for each."""
 _HELP = """\
 Say what a run will need before it starts: memory, time, traffic and cost, on any hardware. It starts nothing.
 
