@@ -86,7 +86,7 @@ def make_plan(
     strategy = select_strategy(
         config.strategy, config.train, topology=topology, batch=batch, device_type=hardware.device_type
     )
-    size, sizes = _measure(config, architecture, is_gpu=not hardware.is_cpu)
+    size, sizes, beside = _measure(config, architecture, is_gpu=not hardware.is_cpu)
     traces = _trace(config, architecture, strategy, hardware.device_type)
     sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)
     costs = [replace(trace.costs, traffic=sent) for trace in traces]
@@ -104,7 +104,7 @@ def make_plan(
         ideal_seconds=parts.ideal,
         timed_runs=0 if machines.factors is None else machines.factors.num_steps,
         tokens_per_step=batch.tokens_per_step,
-        adapter=_describe_adapter(config, architecture),
+        adapter=beside,
         mfu=hardware.mfu(flops / parts.time.seconds / processes),
         traffic=sent,
         max_steps=None,
@@ -131,7 +131,8 @@ def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int
     return replace(plan, kwh=kwh, cost=sum(known) if known else None)
 
 
-def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes]:
+def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes, str]:
+    """Give the sizes of the model and of a step, and what an adapter stands beside."""
     with torch.device("meta"):
         model = make_without_values(config.model, copy.deepcopy(architecture))
         # Only what is trained has gradients to compute and to send.
@@ -139,16 +140,7 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
         whole = stepped_whole(config.optimizer, model)
         tensor = config.strategy.tensor
         sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
-        return measure_size(model), sizes
-
-
-def _describe_adapter(config: RunConfig, architecture: PreTrainedConfig) -> str:
-    if not config.adapter.is_used:
-        return ""
-    with torch.device("meta"):
-        model = make_without_values(config.model, copy.deepcopy(architecture))
-        TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
-    return describe_parts(model)
+        return measure_size(model), sizes, describe_parts(model) if config.adapter.is_used else ""
 
 
 def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device: str) -> Sequence[RankTrace]:
