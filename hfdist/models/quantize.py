@@ -95,9 +95,18 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: 
         what = "the model has no frozen linear layer of torch.nn.Linear, and no stack of experts, to quantize"
         found = f"{quantization.value}, with {type(model).__name__}"
         raise ConfigError(what, where="adapter.quantization", found=found, hint="adapter=lora")
+    _copy_from_files(model)
     before, after = map(sum, zip(*sizes, strict=True))
     logger.info("adapter.quantization: frozen weights take %.1f MB in place of %.1f", after / 1e6, before / 1e6)
     _tell_what_is_left(model)
+
+
+def _copy_from_files(model: PreTrainedModel) -> None:
+    """Copy what was not quantized: all of a file of weights stays in memory as long as one tensor is a view of it."""
+    packed = packed_shapes(model)
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter not in packed and parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
 
 
 def _quantize_layers(

@@ -1,6 +1,7 @@
 """Weights of 4 bits beside an adapter: as PEFT and transformers have them, and the adapter stands alone."""
 
 import math
+from pathlib import Path
 
 import bitsandbytes
 import pytest
@@ -50,6 +51,17 @@ def test_losses_and_gradients_are_those_of_peft(base, tmp_path, kind):  # noqa: 
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert loss != pytest.approx(gradients(whole)[0], rel=1e-4), "or nothing was rounded"
+
+
+def test_a_file_of_weights_does_not_stay_in_memory(base):  # noqa: F811
+    def maps():
+        return sum(str(base) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    plain = build(base, "adapter=lora")
+    before = maps()
+    packed = build(base, "adapter=qlora")
+    assert before == maps() > 0
+    del plain, packed
 
 
 def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
