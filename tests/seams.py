@@ -38,6 +38,7 @@ SEAMS = {
     "_dump_fr_trace_json": "torch.distributed",
     "_dump_nccl_trace_json": "torch.distributed",
     "_eval_dataloaders": "transformers.Trainer",
+    "_experts_implementation": "transformers.PreTrainedConfig",
     "_fingerprint": "datasets.Dataset",
     "_flatten": "torch.distributed.device_mesh.DeviceMesh",
     "_forward_hooks": "torch.nn.Module",

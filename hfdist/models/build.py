@@ -22,8 +22,8 @@ from transformers.initialization import no_init_weights
 from hfdist.apart import do_apart
 from hfdist.config.model import AdapterConfig, Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
-from hfdist.models.adapter import add_adapter
-from hfdist.models.adapter_parts import describe_parts
+from hfdist.models.adapter import add_adapter, make_peft_config
+from hfdist.models.adapter_parts import aim_at_parts, describe_parts
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import NameDifferences, read_names
@@ -137,7 +137,9 @@ def make_without_values(
     return model
 
 
-def try_adapter(config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig) -> None:
+def try_adapter(
+    config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig, *, scores: bool = False
+) -> None:
     """Put an adapter into the model without values, where patterns or parts choose its layers.
 
     A pattern may take time without end, as the sizes of a saved adapter may take memory: that is tried in a process of
@@ -148,14 +150,17 @@ def try_adapter(config: ModelConfig, architecture: PreTrainedConfig, adapter: Ad
     """
     if adapter.target_parts is not None:
         with torch.device("meta"):
-            model = make_without_values(config, copy.deepcopy(architecture))
-            add_adapter(model, adapter, config, seed=0, layout=_WHOLE)
+            model = make_without_values(config, copy.deepcopy(architecture), scores=scores)
+            aim_at_parts(model, peft_config := make_peft_config(adapter), adapter.target_parts)
+            if getattr(peft_config, "target_parameters", None):
+                # PEFT puts less beside single parameters; some first weights are not made without values.
+                add_adapter(model, adapter, config, seed=0, layout=_WHOLE)
     if adapter.path is None and adapter.target_pattern is None:
         return
 
     def put() -> None:
         with torch.device("meta"):
-            model = make_without_values(config, architecture)
+            model = make_without_values(config, architecture, scores=scores)
             try:
                 add_adapter(model, adapter, config, seed=0, layout=_WHOLE)
             except MemoryError:

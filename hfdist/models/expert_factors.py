@@ -6,7 +6,6 @@ layers stay PEFT's own: their weights, names, merging and files do not change.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,47 +13,30 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from hfdist.models.stacked_experts import Factors, has_factors, known_to, multiply_stack, run_experts, with_factors
-
-NAME = "factored_lora"
-"""Among transformers' implementations of experts."""
-
-_DEFAULT = "grouped_mm"
+from hfdist.models.stacked_experts import DEFAULT, NAME, Factors, is_stacked, known_to, run_by_products
 
 
 def use_factors(model: PreTrainedModel) -> None:
     """Let LoRA of stacked experts and of single matrices compute by factors, wherever PEFT would add up weights.
 
     In place; a model without such layers stays as it is, and so do experts that run by another implementation than
-    transformers' default, and routers, which are small.
+    transformers' default or ours, and routers, which are small.
 
     Args:
         model: with its adapter, whole or a stage of it.
     """
+    has_stacks = False
     for layer in model.modules():
-        if isinstance(layer, ParamWrapper) and type(layer.get_base_layer()) is nn.Linear:
-            # A class of the same state: PEFT goes on to know it for its own.
+        if not isinstance(layer, ParamWrapper):
+            continue
+        # Classes of the same state: PEFT goes on to know the layers for its own.
+        if type(layer.get_base_layer()) is nn.Linear:
             layer.__class__ = _FactoredLinear
-    if _DEFAULT in model.get_experts_implementation().values() and factor_stacks(model):
-        ALL_EXPERTS_FUNCTIONS.register(NAME, _run)
-        model.set_experts_implementation(NAME)
-
-
-def factor_stacks(model: nn.Module) -> bool:
-    """Let LoRA of stacks give the experts its factors, in place; say whether there is any.
-
-    The experts must run by `with_factors`: they would leave LoRA out.
-    """
-    stacks = [m for m in model.modules() if isinstance(m, ParamWrapper) and _is_stacked(m.get_base_layer())]
-    for stack in stacks:
-        stack.__class__ = _FactoredStack
-    return bool(stacks)
-
-
-def _is_stacked(module: nn.Module) -> bool:
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        elif is_stacked(layer.get_base_layer()):
+            layer.__class__, has_stacks = _FactoredStack, True
+    if has_stacks and DEFAULT in model.get_experts_implementation().values():
+        run_by_products(model)
 
 
 class _Factored(ParamWrapper):
@@ -71,28 +53,28 @@ class _Factored(ParamWrapper):
         outer = outer.view(len(outer), -1, self.num_experts).permute(2, 0, 1)
         return Factors(inner, outer, self.scaling[names[0]])
 
-
-class _FactoredStack(_Factored):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         factors = self._factors()
-        if factors is None:
-            return super().forward(x, *args, **kwargs)
+        return super().forward(x, *args, **kwargs) if factors is None else self._add(factors, x, *args, **kwargs)
+
+    def _add(self, factors: Factors, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the layer, and add what LoRA gives."""
+        raise NotImplementedError
+
+
+class _FactoredStack(_Factored):
+    def _factors(self) -> Factors | None:
+        # Any other way to compute experts would leave LoRA out.
+        experts: Any = self.get_base_layer()
+        return super()._factors() if experts.config._experts_implementation == NAME else None
+
+    def _add(self, factors: Factors, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with known_to(self.get_base_layer(), self.parameter_name, factors):
             return self.base_layer(x, *args, **kwargs)
 
 
 class _FactoredLinear(_Factored):
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        factors = self._factors()
-        if factors is None:
-            return super().forward(x, *args, **kwargs)
+    def _add(self, factors: Factors, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         product = self.base_layer(x, *args, **kwargs)
         narrow = functional.linear(x.to(factors.inner.dtype), factors.inner[0])
         return product + (factors.scale * functional.linear(narrow, factors.outer[0])).to(product.dtype)
-
-
-def _run(experts: Any, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    if not has_factors(experts):
-        whole: torch.Tensor = ALL_EXPERTS_FUNCTIONS[_DEFAULT](experts, hidden, choices, weights)
-        return whole
-    return run_experts(experts, hidden, choices, weights, with_factors(experts, partial(multiply_stack, experts)))

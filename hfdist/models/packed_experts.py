@@ -8,23 +8,18 @@ cut and sent as weights are, and a change of the model's type leaves them alone.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
-from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hfdist.config.model import Quantization
-from hfdist.models.stacked_experts import run_experts, with_factors
+from hfdist.models.stacked_experts import is_stacked, set_product
 
-_NAME = "hfdist_packed"
-"""Of this way to compute experts, in the registry of transformers."""
 _BLOCK, _GROUP = 64, 256
 """Weights that have a scale together, and scales that have one: as bitsandbytes has them."""
 _CODES = _BLOCK // 2
@@ -33,8 +28,6 @@ _ALIGNED = 16
 """Rows begin at multiples of these bytes, as kernels load, and floats must."""
 _AT_ONCE = 2**24
 """Weights that are quantized in one call: bitsandbytes counts in int32, and takes many times their bytes meanwhile."""
-_OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
-"""What the registry of transformers tells modules of their class; others have a forward of their own."""
 
 
 @dataclass
@@ -208,32 +201,13 @@ def _multiply(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, en
     return output + getattr(experts, f"{name}_bias")[ids].to(output.dtype) if experts.has_bias else output
 
 
-def _forward(
-    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Compute packed experts, as an implementation of transformers.
-
-    Args:
-        experts: the module.
-        hidden_states: [tokens, width].
-        top_k_index: [tokens, choices], of experts.
-        top_k_weights: of the same shape.
-    """
-    if not hasattr(experts, "packed_stacks"):
-        # Another model of the same config, as one that an adapter is merged into.
-        others: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
-        return others
-    multiply = with_factors(experts, partial(_multiply, experts))
-    return run_experts(experts, hidden_states, top_k_index, top_k_weights, multiply)
-
-
 # Compiled blocks break here: kernels of bitsandbytes are not compiled.
-ALL_EXPERTS_FUNCTIONS.register(_NAME, torch.compiler.disable(_forward))
+_uncompiled: Callable[..., torch.Tensor] = torch.compiler.disable(_multiply)
 
 
 def find_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
     """Give the frozen stacks of a module of experts by name; empty: it is none, or computes in its own way."""
-    if not vars(experts).keys() >= _OF_REGISTRY:
+    if not is_stacked(experts):
         return {}
     stacks = {
         name: p for name in ("gate_up_proj", "up_proj", "down_proj") if (p := experts._parameters.get(name)) is not None
@@ -244,7 +218,7 @@ def find_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
 def pack_experts(
     experts: Any, stacks: dict[str, nn.Parameter], quantization: Quantization, levels: torch.Tensor
 ) -> None:
-    """Put bytes in the place of the whole stacks of a module of experts, in place; see `compute_packed`.
+    """Put bytes in the place of the whole stacks of a module of experts, in place; the model must run by products.
 
     Args:
         experts: the module.
@@ -258,15 +232,7 @@ def pack_experts(
         setattr(experts, name, nn.Parameter(stack.pack(weights.data), requires_grad=False))
         packed_stacks[name] = stack
     experts.packed_stacks = packed_stacks
-
-
-def compute_packed(model: PreTrainedModel) -> None:
-    """Let the model compute packed experts, and PEFT's LoRA of them by its factors, in place."""
-    # With PEFT, which takes a second.
-    from hfdist.models.expert_factors import factor_stacks
-
-    factor_stacks(model)
-    model.set_experts_implementation(_NAME)
+    set_product(experts, _uncompiled)
 
 
 def list_packed(experts: nn.Module) -> dict[str, PackedStack]:

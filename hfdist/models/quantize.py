@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
-from hfdist.models.packed_experts import compute_packed, find_stacks, list_packed, make_levels, pack_experts
+from hfdist.models.packed_experts import find_stacks, list_packed, make_levels, pack_experts
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.stacked_experts import run_by_products
 
 logger = logging.getLogger(__name__)
 
@@ -158,14 +159,14 @@ def _quantize_experts(
 ) -> Iterator[tuple[int, int]]:
     """Give bytes of the stacks of each module of experts, before and after."""
     found = [(module, stacks) for module in model.modules() if (stacks := find_stacks(module))]
-    levels = make_levels() if found else torch.empty(0)
+    if not found or not run_by_products(model):
+        return
+    levels = make_levels()
     for experts, stacks in found:
         with layout.gathered(stacks.values(), writes=False):
             before = sum(weights.nbytes for weights in stacks.values())
             pack_experts(experts, stacks, quantization, levels)
         yield before, sum(experts.get_parameter(name).nbytes for name in stacks)
-    if found:
-        compute_packed(model)
 
 
 def _tell_what_is_left(model: PreTrainedModel) -> None:

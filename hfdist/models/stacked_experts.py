@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.integrations.moe import _grouped_linear
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
-_FACTORS = "hfdist_factors"
+NAME = "hfdist_products"
+"""Of this way to compute experts, in the registry of transformers."""
+DEFAULT = "grouped_mm"
+"""transformers' own."""
+_FACTORS, _PRODUCT = "hfdist_factors", "hfdist_product"
+"""Attributes of a module of experts: LoRA of the forward that runs now, and the product that its stacks need."""
+_OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
+"""What the registry of transformers tells modules of their class; others have a forward of their own."""
 _ALIGNED_BYTES = 16
 """What the strides of a grouped product must be a multiple of."""
 
@@ -42,7 +51,7 @@ def run_experts(
     Args:
         experts: a module that `use_experts_implementation` decorates.
         hidden: [tokens, width].
-        choices: the chosen experts of each token, [tokens, experts per token].
+        choices: the chosen experts of each token, [tokens, experts per token]; all of this rank.
         weights: of what they give, likewise.
         multiply: the product of rows and a stack, with its bias.
 
@@ -59,7 +68,7 @@ def run_experts(
     if experts.has_post_expert_norm:
         rows = experts.post_expert_norm(rows)
     rows = (rows * weights.flatten()[order, None])[order.argsort()]
-    return rows.view(len(hidden), per_token, -1).sum(1).to(hidden.dtype)
+    return rows.view(len(hidden), per_token, rows.shape[-1]).sum(1).to(hidden.dtype)
 
 
 def multiply_stack(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -104,6 +113,29 @@ def known_to(experts: nn.Module, name: str, factors: Factors) -> Iterator[None]:
         del known[name]
 
 
-def has_factors(experts: nn.Module) -> bool:
-    """Whether the forward that runs now has LoRA beside any stack."""
-    return bool(vars(experts).get(_FACTORS))
+def is_stacked(module: nn.Module) -> bool:
+    """Whether it is a module of stacked experts that transformers' registry can run."""
+    return vars(module).keys() >= _OF_REGISTRY
+
+
+def set_product(experts: nn.Module, product: Callable[..., torch.Tensor]) -> None:
+    """Let these experts multiply by another product: a `Multiply` once the module is given as its first argument."""
+    vars(experts)[_PRODUCT] = product
+
+
+def run_by_products(model: PreTrainedModel) -> bool:
+    """Let the experts of a model run by their products, in place; say whether its class takes that."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _run)
+    model.set_experts_implementation(NAME)
+    return NAME in model.get_experts_implementation().values()
+
+
+def _run(experts: Any, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    product = vars(experts).get(_PRODUCT)
+    if product is None and not vars(experts).get(_FACTORS):
+        # As it was: experts without LoRA, or another model of the same config.
+        whole: torch.Tensor = ALL_EXPERTS_FUNCTIONS[DEFAULT](experts, hidden, choices, weights)
+        return whole
+    return run_experts(
+        experts, hidden, choices, weights, with_factors(experts, partial(product or multiply_stack, experts))
+    )

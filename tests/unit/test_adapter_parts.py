@@ -182,3 +182,20 @@ def test_what_peft_cannot_put_beside_experts_is_refused_before_weights_are_read(
     architecture = find_architecture(config.model, sequence_length=64)
     with pytest.raises(ConfigError, match=said):
         try_adapter(config.model, architecture, config.adapter)
+
+
+def test_parts_are_found_for_what_needs_values_and_for_models_that_score(mixture):
+    for words, scores in ((("adapter.type=boft",), False), (("adapter=lora", "adapter.modules_to_save=[score]"), True)):
+        config = compose(mixture, *words, "adapter.target_parts=[attention]")
+        architecture = find_architecture(config.model, sequence_length=64, scores=scores)
+        try_adapter(config.model, architecture, config.adapter, scores=scores)
+
+
+def test_another_way_to_compute_experts_does_not_leave_lora_out(mixture):
+    model = build(mixture, "adapter=lora", WORDS)
+    shake(model)
+    loss, gradients = step(model)
+    model.set_experts_implementation("batched_mm")
+    other_loss, others = step(model)
+    torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=0)
+    assert others.keys() == gradients.keys()

@@ -46,18 +46,25 @@ def find_expert_modules(model: nn.Module) -> list[str]:
 
 
 def let_gradients_reach(model: nn.Module) -> None:
-    """Let a backward come to the inputs of all leaves, in place; of some mixtures DeepSpeed marks leaves itself.
+    """Let each backward reach the inputs of leaves that are trained, in place; DeepSpeed itself marks some mixtures'.
 
-    It takes the gradients of a leaf's weights when that of its input is there. In front of a first block whose experts
-    alone are trained, nothing has one: it would take them before they are computed.
+    DeepSpeed takes the gradients of a leaf's weights when that of its input is there. If experts alone are trained, the
+    input of the first block has none: DeepSpeed would take the gradients before they are computed.
     """
     from deepspeed.utils import get_z3_leaf_modules
 
     for module in get_z3_leaf_modules(model):
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            continue
         module.register_forward_pre_hook(_with_gradients, with_kwargs=True)
 
 
-def _with_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    states = next(iter((*args, *kwargs.values())))
+def _with_gradients(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    named = dict(zip(range(len(args)), args, strict=True)) | kwargs
+    first, states = next(iter(named.items()))
     if torch.is_grad_enabled() and not states.requires_grad:
-        states.requires_grad_()
+        # No leaf of autograd: some blocks change it in place.
+        named[first] = states.detach().requires_grad_().clone()
+    return tuple(named[place] for place in range(len(args))), {name: named[name] for name in kwargs}
