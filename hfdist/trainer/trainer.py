@@ -31,7 +31,9 @@ from hfdist.models.probing import uses_all_parameters
 from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
 from hfdist.strategies.base import Batch, Strategy
 from hfdist.trainer import trl_trainers
-from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions, drop_old, intervals_of
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions
+from hfdist.trainer.checkpointing.log_history import drop_old
+from hfdist.trainer.checkpointing.trainer_state import intervals_of
 from hfdist.trainer.engine_setup import (
     adapt_accelerator,
     arguments_by_name,
