@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.task import REWARD_MODEL, TaskName
-from hfdist.data.documents.held_out import take_examples
+from hfdist.data.documents.examples import take_examples
 from hfdist.errors import ConfigError
 from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
 from hfdist.rewards import Generation, Reward, load_rewards

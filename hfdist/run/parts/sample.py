@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from hfdist.data.documents.held_out import Example, take_examples
+from hfdist.data.documents.examples import Example, take_examples
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
 
