@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hfdist.errors import BudgetError, CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
+from hfdist.host_cores import usable_cores
 from hfdist.processes.child_python import restore_path, safe_path
 from hfdist.processes.stop_signals import heard_signals
 
@@ -64,7 +65,7 @@ def start_ranks(main: Callable[..., None], *arguments: object, processes: int, m
             hint="launch.processes=auto",
         )
     _silence_agent()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     for starts_left in reversed(range(max_restarts + 1)):
         # What a signal's handler raises is lost where Python ignores errors, as in a finalizer: so it is noted as well.
         told: list[int] = []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from hfdist.errors import ResourceError
+from hfdist.host_cores import usable_cores
 from hfdist.records import find_versions
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.finding import ERROR, Finding, lines, to_json
@@ -127,7 +128,7 @@ def _facts(place: LauncherPlace) -> Facts:
     has_gpu = torch.cuda.is_available() and place.local_rank < torch.cuda.device_count()
     if has_gpu:
         torch.cuda.set_device(place.local_rank)
-    cores = machine.count_cores()
+    cores = usable_cores()
     return {
         "host": platform.node(),
         "cores": cores,
