@@ -29,29 +29,40 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
     Raises:
         ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
     """
-    path = expand_user(given)
-    run = RunFolder(path if path.is_dir() else path.parent)
-    is_of_run = path.is_dir() or (path == run.config and run.record.is_file())
-    if path.is_dir():
-        path = run.config
-    # It may be anybody's.
-    if is_of_run and path.is_file():
-        refuse_references(path)
+    given_path = expand_user(given)
+    run = RunFolder(given_path if given_path.is_dir() else given_path.parent)
+    is_of_run = given_path.is_dir() or (given_path == run.config and run.record.is_file())
+    path = run.config if given_path.is_dir() else given_path
     if not path.is_file():
-        what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {run.config.name}"
-        runs = [shlex.quote(str(other.parent)) for other in Path(given).parent.glob(f"*/{run.config.name}")]
-        hint = nearest(given, runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ..."
-        raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
+        raise _no_config(given, given_path, run)
+    if is_of_run:
+        # A run's folder may be somebody else's: its config must not refer to files or variables of ours.
+        refuse_references(path)
     recipe = _find_recipe(path, set())
     if recipe is None:
         values = read_config(path)
         if "defaults" not in values:
             refuse_config_of_others(values, display(path))
-        what = "the config does not say what it trains"
-        allowed = f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name"
-        hint = "begin it with `defaults: [finetune, _self_]`; for DPO `defaults: [tune, {override task: dpo}, _self_]`"
-        raise ConfigError(what, where=display(path), allowed=allowed, hint=hint)
+        raise ConfigError(
+            "the config does not say what it trains",
+            where=display(path),
+            allowed=f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name",
+            hint="begin it with `defaults: [finetune, _self_]`; "
+            "for DPO `defaults: [tune, {override task: dpo}, _self_]`",
+        )
     return [recipe, "--config", str(path), *others]
+
+
+def _no_config(given: str, path: Path, run: RunFolder) -> ConfigError:
+    """Say that there is no config at `path`, with the nearest run beside it."""
+    runs = [shlex.quote(str(other.parent)) for other in path.parent.glob(f"*/{run.config.name}")]
+    return ConfigError(
+        "there is no such config",
+        where=f"run ({COMMAND_LINE})",
+        found=given or None,
+        allowed=f"a .yaml file, or a run's folder, which has a {run.config.name}",
+        hint=nearest(str(path), runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ...",
+    )
 
 
 def _find_recipe(path: Path, seen: set[Path]) -> str | None:
@@ -79,6 +90,7 @@ def _find_recipe(path: Path, seen: set[Path]) -> str | None:
 
 
 def _member(values: Mapping[str, object], section: str, name: str) -> object:
+    """Give a value of a section; None: there is no such section or value."""
     own = values.get(section)
     return own.get(name) if isinstance(own, Mapping) else None
 
