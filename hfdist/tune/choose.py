@@ -77,7 +77,9 @@ def _table(config: RunConfig) -> ReferenceTable:
 
 
 def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Switch dropout off, in place: answers are compared, and must not differ by chance.
+    """Switch dropout off, in place, and set a pad token if the model has none.
+
+    Answers are compared, and must not differ by chance.
 
     Raises:
         ConfigError: the model sees through from one packed answer to the next, or its positions do not begin with 0.
