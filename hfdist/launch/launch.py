@@ -30,11 +30,11 @@ _STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointErr
 START_METHOD = "spawn"
 _POLL_SECONDS = 0.05
 _MOST_POLLS = 20
-"""For processes that are being started when a signal comes."""
+"""How often a signal waits for processes that are being started when it comes."""
 
 
 class _ToldError(BaseException):
-    """This process was told to stop, and the others have ended."""
+    """Raised when this process was told to stop and the others have ended."""
 
 
 def start_ranks(main: Callable[..., None], *arguments: object, processes: int, max_restarts: int) -> int:
@@ -46,7 +46,7 @@ def start_ranks(main: Callable[..., None], *arguments: object, processes: int, m
     Args:
         main: a function of a module, which says by itself what went wrong, and ends by `sys.exit`.
         arguments: picklable.
-        processes: how many.
+        processes: number of processes.
         max_restarts: how often they are started again.
 
     Returns:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LONGEST_TEXT = 500
 """Characters of an error, or of another text of unknown origin."""
 _WRITE_SECONDS = 1.0
-"""Between two writes of run.json for steps alone."""
+"""Least time between two writes of run.json for steps alone."""
 _SIGNALLED = 128
 """Exit code of a process that a signal has ended, as shells have it, without the signal's number."""
 

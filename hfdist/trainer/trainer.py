@@ -259,7 +259,7 @@ class DistributedTrainerMixin(_Trainer):
 
     @contextmanager
     def _dealing(self, num_microbatches: int, *, is_training: bool) -> Iterator[None]:
-        """Meanwhile, loaders that the class prepares give each data rank its share of the rows."""
+        """Let loaders that the class prepares within the block give each data rank its share of the rows."""
         if self.strategy is None:
             yield
             return
@@ -512,7 +512,7 @@ class DistributedTrainerMixin(_Trainer):
         self._share_sft_metrics()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add its figures to a training line, for all trackers alike. Users may call it on one rank: no collective."""
+        """Add the figures of hfdist to a training line, for all trackers alike. No collective: one rank may call it."""
         figures, is_due = self._figures if "loss" in logs else {}, self.control.should_log
         logs |= figures
         with self.training.without_epoch():

@@ -140,7 +140,7 @@ class _Tally:
         self.num_tokens = 0
 
     def add(self, chunk: DocumentBatch) -> DocumentBatch:
-        """Count it, and give it on."""
+        """Count the documents of a chunk, and give the chunk on."""
         self.fates.update(chunk.fates.tolist())
         self.num_tokens += int(chunk.lengths.sum())
         return chunk

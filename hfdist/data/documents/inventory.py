@@ -62,7 +62,7 @@ class Inventory:
         return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in self._entries])
 
     def write(self, folder: Path) -> None:
-        """Note it in a ledger's folder, unless it is there."""
+        """Write the inventory into a ledger's folder, unless it is there."""
         path = _path(folder, self.digest)
         if not path.is_file():
             lines = (json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries)

@@ -22,7 +22,7 @@ class SamplePart(Part):
     """Logs how the model continues `report.sample_prompt`, or answers a held-out example."""
 
     def finish(self, run: RunState) -> None:
-        """Do so, unless a budget has stopped the run: it takes long."""
+        """Write the samples, unless a budget has stopped the run: it takes long."""
         if run.config.report.sample_tokens == 0 or run.budget.stopped_by is not None:
             return
         with warning_of_failure("sample"):

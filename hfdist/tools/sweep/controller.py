@@ -58,7 +58,7 @@ class Sweep:
         return self.folder / f"trial-{trial.number:04d}"
 
     def overrides_of(self, trial: Trial, rung: int) -> list[str]:
-        """What is the trial's own, on the way to the end of a rung."""
+        """Give the trial's own overrides on the way to the end of a rung."""
         own = [*as_overrides(trial.values), f"run.dir={self.folder_of(trial)}"]
         if not self.has_lengths:
             return own

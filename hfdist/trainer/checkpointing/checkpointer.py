@@ -102,7 +102,7 @@ class Checkpointer:
     def __init__(self, training: Training, options: SaveOptions) -> None:
         self._training, self._options = training, options
         self.outer: OuterState | None = None
-        """What has more to save than the engine: the island that the Trainer is; None: nothing has."""
+        """State that the engine lacks: that of the island that the Trainer is; None: the engine has all."""
         self._model_files: dict[str, bytes] | None = None
         self._is_prepared = False
         self.saver: Saver | None = None
@@ -365,7 +365,7 @@ class Checkpointer:
 
     @contextmanager
     def waiting_at_errors(self) -> Iterator[None]:
-        """If hfdist raises an error meanwhile, let a save end first: it is worth its time."""
+        """Let a running save end before an error of hfdist leaves the block: it is worth its time."""
         try:
             yield
         except HfdistError:
@@ -383,12 +383,12 @@ class Checkpointer:
         )
 
     def flag(self) -> int:
-        """1: this rank knows of a save that has failed. Any one rank may call it."""
+        """1 if this rank knows of a save that has failed, else 0. Any one rank may call it."""
         self._report_saves()
         return int(self.saver is not None and self.saver.has_failed)
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
-        """Raise what the save has raised."""
+        """Raise the error of the save."""
         self.wait()
 
     def _report_saves(self) -> None:
@@ -451,7 +451,7 @@ class Checkpointer:
             ledger.write_counted()
 
     def merged_cursor(self) -> Cursor | None:
-        """Where the whole stream stands: each data rank knows only its own lanes."""
+        """Give the cursor of the whole stream: each data rank knows only its own lanes. A collective."""
         stream = self._training.stream
         if stream is None:
             return None
@@ -461,7 +461,7 @@ class Checkpointer:
         return Cursor.merge(list(of_ranks), readers=readers)
 
     def data_reports(self) -> list[PoolReport]:
-        """How much of each pool of documents the run has read."""
+        """Say how much of each pool of documents the run has read. A collective."""
         cursor, stream = self.merged_cursor(), self._training.stream
         return [] if cursor is None or stream is None else report(cursor, stream.plan)
 
