@@ -42,6 +42,7 @@ LINES = {
     "checkpoint": "benchmarks.checkpoint",
     "replicas": "benchmarks.replicas",
     "loss head": "benchmarks.head",
+    "LoRA of experts": "benchmarks.experts",
     "evaluation": "benchmarks.evaluation",
     "one GPU": "benchmarks.gpu",
     "rollouts": "benchmarks.rollouts",

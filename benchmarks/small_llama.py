@@ -9,7 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
-from hfdist.trainer.trainer import RunOptions
 
 
 def make_trainer(
@@ -21,7 +20,7 @@ def make_trainer(
     sequence_tokens: int,
     max_steps: int,
     callbacks: Sequence[TrainerCallback],
-    options: RunOptions | None = None,
+    **named: Any,
 ) -> hfdist.Trainer:
     """Make it on this rank; every rank has the same weights and tokens.
 
@@ -33,7 +32,7 @@ def make_trainer(
         sequence_tokens: of each sequence.
         max_steps: optimizer steps.
         callbacks: the benchmark's own.
-        options: of the Trainer; None: its defaults.
+        named: further arguments of the Trainer.
     """
     global_batch_size, micro_batch_size = batch
     strategy = hfdist.make_strategy(
@@ -63,5 +62,5 @@ def make_trainer(
         strategy=strategy,
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
         callbacks=list(callbacks),
-        options=options,
+        **named,
     )

@@ -1,4 +1,4 @@
-"""Write the table of all types: `python -m proofs.zoo docs/zoo.md`. Takes six minutes."""
+"""Write the table of all types: `python -m proofs.zoo docs/zoo.md`. Takes seven minutes."""
 
 import argparse
 import logging
@@ -19,6 +19,7 @@ from hfdist.strategies.tensor.plan import ALL_GATHERED, OWN, OWN_GATHERED
 from hfdist.testing import run_ranks
 from tests.zoo.hub_files import WRONG, how_saved
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
+from tests.zoo.packing import Packed, pack_type
 from tests.zoo.sharding import (
     NUM_EXPERT_RANKS,
     NUM_TENSOR_RANKS,
@@ -70,6 +71,11 @@ And each is saved, from whole tensors and from parts as ranks hold them, and com
 `save_pretrained` writes: {saved}. *Converted*: its files hold other tensors than the class, such as single experts
 ([more](checkpoints.md#tensors)).
 
+And the stacked experts of each are packed in 4 bits, and two micro batches are compared with PEFT's LoRA of these
+experts over the dequantized weights: {packed}. *Exact* ones take at most {most_bytes:.2f} bytes a weight, with
+their scales. *Left*: its class computes them by itself, so they stay as they are
+([more](fine-tuning.md#frozen-weights-in-4-bits)).
+
 Over {expert_ranks} expert ranks, of which each runs two micro batches: {expert}. Types are refused that have no
 experts, or none that transformers has a plan for.
 
@@ -89,8 +95,9 @@ Refused or not built:
 ## All types
 
 What travels is found by trying: what a stage has not received is NaN in it. *Loss* and *gradients* are the largest
-relative differences, first at {stages} stages of a pipeline, then under FSDP2, over tensor, context and expert ranks.
-Of gradients, relative to the largest element of the parameter's, but at least to a thousandth of the model's largest.
+relative differences, first at {stages} stages of a pipeline, then under FSDP2, over tensor, context and expert ranks,
+and last of packed experts. Of gradients, relative to the largest element of the parameter's, but at least to a
+thousandth of the model's largest.
 
 {columns}
 {rows}
@@ -110,14 +117,16 @@ def main() -> int:
     tensor = run_ranks(tensor_types, NUM_TENSOR_RANKS, TYPES, timeout_seconds=1800)
     context = run_ranks(share_types, NUM_RANKS, TYPES, ContextMethod.auto, timeout_seconds=1800)
     expert = run_ranks(expert_types, NUM_EXPERT_RANKS, TYPES, timeout_seconds=1800)
-    outcomes, saved = {}, {}
+    outcomes, saved, packed = {}, {}, {}
     with group_of_one(), tempfile.TemporaryDirectory() as folder:
         for model_type in TYPES:
             outcomes[model_type] = [split_type(model_type, num_stages) for num_stages in NUM_STAGES]
             saved[model_type] = how_saved(tiny_model(model_type), Path(folder) / model_type)
+            packed[model_type] = pack_type(model_type)
             logging.info("%s: %s", model_type, ", ".join(outcome.verdict for outcome in outcomes[model_type]))
-    path.write_text(page(outcomes, sharded, tensor, context, expert, saved), encoding="utf-8")
-    is_wrong = WRONG in saved.values() or any(worst_of(tried).verdict == "wrong" for tried in outcomes.values())
+    path.write_text(page(outcomes, [sharded, tensor, context, expert], saved, packed), encoding="utf-8")
+    tried = [*map(worst_of, outcomes.values()), *packed.values()]
+    is_wrong = WRONG in saved.values() or any(one.verdict == "wrong" for one in tried)
     return int(
         is_wrong
         or any(one.verdict == "wrong" for of_rank in sharded + tensor + context + expert for one in of_rank.values())
@@ -126,13 +135,12 @@ def main() -> int:
 
 def page(
     outcomes: dict[str, list[Outcome]],
-    sharded: list[dict[str, Sharded]],
-    tensor: list[dict[str, Sharded]],
-    context: list[dict[str, Sharded]],
-    expert: list[dict[str, Sharded]],
+    layouts: list[list[dict[str, Sharded]]],
     saved: dict[str, str],
+    packed: dict[str, Packed],
 ) -> str:
-    """The whole page as Markdown."""
+    """The whole page as Markdown. `layouts`: FSDP2, tensor, context and expert ranks."""
+    sharded, tensor, context, expert = layouts
     worst = [worst_of(tried) for tried in outcomes.values()]
     counts = Counter(f"{outcome.verdict} with {outcome.travels}" for outcome in worst if outcome.travels)
     refused = {outcome.model_type: outcome.reason for outcome in worst if outcome.reason}
@@ -154,14 +162,17 @@ def page(
         expert=_verdicts(expert),
         expert_ranks=NUM_EXPERT_RANKS,
         saved=", ".join(f"{count} {how}" for how, count in Counter(saved.values()).most_common()),
+        packed=", ".join(f"{n} {how}" for how, n in Counter(p.verdict for p in packed.values()).most_common()),
+        most_bytes=max(one.bytes_per_weight for one in packed.values()),
         gradient_bound=GRADIENT_BOUND,
         columns=_columns("fsdp2", "tensor", "context", "expert"),
         rows="\n".join(
             row(
                 model_type,
                 tried,
-                *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, tensor, context, expert)),
+                *([of_rank[model_type] for of_rank in ranks] for ranks in layouts),
                 saved=saved[model_type],
+                packed=packed[model_type],
             )
             for model_type, tried in outcomes.items()
         ),
@@ -172,7 +183,7 @@ def _columns(*layouts: str) -> str:
     names = ["type", "blocks", "outcome", "what travels", "loss", "gradients"]
     for layout in layouts:
         names += [layout, "loss", "gradients"]
-    names.append("saved")
+    names += ["saved", "experts in 4 bits", "bytes a weight", "loss", "gradients"]
     return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
 
 
@@ -181,7 +192,7 @@ def _verdicts(ranks: list[dict[str, Sharded]]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
 
 
-def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded], saved: str) -> str:
+def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded], saved: str, packed: Packed) -> str:
     """Of the large table."""
     outcome = worst_of(tried)
     blocks = find_block_parts(tiny_model(model_type))
@@ -192,8 +203,20 @@ def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded], saved: s
         plan = PLANS.get(of_rank[0].plan, "")
         plan = f", {plan}" if plan else ""
         cells += [of_rank[0].verdict + plan, *_differences(of_rank)]
-    cells.append(saved)
+    cells += [saved, *_packed_cells(packed)]
     return f"| {' | '.join(cells)} |"
+
+
+def _packed_cells(packed: Packed) -> list[str]:
+    if not packed.bytes_per_weight:
+        return [packed.verdict.replace("no experts", ""), "", "", ""]
+    verdict = packed.verdict + (", others left" if packed.left else "")
+    return [
+        verdict,
+        f"{packed.bytes_per_weight:.2f}",
+        f"{packed.loss_difference:.1g}",
+        f"{packed.gradient_difference:.1g}",
+    ]
 
 
 def _differences(tried: Sequence[Outcome | Sharded]) -> list[str]:

@@ -51,6 +51,8 @@ class Work:
     """Sequences; None: all of a rank at once, or 1 in a pipeline."""
     loss_head: LossHead | None = None
     """None: the model computes its loss, from whole logits."""
+    optimizer: tuple[Any, dict[str, Any]] | None = None
+    """Its class and settings; None: the Trainer's own, AdamW."""
     saves: bool = False
     """Whether a checkpoint is written at the end: first one to warm up, then the one that counts."""
 
@@ -185,6 +187,7 @@ def _make_trainer(work: Work, folder: str) -> tuple[hfdist.Trainer, _Clock]:
         max_steps=_NUM_WARM_UP_STEPS + work.num_steps + _NUM_COUNTED_STEPS,
         callbacks=[clock],
         options=RunOptions(loss_head=work.loss_head),
+        optimizer_cls_and_kwargs=work.optimizer,
     )
     return trainer, clock
 

@@ -107,6 +107,18 @@ class Quantization(Enum):
     fp4 = "fp4"
 
 
+class AdapterPart(Enum):
+    """Parts of a model's blocks, by the matrices that an adapter can stand beside."""
+
+    attention = "attention"
+    """What mixes tokens: attention, or in its place recurrent layers and convolutions."""
+    mlp = "mlp"
+    """Feed-forward layers that every token meets, shared experts too."""
+    experts = "experts"
+    """Those of which a router chooses some for each token."""
+    routers = "routers"
+
+
 @dataclass(kw_only=True)
 class AdapterConfig:
     """`adapter.*`: a few weights of PEFT's in a model's layers, trained in place of the model's own."""
@@ -125,6 +137,8 @@ class AdapterConfig:
     """Layers with an adapter: all-linear (all but the head), names, or their last parts: [q_proj,v_proj]."""
     target_pattern: str | None = None
     """In place of targets: a regular expression for whole names."""
+    target_parts: list[AdapterPart] | None = None
+    """In place of targets: all matrices of these parts of the blocks: attention | mlp | experts | routers."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules that are trained whole besides and kept with the adapter: [lm_head]."""
     rslora: bool = False
@@ -132,7 +146,7 @@ class AdapterConfig:
     dora: bool = False
     """lora: whether directions and lengths of weights are learned apart."""
     quantization: Quantization | None = None
-    """lora: type of 4 bits of the frozen linear layers, by bitsandbytes: nf4 | fp4; null: not quantized."""
+    """lora: type of 4 bits of frozen linear layers and experts, by bitsandbytes: nf4 | fp4; null: not quantized."""
     merge: bool = True
     """Whether the end also writes model/, with the adapter merged into it, as a whole Hub model."""
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -318,7 +318,9 @@ def _describe(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
         return f"a section with the keys {', '.join(field.name for field in dataclasses.fields(kind))}"
     if typing.get_origin(kind) is list:
-        return "a list, such as [first,second]"
+        inner = typing.get_args(kind)[0]
+        is_enum = isinstance(inner, type) and issubclass(inner, Enum)
+        return f"a list of {_describe(inner)}" if is_enum else "a list, such as [first,second]"
     if typing.get_origin(kind) is dict:
         return "a mapping, such as {name: value}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

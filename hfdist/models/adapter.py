@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Init, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, nearest
+from hfdist.models.adapter_parts import aim_at_parts
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import check_installed
@@ -118,7 +119,10 @@ def make_peft_config(config: AdapterConfig) -> Any:
     _check_arguments(config, config_class.__name__, fields)
     values = {**_translate(config, kind.value.lower(), fields), **config.arguments}
     is_all = config.target_pattern is None and config.targets == [ALL_LINEAR]
-    if not (is_all and "feedforward_modules" in fields):
+    if config.target_parts is not None:
+        # The model says which layers these are: `aim_at_parts`.
+        values["target_modules"] = []
+    elif not (is_all and "feedforward_modules" in fields):
         # IA3 must know the feed-forward layers; without `target_modules`, PEFT takes them from its table of models.
         values["target_modules"] = config.target_pattern or (ALL_LINEAR if is_all else list(config.targets))
     try:
@@ -306,11 +310,13 @@ def add_adapter(
         layout: how the model is partitioned.
 
     Raises:
-        ConfigError: targets that the model does not have, or what PEFT refuses.
+        ConfigError: targets or parts that the model does not have, or what PEFT refuses.
     """
     peft_config = make_peft_config(config)
     if config.path is None:
         _check_targets(model, config)
+    if config.target_parts is not None:
+        aim_at_parts(model, peft_config, config.target_parts)
     needed = _needed_weights(model, peft_config)
     with torch.random.fork_rng(), warnings.catch_warnings(), layout.gathered(needed, writes=False):
         # PEFT warns of an embedding that is saved too, or of a transposed weight: a user can do nothing about these.
@@ -326,6 +332,15 @@ def add_adapter(
     check_adapted(model, layout, where="adapter")
     if config.path is not None:
         _load(model, config.path)
+    compute_by_factors(model)
+
+
+def compute_by_factors(model: PreTrainedModel) -> None:
+    """Let LoRA of stacked experts cost no more than LoRA does, in place: see `expert_factors.use_factors`."""
+    # With PEFT, which takes a second.
+    from hfdist.models.expert_factors import use_factors
+
+    use_factors(model)
 
 
 def inject_adapter(model: PreTrainedModel, peft_config: PeftConfig, name: str) -> None:

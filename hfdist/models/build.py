@@ -23,6 +23,7 @@ from hfdist.apart import do_apart
 from hfdist.config.model import AdapterConfig, Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
 from hfdist.models.adapter import add_adapter
+from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import NameDifferences, read_names
@@ -137,14 +138,18 @@ def make_without_values(
 
 
 def try_adapter(config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig) -> None:
-    """Put an adapter into the model without values, in a process of its own, where patterns choose its layers.
+    """Put an adapter into the model without values, where patterns or parts choose its layers.
 
-    A pattern may take time without end, as the sizes of a saved adapter may take memory. What else is wrong with it is
-    told when it is put into the model.
+    A pattern may take time without end, as the sizes of a saved adapter may take memory: that is tried in a process of
+    its own. What else is wrong with it is told when it is put into the model.
 
     Raises:
-        ConfigError: it takes more than any adapter needs.
+        ConfigError: it takes more than any adapter needs, or the model has nothing of a part.
     """
+    if adapter.target_parts is not None:
+        with torch.device("meta"):
+            model = make_without_values(config, copy.deepcopy(architecture))
+            add_adapter(model, adapter, config, seed=0, layout=_WHOLE)
     if adapter.path is None and adapter.target_pattern is None:
         return
 
@@ -239,8 +244,10 @@ def _draw_missing(
 
 
 def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Partitioning) -> None:
-    if not trained.adapter.is_used:
-        # While it is whole.
+    # While it is whole.
+    if trained.adapter.is_used:
+        logger.info("adapter: %s", describe_parts(model))
+    else:
         find_hub_names(model)
     layout.partition(model)
 

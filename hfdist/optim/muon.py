@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,12 +58,72 @@ def of_parts(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
     ]
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon for stacks of matrices, too: those of the last two dimensions are stepped each by itself.
+
+    To each it does what torch's class does to a matrix, but for how kernels round.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
+        """Step all that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
+        state, momentum, rate = self.state[parameter], group["momentum"], float(group["lr"])
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        along = gradient.lerp(mean, momentum) if group["nesterov"] else mean
+        update = orthogonalize(along, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rows, columns = parameter.shape[-2:]
+        longer = 0.2 * math.sqrt(max(rows, columns))
+        factor = longer if group["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+        parameter.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate * factor)
+
+
+def orthogonalize(
+    matrices: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> torch.Tensor:
+    """Run Muon's iteration (Newton-Schulz, of the fifth order) on each matrix of a tensor.
+
+    Args:
+        matrices: [..., rows, columns]. One of zeros stays so.
+        coefficients: of the first, third and fifth power.
+        num_steps: of the iteration.
+        eps: the least norm by which a matrix is divided.
+
+    Returns:
+        Of the same shape, in bfloat16, in which it computes.
+    """
+    first, third, fifth = coefficients
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    wide = matrices.mT if is_tall else matrices
+    found = wide.reshape(-1, *wide.shape[-2:]).bfloat16()
+    found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp(min=eps)
+    for _ in range(num_steps):
+        gram = found @ found.mT
+        powers = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
+        found = torch.baddbmm(found, powers, found, beta=first)
+    found = found.view(wide.shape)
+    return found.mT if is_tall else found
+
+
 class MuonWithAdamW:
     """Makes the optimizer of a model, as `optimizer_cls_and_kwargs` of a Trainer wants it.
 
         hfdist.Trainer(..., optimizer_cls_and_kwargs=(hfdist.MuonWithAdamW, {"lr": 3e-4}))
 
-    Muon steps the parameters of two dimensions, but for embeddings and the head, which AdamW steps like vectors.
+    Muon steps matrices, but for embeddings and the head, which AdamW steps like vectors. Experts that are one tensor
+    are a stack of matrices: each expert's is orthogonalized by itself, and `gate_up_proj` as the one matrix that it is.
     """
 
     def __call__(
@@ -88,21 +149,31 @@ class MuonWithAdamW:
             of_muon: momentum, nesterov, ns_coefficients, ns_steps.
         """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        looked_up = embeddings_and_head(model)
+        stacked, looked_up = set(map(id, stacks_of_experts(model))), embeddings_and_head(model)
         # Under ZeRO-3, parameters are empty but for their share.
         num_dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trained}
-        matrices = [p for p in trained if num_dimensions[id(p)] == 2 and id(p) not in looked_up]
-        others = [p for p in trained if num_dimensions[id(p)] != 2 or id(p) in looked_up]
+
+        def is_matrix(parameter: nn.Parameter) -> bool:
+            # Others of three dimensions, such as convolutions, are no stacks.
+            of_matrix = 3 if id(parameter) in stacked else 2
+            return num_dimensions[id(parameter)] == of_matrix and id(parameter) not in looked_up
+
+        matrices, others = [p for p in trained if is_matrix(p)], [p for p in trained if not is_matrix(p)]
         adamw: list[Group] = [
             {"params": [p for p in others if num_dimensions[id(p)] >= 2], "weight_decay": weight_decay},
             {"params": [p for p in others if num_dimensions[id(p)] < 2], "weight_decay": 0.0},
         ]
         # Muon's constructor counts dimensions, which a share of a matrix has not. So it gets the matrices after it.
-        muon = torch.optim.Muon(
-            [torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **of_muon
-        )
+        muon = Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **of_muon)
         muon.param_groups[0]["params"] = matrices
         return Joined([muon, torch.optim.AdamW(adamw, lr=lr, betas=betas, eps=eps)])
+
+
+def stacks_of_experts(model: nn.Module) -> Iterator[nn.Parameter]:
+    """List the parameters that have a dimension for the experts: transformers calls classes of such modules so."""
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            yield from module.parameters(recurse=False)
 
 
 def embeddings_and_head(model: nn.Module) -> set[int]:

@@ -1,7 +1,7 @@
 """Ask an optimizer: step it on a few small tensors, whole, cut in two, and together, and compare.
 
-A layout may give an optimizer flat pieces of parameters (ZeRO), some of the parameters (a pipeline), or all. Whether it
-updates them as one process would is a property of its arithmetic, which no list of names could tell of a user's own.
+A layout may give an optimizer parts of parameters (FSDP2, ZeRO), some of the parameters (a pipeline), or all. Whether
+it updates them as one process would is a property of its arithmetic, which no list of names could tell of a user's own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reach(IntEnum):
 
 
 _LAYOUTS = {
-    Reach.parameter: "ddp, fsdp2, or a pipeline without ZeRO; each also with tensor and expert ranks",
+    Reach.parameter: "any layout without a parameter server",
     Reach.model: "a layout that keeps the model whole: one process, or ddp",
 }
 
@@ -227,7 +227,8 @@ def starts_from_zeros(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     """Whether it takes a state of zeros for none: what never had a gradient may then be given one."""
     device, dtype = _place(group)
     generator = torch.Generator().manual_seed(0)
-    start, gradient = ((torch.randn(64, generator=generator)).to(device, dtype) for _ in range(2))
+    # A matrix, which some take alone.
+    start, gradient = ((torch.randn(8, 8, generator=generator)).to(device, dtype) for _ in range(2))
     results = []
     for zeros in (False, True):
         parameter = nn.Parameter(start.clone())

@@ -15,8 +15,8 @@ from torch import nn
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, first_line, nearest
-from hfdist.optim.muon import MuonWithAdamW
-from hfdist.optim.probe import Reach, check, state_after_step
+from hfdist.optim.muon import MuonWithAdamW, of_parts
+from hfdist.optim.probe import Reach, ask, check, state_after_step
 from hfdist.optim.width import check_optimizer_of_width
 from hfdist.plugins import load_plugin
 
@@ -126,16 +126,13 @@ def check_optimizer(config: RunConfig) -> None:
         ConfigError: it is not installed, takes no such settings, or would train otherwise in this layout.
     """
     optimizer = config.optimizer
-    if optimizer.name is OptimizerName.adamw and optimizer.plugin is None and not optimizer.arguments:
+    if _is_plain(optimizer):
         return
     # What the layout gives the optimizer whole; the engine says it again, once there is one.
     strategy = config.strategy
     has_parts = strategy.mesh.divides_parameters or strategy.shards_state
-    sees = Reach.parameter if has_parts else Reach.model
-    if strategy.sharding.is_deepspeed:
-        sees = Reach.element
     made = make_small(optimizer)
-    check(made, sees, is_saved=config.checkpoint.every is not None)
+    check(made, Reach.parameter if has_parts else Reach.model, is_saved=config.checkpoint.every is not None)
     if optimizer.base_width is not None:
         check_optimizer_of_width(made)
 
@@ -156,6 +153,28 @@ def make_small(config: OptimizerConfig) -> torch.optim.Optimizer:
         what = f"the optimizer refuses its settings: {first_line(error)}"
         raise ConfigError(what, where="optimizer.arguments", found=config.arguments) from error
     return made
+
+
+def stepped_whole(config: OptimizerConfig, model: nn.Module) -> tuple[int, ...]:
+    """Give the elements of each trained parameter that the optimizer must see whole; no value is looked at.
+
+    Raises:
+        ConfigError: as of `make_small`.
+    """
+    if _is_plain(config):
+        return ()
+    if config.name is OptimizerName.muon and config.plugin is None:
+        kind, settings = find_optimizer(config, warmup_steps=0)
+        made = kind()(model, **settings)
+        seen = [p for group in of_parts(made, made.param_groups)[0][1] for p in group["params"]]
+    else:
+        seen = [p for p in model.parameters() if p.requires_grad]
+        seen = seen if ask(make_small(config)).reach is Reach.parameter else []
+    return tuple(p.numel() for p in seen)
+
+
+def _is_plain(config: OptimizerConfig) -> bool:
+    return config.name is OptimizerName.adamw and config.plugin is None and not config.arguments
 
 
 def values_per_weight(optimizer: torch.optim.Optimizer) -> float:

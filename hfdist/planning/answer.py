@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 
 from transformers import PreTrainedConfig
 
@@ -82,7 +84,7 @@ def _describe(request: PlanRequest, machines: Machines, found: Sequence[Candidat
     rows += [(f"{number}", *_row(one, request)) for number, one in enumerate(found, 1)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_align(row, widths) for row in rows]
-    command = " ".join(["hfdist", request.line.recipe, *request.line.recipe_arguments])
+    command = shlex.join(["hfdist", request.line.recipe, *request.line.recipe_arguments])
     lines += ["", f"what each adds to `{command}`:"]
     lines += [f"  {number}  {' '.join(one.overrides) or '(as it is)'}" for number, one in enumerate(found, 1)]
     lines += ["", "`hfdist plan` with such a line traces the layout, and says where its memory and its time go"]
@@ -131,14 +133,24 @@ _STEPS = (
     "train.max_steps=7",
     "train.epochs=null",
     "train.eval_every=null",
-    "optimizer.warmup_steps=1",
+    "train.max_hours=null",
+    "train.max_cost=null",
+    "train.max_kwh=null",
+    "train.deadline=null",
+    "optimizer.warmup_steps=0",
     "optimizer.warmup_tokens=null",
     "optimizer.warmup_fraction=null",
     "data.eval_sequences=1",
     "checkpoint.every=null",
+    "checkpoint.keep_best=false",
+    "checkpoint.replicate_every=null",
     "checkpoint.resume=auto",
     "evaluate.at_start=false",
+    "evaluate.patience=null",
+    "evaluate.min_delta=0",
+    "evaluate.export=last",
     "evaluate.lm_eval=[]",
+    "evaluate.lm_eval_include=null",
     "report.to=[]",
     "report.progress=false",
     "report.plot=false",
@@ -146,7 +158,7 @@ _STEPS = (
     "report.sample_tokens=0",
     "export.push_to=null",
 )
-"""Two that also warm up, and five."""
+"""Two that also warm up, and five. What needs saves, evaluations or more steps is off."""
 
 
 def run_steps(line: LineAboutRun, processes: int) -> None:
@@ -175,7 +187,7 @@ def advise(plan: Plan, config: RunConfig, architecture: PreTrainedConfig, machin
         architecture: of the model.
         machines: see `find_machines`.
     """
-    model = measure(config, architecture, machines, processes=plan.processes)
+    model = measure(config, architecture, machines, processes=plan.processes, as_asked=True)
     evaluator = Evaluator(config, model, machines)
     strategy = config.strategy
     per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank) if strategy.pipeline > 1 else 1
@@ -184,19 +196,17 @@ def advise(plan: Plan, config: RunConfig, architecture: PreTrainedConfig, machin
     if not found:
         return None
     best = min(found, key=lambda one: one.time.seconds)
-    # Formulas are compared with formulas.
-    as_asked = _evaluate(evaluator, asked)
-    if plan.fits and as_asked is not None and best.time.seconds > _WORTH * as_asked.time.seconds:
-        return None
+    # Formulas are compared with formulas, also where by these it does not fit.
+    as_asked = _evaluate(Evaluator(config, model, replace(machines, usable_bytes=inf)), asked)
     before = plan.time.seconds if as_asked is None else as_asked.time.seconds
+    if plan.fits and best.time.seconds > _WORTH * before:
+        return None
     words = f"about {duration(best.time.seconds)} a step in place of {duration(before)}"
     return f"{' '.join(best.overrides)}: {words}, and {size(best.memory.use.total)}"
 
 
 def _evaluate(evaluator: Evaluator, layout: Layout) -> Candidate | None:
-    # Tensor ranks of several machines are not measured.
-    is_known = (layout.tensor, layout.expert) in evaluator.model.shares
-    return evaluator.evaluate(layout) if is_known and passes_checks(layout.apply(evaluator.config)) else None
+    return evaluator.evaluate(layout) if passes_checks(layout.apply(evaluator.config)) else None
 
 
 def _neighbours(layout: Layout) -> Iterator[Layout]:

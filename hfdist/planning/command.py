@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -22,6 +23,9 @@ from hfdist.topology import read_launcher
 
 JSON_FLAG = "--json"
 DOES_NOT_FIT = ResourceError.exit_code
+_OF_PROMPTS = """
+
+This counts prompts only. The run also samples answers, and a forward has task.num_generations of them for each."""
 _HELP = """\
 Say what a run will need before it starts: memory, time, traffic and cost, on any hardware. It starts nothing.
 
@@ -54,7 +58,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         allowed, hint = "another task", "task=dpo for a step of about the same model"
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)
     if (launched := read_launcher().world_size) > 1:
-        hint = f"hfdist plan {' '.join(arguments)}, without a launcher"
+        hint = f"hfdist plan {shlex.join(arguments)}, without a launcher"
         raise ConfigError("a plan takes one process", where="the launcher", found=f"{launched} processes", hint=hint)
     processes = None if plan.find is not None else plan.processes or _asked_processes(config, hardware)
     if processes is not None and not plan.search:
@@ -102,7 +106,8 @@ def _plan(arguments: list[str]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     with redirect_stdout(sys.stderr):
         found = answer(request)
-    sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text}\n")
+    note = _OF_PROMPTS if request.config.task.name.traits.is_reinforcement else ""
+    sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text + note}\n")
     if not found.fits:
         sys.exit(DOES_NOT_FIT)
 

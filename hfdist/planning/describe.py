@@ -18,6 +18,7 @@ def describe_plan(plan: Plan) -> str:
     lines = [
         verdict(plan),
         f"{plan.layout}, on {plan.processes} x {plan.hardware}",
+        *([f"adapter: {plan.adapter}"] if plan.adapter else []),
         "",
         f"memory of rank {plan.memory.rank}, which holds most, in the {plan.memory.phase.value}",
         *_memory_rows(plan),

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
@@ -20,11 +21,15 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Balance
 from hfdist.energy.estimates import WATTS_PER_CORE
 from hfdist.models import find_architecture, fit_vocabulary
+from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
+from hfdist.models.partitioning import Partitioning
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
+from hfdist.models.trainable import TrainableParameters
+from hfdist.optim.registry import stepped_whole
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.step_time import step_parts
@@ -81,7 +86,7 @@ def make_plan(
     strategy = select_strategy(
         config.strategy, config.train, topology=topology, batch=batch, device_type=hardware.device_type
     )
-    size, sizes = _measure(config, architecture, is_gpu=not hardware.is_cpu)
+    size, sizes, beside = _measure(config, architecture, is_gpu=not hardware.is_cpu)
     traces = _trace(config, architecture, strategy, hardware.device_type)
     sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)
     costs = [replace(trace.costs, traffic=sent) for trace in traces]
@@ -99,6 +104,7 @@ def make_plan(
         ideal_seconds=parts.ideal,
         timed_runs=0 if machines.factors is None else machines.factors.num_steps,
         tokens_per_step=batch.tokens_per_step,
+        adapter=beside,
         mfu=hardware.mfu(flops / parts.time.seconds / processes),
         traffic=sent,
         max_steps=None,
@@ -125,11 +131,16 @@ def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int
     return replace(plan, kwh=kwh, cost=sum(known) if known else None)
 
 
-def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes]:
-    with FakeTensorMode():
+def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes, str]:
+    """Give the sizes of the model and of a step, and what an adapter stands beside."""
+    with torch.device("meta"):
         model = make_without_values(config.model, copy.deepcopy(architecture))
-        sizes = step_sizes(model, config.train, tensor=config.strategy.tensor, is_gpu=is_gpu)
-        return measure_size(model), sizes
+        # Only what is trained has gradients to compute and to send.
+        TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
+        whole = stepped_whole(config.optimizer, model)
+        tensor = config.strategy.tensor
+        sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
+        return measure_size(model), sizes, describe_parts(model) if config.adapter.is_used else ""
 
 
 def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device: str) -> Sequence[RankTrace]:

@@ -29,6 +29,8 @@ class Plan:
     """Seconds of a step by component, without factors: see `StepParts`."""
     timed_runs: int = 0
     """Past runs on such hardware whose steps correct the time."""
+    adapter: str = ""
+    """What an adapter stands beside and trains, by the parts of the blocks; empty: there is none."""
     cost: float | None = None
     currency: str = "USD"
     kwh: float | None = None

@@ -54,7 +54,8 @@ class RunRecorder:
         remove_unfinished(RunFolder(self.run_dir).record)
         before = read_run(self.run_dir)
         if before is not None and before.state is State.running:
-            _close(self.run_dir, before, None, "it ended without a word")
+            # When that was, nobody knows better.
+            _close(self.run_dir, before, None, "it ended without a word", at=before.updated)
         self.record = RunRecord(
             start=1 if before is None else before.start + 1,
             started=utc_now(),
@@ -195,12 +196,14 @@ def _error_of(exit_code: int) -> str | None:
     return f"a rank has ended with exit code {exit_code}"
 
 
-def _close(run_dir: Path, record: RunRecord, exit_code: int | None, error: str | None) -> None:
-    record.state, record.exit_code, record.updated = State.of(exit_code), exit_code, utc_now()
+def _close(
+    run_dir: Path, record: RunRecord, exit_code: int | None, error: str | None, *, at: str | None = None
+) -> None:
+    record.state, record.exit_code, record.updated = State.of(exit_code), exit_code, at or utc_now()
     record.error = None if error is None else printable(error, LONGEST_TEXT)
     write_run(run_dir, record, is_durable=True)
     ended = {"state": record.state.value, "exit_code": exit_code, "error": record.error}
-    add_event(run_dir, Event.end, start=record.start, step=record.step, **ended)
+    add_event(run_dir, Event.end, start=record.start, time=record.updated, step=record.step, **ended)
 
 
 def _describe(error: BaseException) -> tuple[int, str | None]:

@@ -88,8 +88,10 @@ class TrialLog:
         if "values" in line:
             if line["trial"] != len(self.trials):
                 raise ValueError("trials are numbered as they come")
-            parent = line.get("parent")
-            trial = Trial(number=len(self.trials), values=dict(line["values"]), line=number)
+            values, parent = line["values"], line.get("parent")
+            if not isinstance(values, dict):
+                raise TypeError("values have keys")
+            trial = Trial(number=len(self.trials), values=values, line=number)
             trial.parent = None if parent is None else self.trials[parent].number
             self.trials.append(trial)
         elif "failed" in line:

@@ -13,14 +13,21 @@ from hfdist.rewards.generation import Generation
 _LONGEST = 1000
 """Characters of a number. A longer one is no answer: its arithmetic could take minutes."""
 
-_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+"
+# Of ten, of few digits: a number of more could take minutes.
+_POWER = r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
+_UNSIGNED = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?{_POWER}|(?<![\w.])\.[0-9]+{_POWER}"
 _NUMBER = re.compile(
     # A minus after a word or a bracket subtracts: it is no sign.
-    rf"(?P<sign>(?<![\w)])[-\N{{MINUS SIGN}}])?[$€£]?(?P<inner>(?<=[$€£])-)?(?<![\w])(?P<top>{_UNSIGNED})"
+    rf"(?P<sign>(?<![\w)])[-\N{{MINUS SIGN}}])?[$€£]?(?P<inner>(?<=[$€£])-)?(?<![\w])"
+    rf"(?:(?P<whole>[0-9]+)[ \t]+(?=[0-9]+\s*/\s*[0-9]))?(?P<top>{_UNSIGNED})"
     rf"(?:\s*/\s*(?P<bottom>{_UNSIGNED}))?(?P<percent>\s*%)?"
 )
-_MARKER = re.compile(r"=|answer\s+is", re.IGNORECASE)
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}")
+_MARKER = re.compile(r"(?<![<>!=])=(?!=)|answer\s+is", re.IGNORECASE)
+_FRACTION = re.compile(
+    r"\\[dt]?frac\s*(?:\{\s*(-?[0-9.,]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9.,]+)\s*\}|([0-9]))",
+)
+_MIXED = re.compile(r"(?<=[0-9])\s*(?=\\[dt]?frac)")
+"""Between a whole number and the fraction that is added to it."""
 # How LaTeX writes what plain text writes otherwise.
 _LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
 
@@ -61,9 +68,9 @@ def arithmetic(generations: Sequence[Generation]) -> list[float]:
 
 def final_answer(text: str) -> Answer | None:
     """Find the final answer of a text; None: it has none."""
-    text = _FRACTION.sub(r"\1/\2", text)
     for latex, plain in _LATEX:
         text = text.replace(latex, plain)
+    text = _FRACTION.sub(r"\1\2/\3\4", _MIXED.sub(" ", text))
     boxed = _last_box(text)
     if boxed is not None:
         return _first_number(_MARKER.split(boxed)[-1])
@@ -100,6 +107,6 @@ def _number(found: list[re.Match[str]]) -> Answer | None:
     bottom = Fraction((match["bottom"] or "1").replace(",", ""))
     if bottom == 0:
         return None
-    value = Fraction(match["top"].replace(",", "")) / bottom
+    value = int(match["whole"] or 0) + Fraction(match["top"].replace(",", "")) / bottom
     is_negative = bool(match["sign"]) or bool(match["inner"])
     return Answer(-value if is_negative else value, match["percent"] is not None)

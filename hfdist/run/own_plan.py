@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 from hfdist.config.hardware import Hardware
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
-from hfdist.errors import ResourceError, first_line
+from hfdist.errors import ConfigError, ResourceError, first_line
 from hfdist.planning.describe import verdict
 from hfdist.planning.machines import Machines, find_machines
 from hfdist.planning.make_plan import make_plan, with_steps
@@ -97,7 +97,11 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
         return None
     asked = PlanConfig(per_machine=read_launcher().local_world_size)
     has_gpu = torch.cuda.is_available()
-    hardware = find_hardware() if has_gpu else None
+    try:
+        hardware = find_hardware() if has_gpu else None
+    except ConfigError as error:
+        logger.info("no plan: %s", first_line(error))
+        return None
     return OwnPlan(partial(_make_own, config, asked, hardware, topology.world_size, architecture), forks=not has_gpu)
 
 

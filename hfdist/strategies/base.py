@@ -31,7 +31,8 @@ from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import packed_shapes
-from hfdist.optim.probe import Reach, describe, needs_whole_parameters
+from hfdist.optim.muon import Group
+from hfdist.optim.probe import Reach, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients.reduction import BUCKET_ELEMENTS, local_tensor, total_norm
 from hfdist.strategies.held import state_tensors, storage_bytes
@@ -188,38 +189,36 @@ class Engine:
         return [parameter for group in groups for parameter in group["params"]]
 
     def _keep(self, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None) -> None:
-        """Keep both. What an optimizer must see whole, and ranks have parts of, is replaced in its groups.
-
-        Raises:
-            ConfigError: it cannot be unscaled then.
-        """
+        """Keep both. What an optimizer must see whole, and ranks have parts of, is whole in its steps."""
         inner, before = optimizer.optimizer, self._optimizer
         self._optimizer, self._scaler = optimizer, scaler
-        shared = {} if self.optimizer_sees is Reach.element else {id(one.parameter): one for one in self._shared()}
-        if self._whole_steps is not None and before is not None and before.optimizer is inner:
-            # Of an earlier training: its groups have whole parameters already.
+        if before is not None and before.optimizer is inner:
+            # Of an earlier training.
             return
-        self._whole_steps = None
-        if not shared:
-            return
-        of_wholes = self._groups_of_wholes(inner)
-        if of_wholes and scaler is not None:
-            what = "the loss scaler unscales parts of gradients, and this optimizer steps gathered ones"
-            hint = "train.precision=bf16, or optimizer.name=adamw"
-            raise ConfigError(what, where="train.precision", found=f"fp16, with {describe(inner)}", hint=hint)
-        if of_wholes:
-            self._whole_steps = WholeSteps(inner, of_wholes, shared)
+        shared = list(self._shared(inner))
+        self._whole_steps = WholeSteps(inner, shared) if shared else None
 
-    def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[Group]:
         return [g for g in optimizer.param_groups if g["params"] and needs_whole_parameters(optimizer, g)]
 
-    def _shared(self) -> Iterator[ShardedParameter]:
-        """List the parameters of which ranks have parts."""
+    def _shared(self, optimizer: torch.optim.Optimizer) -> Iterator[ShardedParameter]:
+        """List the parameters of which ranks have parts, and which the optimizer must see whole."""
+        holders = {name: self._holders(name) for name, _ in self.model.named_parameters()}
+        if not any(holders.values()):
+            # Asking an optimizer takes time.
+            return
+        options = {id(p): group for group in self._groups_of_wholes(optimizer) for p in group["params"]}
         for name, parameter in self.model.named_parameters():
-            group = self._holders(name)
-            if group is not None:
-                shape, own_pieces = self.whole_shape(parameter), partial(self._weight_pieces, name)
-                yield ShardedParameter(name=name, parameter=parameter, shape=shape, group=group, own_pieces=own_pieces)
+            group = holders[name]
+            if group is not None and id(parameter) in options:
+                yield ShardedParameter(
+                    name=name,
+                    held=parameter,
+                    options=options[id(parameter)],
+                    shape=self.whole_shape(parameter),
+                    group=group,
+                    own_pieces=partial(self._weight_pieces, name),
+                )
 
     def _holders(self, name: str) -> dist.ProcessGroup | None:
         """Give the ranks that together have a parameter, each element once; None: this rank has it whole."""
@@ -398,7 +397,7 @@ class Engine:
         for piece in self._held_pieces():
             yield from self._own_pieces(piece)
         if wholes is not None and reader is not None:
-            for named in wholes.named:
+            for named in wholes.named():
                 yield from reader.pieces_of(*named)
         if self.compressor is not None:
             yield from self.compressor.pieces()
@@ -413,7 +412,11 @@ class Engine:
 
     def _held_pieces(self) -> Iterable[Piece]:
         """As if this rank's model were the whole one."""
-        return list_pieces(self.model, None if self._optimizer is None else self._optimizer.optimizer)
+        optimizer = None if self._optimizer is None else self._optimizer.optimizer
+        return list_pieces(self.model, optimizer, but=self._is_stepped_whole)
+
+    def _is_stepped_whole(self, parameter: torch.Tensor) -> bool:
+        return self._whole_steps is not None and self._whole_steps.replaces(parameter)
 
     def held_bytes(self, device: torch.device) -> dict[str, int]:
         """Give the bytes that this rank holds now on a device, as far as it can tell them apart.
@@ -498,11 +501,15 @@ class Strategy(Partitioning):
     def traffic(self, sizes: StepSizes) -> list[Sent]:
         """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
         axes = Axes(self.topology, self.batch, self.config, sizes)
-        return [*axes.model_axes(), *self._state_traffic(axes)]
+        return [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes)]
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         """Weights and gradients."""
         return axes.average_gradients()
+
+    def _whole_traffic(self, axes: Axes) -> Iterable[Sent]:
+        """What steps of whole parameters add."""
+        return axes.gather_parts()
 
     @classmethod
     def held(cls, sizes: RankSizes) -> Iterator[tuple[Phase, MemoryUse]]:

@@ -88,6 +88,9 @@ class FsdpStrategy(Strategy):
         again = axes.sizes.blocks / axes.sizes.parameters if self.config.frees_after_forward else 0.0
         return axes.shard_weights(again=again, microbatches=self.batch.num_microbatches, ends=Phase.backward)
 
+    def _whole_traffic(self, axes: Axes) -> Iterable[Sent]:
+        return axes.gather_shards()
+
     @classmethod
     def _state(cls, sizes: RankSizes) -> MemoryUse:
         use = sizes.state()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from transformers import PreTrainedModel
 
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.paths import expand_user
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Balance
+from hfdist.config.strategy import Balance, StrategyConfig
 from hfdist.models import find_architecture
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import make_without_values
@@ -45,6 +46,11 @@ def check_model_fits(config: RunConfig, processes: int) -> None:
         # How stages are balanced costs time, and does not matter for their number.
         split, blocks = replace(degrees, balance=Balance.parameters), find_block_parts(whole)
         choose_stages(whole, blocks, split, batch, strategy.rank_of_stage, config.train.precision)
+    check_degrees(whole, degrees)
+
+
+def check_degrees(whole: PreTrainedModel, degrees: StrategyConfig) -> None:
+    """Raise a ConfigError where layers, experts or tokens of a model do not divide; its weights need no values."""
     if degrees.tensor > 1:
         first_plan(whole, degrees.tensor)
     if degrees.expert > 1:

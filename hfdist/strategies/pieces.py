@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -29,11 +29,16 @@ _LARGEST_SIDE = 96
 _moving: WeakKeyDictionary[torch.optim.Optimizer, list[str]] = WeakKeyDictionary()
 
 
-def list_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Piece]:
+def list_pieces(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    but: Callable[[torch.Tensor], bool] = lambda _: False,
+) -> Iterator[Piece]:
     """List weights, persistent buffers and optimizer state, all whole; tied weights once, under their first name.
 
     State that the optimizer has not made yet is made first, as zeros, where its first step would do so. Without an
-    optimizer there are weights only. Neither has wrappers.
+    optimizer there are weights only. Neither has wrappers. `but` says of which parameters no state is listed.
 
     Raises:
         CheckpointError: an optimizer that keeps what is neither a number nor a tensor.
@@ -45,7 +50,8 @@ def list_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
         shape = tuple(parameter.shape)
         yield Piece(name=name, key=WEIGHT, shape=shape, start=0, view=parameter.detach())
         group = groups.get(id(parameter))
-        if reader is not None and group is not None and parameter.requires_grad and parameter.numel() > 0:
+        is_stepped = group is not None and parameter.requires_grad and parameter.numel() > 0
+        if reader is not None and group is not None and is_stepped and not but(parameter):
             yield from reader.pieces_of(name, group, parameter)
     yield from list_buffers(model)
 

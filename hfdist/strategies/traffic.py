@@ -111,6 +111,8 @@ class StepSizes:
     recomputes: bool = False
     """Whether the backward runs the blocks' forward again."""
     is_gpu: bool = True
+    stepped_whole: tuple[int, ...] = ()
+    """Elements of each trained parameter that the optimizer must see whole, in order."""
     of_worst_stage: int | None = None
     """Parameters of the pipeline rank that has most; None: as if all had equally many."""
 
@@ -221,6 +223,38 @@ class Axes:
                 ALL_REDUCE, REPLICATE, held / shards, calls=calls_of_replicas, hidden_by=ends, of_experts=of_experts
             )
 
+    def gather_parts(self) -> Iterator[Sent]:
+        """Of parameters that must be stepped whole, what tensor and expert ranks share: see `_to_owners`."""
+        topology, (divided, experts, _) = self.topology, self._stepped_whole()
+        yield from self._to_owners("tensor", topology.tensor, 1, divided)
+        yield from self._to_owners("expert", topology.expert, topology.tensor * topology.context, experts)
+
+    def gather_shards(self) -> Iterator[Sent]:
+        """Of parameters that must be stepped whole, FSDP2's shards."""
+        topology, (divided, experts, others) = self.topology, self._stepped_whole()
+        axis, ranks = DATA if topology.replicate == 1 else SHARD, topology.shard * topology.context
+        yield from self._to_owners(axis, ranks, topology.tensor, experts + others)
+        yield from self._to_owners(f"{axis} x tensor", ranks * topology.tensor, 1, divided)
+
+    def gather_runs(self, num_elements: float) -> Iterator[Sent]:
+        """Of parameters that must be stepped whole, so many elements of which ZeRO's ranks have parts, in float32."""
+        ranks = self.topology.data * self.topology.context
+        yield from self._to_owners(DATA, ranks, self.topology.tensor, num_elements, item_bytes=4)
+
+    def _stepped_whole(self) -> tuple[int, int, int]:
+        """Elements of what tensor ranks divide, of experts, and of all others."""
+        elements, sizes = sum(self.sizes.stepped_whole), self.sizes
+        experts = min(elements, sizes.experts)
+        divided = min(elements - experts, sizes.tensor.divided) if self.topology.tensor > 1 else 0
+        return divided, experts, elements - experts - divided
+
+    def _to_owners(
+        self, axis: str, size: int, stride: int, num_elements: float, item_bytes: int | None = None
+    ) -> Iterator[Sent]:
+        """Parts of parameters and their gradients to the owners, and the parts back."""
+        held = num_elements / size * self.stages_share * (item_bytes or self.sizes.weight_bytes)
+        yield from self._send(ALL_TO_ALL, axis, size, stride, 3 * held, 3)
+
     def model_axes(self) -> Iterator[Sent]:
         """What the ranks of one replica exchange to run it: tensor, context, expert and pipeline ranks."""
         yield from self._tensor()
@@ -323,3 +357,9 @@ class Axes:
         if size > 1 and whole_bytes > 0:
             sent = ring_bytes(kind, whole_bytes, size)
             yield Sent(axis=axis, kind=kind, size=size, stride=stride, num_bytes=sent, calls=calls, **when)
+
+
+def cut_elements(sizes: tuple[int, ...], num_parts: int) -> int:
+    """Count the elements of parameters that do not lie in one part, when they lie in a row that is cut evenly."""
+    part, ends = sum(sizes) / num_parts, itertools.accumulate(sizes)
+    return sum(size for size, end in zip(sizes, ends, strict=True) if (end - size) // part != (end - 1) // part)

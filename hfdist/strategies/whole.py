@@ -1,14 +1,15 @@
 """Optimizers that look at whole parameters, where each rank has a part of them: every parameter is stepped by one rank.
 
-The owner of a parameter gathers its parts and those of its gradient, steps it, and sends the parts back. Its state lies
-with the owner, whole, so that state is shared out over the ranks as parameters are.
+The owner of a parameter gathers its parts and those of its gradient, steps it, and sends the parts back. Its state
+lies with the owner, whole, so that state is shared out over the ranks as parameters are. An owner that has all of it
+already, as of most under ZeRO-1 and 2, sends nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hfdist.checkpoint.piece import WEIGHT, Piece, view_rows
-from hfdist.collectives import gather_json
+from hfdist.collectives import device_of, gather_json
 from hfdist.optim.muon import Group
 from hfdist.strategies.gradients.reduction import local_tensor
 
@@ -26,80 +27,101 @@ class ShardedParameter:
     """A parameter of which the ranks of a group have parts, each element once."""
 
     name: str
-    parameter: nn.Parameter
+    held: torch.Tensor
+    """What the optimizer has on this rank: its part of the parameter, or a flat buffer with parts of several."""
+    options: Group
+    """The optimizer's group of it."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     group: dist.ProcessGroup
     own_pieces: Callable[[torch.Tensor], list[Piece]]
-    """Gives pieces of the whole parameter from what this rank has of it, or from that of its gradient."""
+    """Gives this rank's pieces of the whole parameter from `held`, or those of the gradient from its gradient."""
+    places: list[list[Piece]] | None = None
+    """What each rank has of it, without memory; None: the ranks tell each other."""
 
 
 class WholeSteps:
-    """Replaces parameters of which this rank has a part by whole ones that it owns. Each step is a collective.
+    """While an optimizer steps, whole parameters that this rank owns stand for those that it has parts of.
+
+    Each step is a collective. What one rank has whole already is its own, and stays where it is.
 
     Args:
-        optimizer: whose groups hold all parameters, and which has no state yet.
-        groups: those of its groups that need whole parameters.
-        shared: the parameters of which ranks have parts, by id; the others stay where they are.
+        optimizer: which has no state yet.
+        shared: in the same order on each rank.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, groups: Iterable[Group], shared: Mapping[int, ShardedParameter]
-    ) -> None:
-        self._shared: list[ShardedParameter] = []
-        """All parameters of these groups, in the same order on each rank."""
-        of_groups = []
-        for group in groups:
-            parts = [shared[id(parameter)] for parameter in group["params"] if id(parameter) in shared]
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in shared]
-            self._shared += parts
-            of_groups.append((group, parts))
+    def __init__(self, optimizer: torch.optim.Optimizer, shared: Iterable[ShardedParameter]) -> None:
+        self._shared: dict[int, list[ShardedParameter]] = defaultdict(list)
+        """By the id of what is held."""
         self._owners: dict[ShardedParameter, int] = {}
         self._places: dict[ShardedParameter, list[list[Piece]]] = {}
-        """What each rank of its group has of a parameter, without memory."""
-        for alike in _alike(self._shared, lambda one: one.group):
-            owners = _assign_owners([math.prod(one.shape) for one in alike], alike[0].group.size())
-            self._owners |= dict(zip(alike, owners, strict=True))
-            self._places |= dict(zip(alike, _gather_places(alike), strict=True))
+        self._undivided: set[ShardedParameter] = set()
+        """What its owner has whole already."""
+        every = list(shared)
+        for alike in _alike(every, lambda one: one.group):
+            places = [one.places for one in alike if one.places is not None] or _gather_places(alike)
+            self._places |= dict(zip(alike, places, strict=True))
+            holders = [_find_holder(of_ranks) for of_ranks in places]
+            self._undivided |= {one for one, holder in zip(alike, holders, strict=True) if holder is not None}
+            sizes = [math.prod(one.shape) for one in alike]
+            self._owners |= dict(zip(alike, _assign_owners(sizes, holders, alike[0].group.size()), strict=True))
         self._wholes: dict[ShardedParameter, nn.Parameter] = {}
         """Whole parameters that this rank owns, without memory between steps."""
-        self.named: list[tuple[str, Group, nn.Parameter]] = []
-        for group, parts in of_groups:
-            for one in filter(self._is_own, parts):
-                whole = nn.Parameter(local_tensor(one.parameter).new_empty(one.shape))
-                whole.untyped_storage().resize_(0)
-                self._wholes[one] = whole
-                self.named.append((one.name, group, whole))
-                group["params"].append(whole)
+        for one in every:
+            self._shared[id(one.held)].append(one)
+            if self._owners[one] == one.group.rank():
+                self._wholes[one] = nn.Parameter(_outline(one))
+        self._now: list[ShardedParameter] = []
+        """What is stepped now."""
+        self._replaced: list[tuple[Group, list[torch.Tensor]]] = []
+        """Groups and what they hold between steps."""
         optimizer.register_step_pre_hook(self._gather)
         optimizer.register_step_post_hook(self._send_back)
 
-    def _is_own(self, one: ShardedParameter) -> bool:
-        return self._owners[one] == one.group.rank()
+    def replaces(self, held: torch.Tensor) -> bool:
+        """Whether others are stepped in the place of what an optimizer holds, so that there is no state of it."""
+        return id(held) in self._shared
+
+    def named(self) -> Iterator[tuple[str, Group, nn.Parameter]]:
+        """List the whole parameters of which this rank has the state, with their groups."""
+        for one, whole in self._wholes.items():
+            yield one.name, one.options, whole
 
     def _messages(self) -> Iterator[list[ShardedParameter]]:
-        """What is trained, by group and type: a message has one."""
-        trained = [one for one in self._shared if one.parameter.grad is not None]
-        return _alike(trained, lambda one: (one.group, one.parameter.dtype))
+        """What is sent, by group and type: a message has one."""
+        divided = [one for one in self._now if one not in self._undivided]
+        return _alike(divided, lambda one: (one.group, one.held.dtype))
 
     @torch.no_grad()
-    def _gather(self, *_: object) -> None:
+    def _gather(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            held = group["params"]
+            now = [one for part in held if part.grad is not None for one in self._shared.get(id(part), ())]
+            if now:
+                self._now += now
+                self._replaced.append((group, held))
+                own = [self._wholes[one] for one in now if one in self._wholes]
+                group["params"] = [part for part in held if not self.replaces(part)] + own
+        for one in self._now:
+            if one in self._undivided and one in self._wholes:
+                value, gradient = (one.own_pieces(held)[0].view.view(one.shape) for held in (one.held, _gradient(one)))
+                self._wholes[one].data, self._wholes[one].grad = value, gradient
         for alike in self._messages():
-            for one, value in self._to_owners(alike, [one.parameter for one in alike]):
-                whole = self._wholes[one]
-                whole.untyped_storage().resize_(value.nbytes)
-                whole.copy_(value)
-            gradients = [one.parameter.grad for one in alike if one.parameter.grad is not None]
-            for one, value in self._to_owners(alike, gradients):
+            for one, value in self._to_owners(alike, [one.held for one in alike]):
+                self._wholes[one].data = value
+            for one, value in self._to_owners(alike, [_gradient(one) for one in alike]):
                 self._wholes[one].grad = value
 
     @torch.no_grad()
     def _send_back(self, *_: object) -> None:
         for alike in self._messages():
             self._to_holders(alike)
-        for whole in self._wholes.values():
-            whole.grad = None
-            whole.untyped_storage().resize_(0)
+        for one in self._now:
+            if one in self._wholes:
+                self._wholes[one].data, self._wholes[one].grad = _outline(one), None
+        for group, held in self._replaced:
+            group["params"] = held
+        self._now, self._replaced = [], []
 
     def _to_owners(
         self, alike: list[ShardedParameter], values: list[torch.Tensor]
@@ -109,19 +131,19 @@ class WholeSteps:
         sent: list[list[torch.Tensor]] = [[] for _ in ranks]
         for one, value in zip(alike, values, strict=True):
             sent[self._owners[one]] += [piece.view for piece in one.own_pieces(value)]
-        wholes = [(one, like.new_empty(one.shape)) for one in alike if self._is_own(one)]
+        wholes = [(one, like.new_empty(one.shape)) for one in alike if one in self._wholes]
         taken = self._views_of_ranks(wholes, ranks)
         _exchange(sent, taken, like, alike[0].group)
         return wholes
 
     def _to_holders(self, alike: list[ShardedParameter]) -> None:
         """Set what this rank has of each parameter from the whole ones of their owners."""
-        like, ranks = local_tensor(alike[0].parameter), range(alike[0].group.size())
-        wholes = [(one, self._wholes[one].detach()) for one in alike if self._is_own(one)]
+        like, ranks = local_tensor(alike[0].held), range(alike[0].group.size())
+        wholes = [(one, self._wholes[one].detach()) for one in alike if one in self._wholes]
         sent = self._views_of_ranks(wholes, ranks)
         taken: list[list[torch.Tensor]] = [[] for _ in ranks]
         for one in alike:
-            taken[self._owners[one]] += [piece.view for piece in one.own_pieces(one.parameter)]
+            taken[self._owners[one]] += [piece.view for piece in one.own_pieces(one.held)]
         _exchange(sent, taken, like, alike[0].group)
 
     def _views_of_ranks(
@@ -133,13 +155,25 @@ class WholeSteps:
         ]
 
 
+def _gradient(one: ShardedParameter) -> torch.Tensor:
+    assert one.held.grad is not None
+    return one.held.grad
+
+
+def _outline(one: ShardedParameter) -> torch.Tensor:
+    """Something of the whole shape, without memory for it."""
+    return local_tensor(one.held).new_empty(1).expand(one.shape)
+
+
 def _exchange(
     sent: list[list[torch.Tensor]], taken: list[list[torch.Tensor]], like: torch.Tensor, group: dist.ProcessGroup
 ) -> None:
     """Send views to each rank of a group, and copy what comes from each into other views. A collective."""
     flat = torch.cat([like.new_empty(0), *(view.flatten() for of_rank in sent for view in of_rank)])
     num_sent, num_taken = ([sum(view.numel() for view in of_rank) for of_rank in views] for views in (sent, taken))
-    received = like.new_empty(sum(num_taken))
+    # What is offloaded travels through the device.
+    flat = flat.to(device_of(group))
+    received = flat.new_empty(sum(num_taken))
     dist.all_to_all_single(received, flat, num_taken, num_sent, group=group)
     views = [view for of_rank in taken for view in of_rank]
     for view, values in zip(views, received.split([view.numel() for view in views]), strict=True):
@@ -153,23 +187,38 @@ def _elements(whole: torch.Tensor, place: Piece) -> torch.Tensor:
 def _gather_places(alike: list[ShardedParameter]) -> list[list[list[Piece]]]:
     """Give what each rank of a group has of each parameter. A collective."""
     own = [
-        [(piece.start, piece.run, piece.pitch, piece.view.numel()) for piece in one.own_pieces(one.parameter)]
+        [(piece.start, piece.view.numel(), piece.run, piece.pitch) for piece in one.own_pieces(one.held)]
         for one in alike
     ]
-
-    def place(one: ShardedParameter, start: int, run: int, pitch: int, numel: int) -> Piece:
-        view = torch.empty(numel, device="meta")
-        return Piece(name=one.name, key=WEIGHT, shape=one.shape, start=start, run=run, pitch=pitch, view=view)
-
     of_ranks = gather_json(own, alike[0].group)
-    return [[[place(one, *numbers) for numbers in of_rank[n]] for of_rank in of_ranks] for n, one in enumerate(alike)]
+    return [
+        [[make_place(one.name, one.shape, *numbers) for numbers in of_rank[n]] for of_rank in of_ranks]
+        for n, one in enumerate(alike)
+    ]
 
 
-def _assign_owners(sizes: list[int], num_ranks: int) -> list[int]:
-    """Give each parameter an owner, so that all own about as many elements: the largest first, to who has least."""
+def make_place(name: str, shape: tuple[int, ...], start: int, numel: int, run: int = 0, pitch: int = 0) -> Piece:
+    """Give a piece of a weight that has no memory; see `Piece`."""
+    view = torch.empty(numel, device="meta")
+    return Piece(name=name, key=WEIGHT, shape=shape, start=start, run=run, pitch=pitch, view=view)
+
+
+def _find_holder(of_ranks: list[list[Piece]]) -> int | None:
+    """Give the rank that has all of a parameter in one piece."""
+    whole = (rank for rank, places in enumerate(of_ranks) if len(places) == 1 and _is_all(places[0]))
+    return next(whole, None)
+
+
+def _is_all(place: Piece) -> bool:
+    return place.view.numel() == place.total
+
+
+def _assign_owners(sizes: list[int], holders: list[int | None], num_ranks: int) -> list[int]:
+    """Give each parameter an owner: who has all of it; the others the largest first to who then owns least."""
     loads, owners = [0] * num_ranks, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owners[place] = loads.index(min(loads))
+    for place in sorted(range(len(sizes)), key=lambda place: (holders[place] is None, -sizes[place])):
+        holder = holders[place]
+        owners[place] = loads.index(min(loads)) if holder is None else holder
         loads[owners[place]] += sizes[place]
     return owners
 

@@ -15,12 +15,25 @@ from hfdist.errors import PeerError
 from hfdist.records import RunFolder, RunRecord, State, read_run
 from hfdist.tools.report.text import instant
 from hfdist.watch.diagnosis import name_ranks
-from hfdist.watch.snapshot import REPORT, Collective, HeardRank, Snapshot, read_beats, read_snapshots, request, withdraw
+from hfdist.watch.snapshot import (
+    ASKED,
+    REPORT,
+    Collective,
+    HeardRank,
+    Snapshot,
+    read_beats,
+    read_snapshots,
+    request,
+    withdraw,
+)
 
 _ANSWER_SECONDS = 8.0
 """Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
 _POLL_SECONDS = 0.1
-_SILENT_SECONDS = 1.0
+_SILENT_SECONDS = 3.0
+"""Three beats: one comes each second, and rank 0 writes at once what it has heard."""
+_LOST_SECONDS = 1.0
+"""Least seconds of silence after which the watch ends a run: then it has waited for what the others write."""
 _SLOW_SECONDS = 5.0
 """A rank that has made progress since does not hang."""
 _SHOWN_FRAMES = 3
@@ -113,7 +126,7 @@ def explain(run_dir: Path, *, answer_seconds: float = _ANSWER_SECONDS) -> Explan
 def explain_folder(folder: Path, run: str) -> Explanation:
     """Explain what the ranks have written into a folder of the watch."""
     heard, line = read_beats(folder)
-    case = _Case(heard, read_snapshots(folder))
+    case = _Case(heard, read_snapshots(folder), _SILENT_SECONDS if line is None else _LOST_SECONDS)
     verdict, hint, waits = case.judge(line or _read_report(folder))
     return Explanation(run=run, folder=folder, rows=case.rows(), waits=waits, verdict=verdict, hint=hint)
 
@@ -130,13 +143,15 @@ _FROM_CHECKPOINT = "the same command goes on from the last checkpoint"
 class _Case:
     """What all ranks were doing at one moment."""
 
-    def __init__(self, heard: Mapping[int, HeardRank], snapshots: Mapping[int, Snapshot]) -> None:
+    def __init__(
+        self, heard: Mapping[int, HeardRank], snapshots: Mapping[int, Snapshot], silent_seconds: float
+    ) -> None:
         self._snapshots = snapshots
         self._beats = {rank: one.beat for rank, one in heard.items()} | {r: s.beat for r, s in snapshots.items()}
         self._silent = {
             rank: one
             for rank, one in heard.items()
-            if rank not in snapshots and one.beat.left is None and one.silent_seconds > _SILENT_SECONDS
+            if rank not in snapshots and one.beat.left is None and one.silent_seconds > silent_seconds
         }
         self._members: dict[str, list[int]] = {}
         """Ranks of each group, under its name and its ranks: groups of other ranks may have the same name."""
@@ -376,7 +391,8 @@ def _ask(run_dir: Path, record: RunRecord, answer_seconds: float) -> Path | None
 
 def _newest(run_dir: Path, record: RunRecord | None) -> Path | None:
     """Find what the watch has left of the last start."""
-    folders = [path for path in RunFolder(run_dir).watch.glob("*") if path.is_dir()]
+    # What was asked before tells of that moment alone.
+    folders = [path for path in RunFolder(run_dir).watch.glob("*") if path.is_dir() and not ASKED.fullmatch(path.name)]
     newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
     started = None if record is None else instant(record.started)
     if newest is None or started is None:
@@ -387,7 +403,7 @@ def _newest(run_dir: Path, record: RunRecord | None) -> Path | None:
 
 def _read_report(folder: Path) -> str | None:
     try:
-        return (folder / REPORT).read_text(encoding="utf-8").strip()
+        return (folder / REPORT).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
 

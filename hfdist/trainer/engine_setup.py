@@ -20,7 +20,7 @@ from transformers.training_args import OptimizerNames
 
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, first_line
-from hfdist.models.adapter import check_adapted
+from hfdist.models.adapter import check_adapted, compute_by_factors
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import read_names
@@ -128,6 +128,7 @@ def build_engine(kind: type, strategy: Strategy, arguments: Arguments) -> tuple[
         # The same for recipes, `peft_config`, and a model that brings its adapter.
         check_adapted(arguments["model"], strategy, where="peft_config")
         check_adapter_names(arguments["model"])
+        compute_by_factors(arguments["model"])
     optimizer, _ = arguments.get("optimizers") or (None, None)
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
     engine = distribute(kind, strategy, arguments["model"])

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import random
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -467,7 +468,7 @@ def _train_single(config: RunConfig, recipe: Path) -> None:
             "the run on one process failed",
             where=str(folder),
             found=f"exit code {done.returncode}",
-            hint=" ".join(command),
+            hint=shlex.join(command),
         )
 
 

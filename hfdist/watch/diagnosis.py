@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from hfdist.errors import PeerError
 
@@ -74,6 +74,18 @@ class Diagnosis(NamedTuple):
     def is_alarm(self) -> bool:
         """Whether something is wrong of which nobody has spoken yet."""
         return self.exit_code == PeerError.exit_code
+
+
+Said = TypeVar("Said", Heartbeat, Diagnosis)
+"""What ranks tell each other."""
+
+
+def as_tuple(kind: type[Said], values: Sequence[Any]) -> Said:
+    """Make a named tuple of values that were read; TypeError: they are not those of this kind."""
+    hints = get_type_hints(kind).values()
+    if len(values) != len(hints) or not all(map(isinstance, values, hints)):
+        raise TypeError(f"no {kind.__name__}")
+    return kind(*values)
 
 
 class Progress:

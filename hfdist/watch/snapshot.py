@@ -19,12 +19,14 @@ import psutil
 from hfdist.atomic_write import write_atomically
 from hfdist.errors import ConfigError
 from hfdist.records import RunFolder
-from hfdist.watch.diagnosis import Heartbeat, PeerState
+from hfdist.watch.diagnosis import Heartbeat, PeerState, as_tuple
 
 BEATS, REPORT = "beats.json", "report.txt"
 
+ASKED = re.compile(r"asked-\d{8}-\d{6}")
+"""Names of the folders of requests."""
+
 _REQUEST = "request"
-_NAME = re.compile(r"asked-\d{8}-\d{6}")
 
 
 class Collective(NamedTuple):
@@ -80,9 +82,12 @@ def read_snapshots(folder: Path) -> dict[int, Snapshot]:
     """Read those of all ranks; a file that cannot be read is left out."""
     found = {}
     for path in sorted(folder.glob("rank-*.json")):
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             content = json.loads(path.read_text(encoding="utf-8"))
-            beat, collectives = Heartbeat(*content["beat"]), [Collective(*one) for one in content["collectives"]]
+            beat, collectives = (
+                as_tuple(Heartbeat, content["beat"]),
+                [Collective(*one) for one in content["collectives"]],
+            )
             found[int(content["rank"])] = Snapshot(**content | {"beat": beat, "collectives": collectives})
     return found
 
@@ -114,10 +119,10 @@ def read_beats(folder: Path) -> tuple[dict[int, HeardRank], str | None]:
     try:
         content = json.loads((folder / BEATS).read_text(encoding="utf-8"))
         ranks = {
-            int(rank): HeardRank(Heartbeat(*one["beat"]), float(one["silent_seconds"]), one["process"])
+            int(rank): HeardRank(as_tuple(Heartbeat, one["beat"]), float(one["silent_seconds"]), one["process"])
             for rank, one in content["ranks"].items()
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}, None
     return ranks, content.get("line")
 
@@ -145,10 +150,10 @@ def request(run_dir: Path, name: str) -> Path:
 def take_request(run_dir: Path) -> str | None:
     """Find a request, and take it away; None: there is none."""
     path = RunFolder(run_dir).watch / _REQUEST
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         name = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
-        if isinstance(name, str) and _NAME.fullmatch(name):
+        if isinstance(name, str) and ASKED.fullmatch(name):
             return name
     return None
 

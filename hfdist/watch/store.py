@@ -14,16 +14,13 @@ import platform
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import TypeVar, get_type_hints
 
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.launch.address import LOOPBACK, find_route, is_loopback, listen
 from hfdist.messages.door import MOST_STRANGERS, Door, DoorThread, hear_answer, knock, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 from hfdist.topology import read_launcher
-from hfdist.watch.diagnosis import Diagnosis, Heartbeat
-
-T = TypeVar("T", Heartbeat, Diagnosis)
+from hfdist.watch.diagnosis import Diagnosis, Heartbeat, Said, as_tuple
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
@@ -153,12 +150,12 @@ class JoinedStore:
         self._connection.close()
 
 
-def _read_tuple(kind: type[T], message: Message, key: str) -> T:
+def _read_tuple(kind: type[Said], message: Message, key: str) -> Said:
     """Take a named tuple; NotAMessageError: it is none of this kind."""
-    values, hints = message.list(key), get_type_hints(kind).values()
-    if len(values) != len(hints) or not all(map(isinstance, values, hints)):
-        raise NotAMessageError(f"{key} is no {kind.__name__}")
-    return kind(*values)
+    try:
+        return as_tuple(kind, message.list(key))
+    except TypeError as error:
+        raise NotAMessageError(f"{key} is no {kind.__name__}") from error
 
 
 def _own_address() -> tuple[str, str]:

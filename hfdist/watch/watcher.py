@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -238,7 +239,8 @@ class Watcher:
         except OSError:
             # Twice is better than not at all.
             pass
-        where = f"; stacks: {self._folder}; `hfdist explain-hang {self._folder.parents[1]}` compares them"
+        command = f"hfdist explain-hang {shlex.quote(str(self._folder.parents[1]))}"
+        where = f"; stacks: {self._folder}; `{command}` compares them"
         logger.error("%s%s", verdict.line, where if verdict.is_alarm else "")
         self._record(verdict)
 

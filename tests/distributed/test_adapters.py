@@ -40,6 +40,14 @@ LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=8")
 DORA = (*LORA, "adapter.dora=true")
 LOKR = ("adapter.type=lokr", "adapter.rank=4")
 QLORA = ("adapter=qlora", "adapter.rank=4", "adapter.alpha=8")
+"""PEFT puts it beside stacks of experts, too."""
+EXPERTS = (
+    "model.type=qwen3_moe",
+    "+model.config.num_experts=4",
+    "+model.config.num_experts_per_tok=2",
+    "+model.config.moe_intermediate_size=32",
+    "+model.config.head_dim=16",
+)
 HEAD = (*LORA, "adapter.modules_to_save=[lm_head]")
 LAYOUTS = {
     "zbv": ("strategy=pipeline", "strategy.schedule=zbv"),
@@ -49,17 +57,32 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, cache_dir):
-    """A model that a run has left."""
-    return pretrain(tmp_path_factory.mktemp("base"), 1, "train.max_steps=3", "model.config.num_hidden_layers=4")
+def bases(tmp_path_factory, cache_dir):
+    """Models that runs have left, made once: for QLoRA one with experts, which are packed as its matrices are."""
+    made = {}
+
+    def get(choice):
+        kind = EXPERTS if "adapter=qlora" in choice else ()
+        if kind not in made:
+            sizes = ("train.max_steps=3", "model.config.num_hidden_layers=4")
+            made[kind] = pretrain(tmp_path_factory.mktemp("base"), 1, *sizes, *kind)
+        return made[kind]
+
+    return get
 
 
 @pytest.fixture(scope="module")
-def run(base):
-    """Fine-tune it."""
+def base(bases):
+    """One without experts."""
+    return bases(())
+
+
+@pytest.fixture(scope="module")
+def run(bases):
+    """Fine-tune one."""
 
     def start(folder, num_processes, *overrides):
-        fixed = ("model=hub", f"model.name={base / 'model'}", *SHORT)
+        fixed = ("model=hub", f"model.name={bases(overrides) / 'model'}", *SHORT)
         return pretrain(folder, num_processes, *fixed, *overrides)
 
     return start
@@ -92,6 +115,7 @@ def single(run, tmp_path_factory):
         many("fsdp2", 2, QLORA),
         ("zero2", 2, QLORA),
         many("zero3", 2, QLORA),
+        many("moe", 4, (*QLORA, "adapter.targets=[q_proj,v_proj]")),
         many("zero3", 2, LOKR),
         many("zbv", 2, HEAD),
         many("tensor", 2, HEAD),
@@ -130,7 +154,8 @@ def test_noise_on_the_embedding_is_added_in_training_alone(run, single, tmp_path
 
 
 @pytest.mark.parametrize(("strategy", "choice"), [many("zero3", HEAD), ("fsdp2", QLORA)])
-def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path, strategy, choice):
+def test_the_adapter_opens_in_peft_and_merges(run, bases, tmp_path, strategy, choice):
+    base = bases(choice)
     ours = run(tmp_path, 2, f"strategy={strategy}", *choice, "adapter.merge=true", "report.sample_prompt=def")
     checkpoint = ours / "checkpoints" / f"step-{NUM_STEPS:08d}"
     model = AutoModelForCausalLM.from_pretrained
@@ -146,7 +171,8 @@ def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path, strategy, cho
     assert torch.allclose(by_peft, merged, atol=1e-5)
     assert not torch.allclose(before, merged, atol=1e-3)
     # Nothing of the base is in a checkpoint but its name.
-    assert not any("base_layer" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    assert not any(name.endswith(("base_layer.weight", "_proj")) for name in saved)
     assert PeftConfig.from_pretrained(checkpoint).base_model_name_or_path == str(base / "model")
 
 
@@ -171,7 +197,8 @@ def _held(folder):
     return held(Engine(model)), held(make_strategy(sharding="fsdp2", global_batch_size=2).build(model))
 
 
-def test_fsdp_ranks_share_the_packed_weights_as_planned(base):
+def test_fsdp_ranks_share_the_packed_weights_as_planned(bases):
+    base = bases(QLORA)
     for whole, sharded in run_ranks(_held, 2, base / "model"):
         assert 2 * sharded[0] == whole[0] > 0
         assert sharded[2:] == whole[2:]

@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import ExponentialLR
-from transformers import TrainerCallback
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
+from hfdist.models.build import initialize_by_name
+from hfdist.models.partitioning import Partitioning
 from hfdist.optim.registry import GROUP
 from hfdist.testing import run_ranks
 from tests.distributed import trainers
@@ -39,6 +41,9 @@ LAYOUTS = {
     "tensor in a pipeline": (4, {"tensor": 2, "pipeline": 2}),
     "pipeline": (2, {"pipeline": 2}),
     "pipeline_zero1": (4, {"pipeline": 2, "sharding": "zero1"}),
+    "experts": (2, {"expert": 2}),
+    "fsdp2 and experts": (4, {"sharding": "fsdp2", "expert": 2}),
+    "offload": (2, {"sharding": "zero2", "offload": "cpu"}),
 }
 MIDDLE = 2
 
@@ -134,9 +139,11 @@ OF_WHOLE_MATRICES = {
     "Muon": lambda model: {"optimizer_cls_and_kwargs": (hfdist.MuonWithAdamW, {"lr": 1e-2, "eps": 1e-4})},
     "Adafactor": lambda model: {"arguments": {"optim": "adafactor", "learning_rate": 1e-2}},
 }
+EVERY = CASES | OF_WHOLE_MATRICES
+STACKS = "Muon, of experts"
 
 
-def make_trainer(folder, layout, make, **more):
+def make_trainer(folder, layout, make, make_model=make_model, **more):
     # So that the model is whole at first, also where another run has gone before.
     unset_hf_deepspeed_config()
     model = make_model()
@@ -151,8 +158,8 @@ def train_all(folder, layout, names, reference):
     """Train each to the end, and once more from the middle of one process's run, if there is one."""
     result = {}
     for name in names:
-        make = (CASES | OF_WHOLE_MATRICES)[name]
-        trainer = make_trainer(folder / layout / name, layout, make)
+        make, model = (OF_WHOLE_MATRICES["Muon"], make_mixture) if name == STACKS else (EVERY[name], make_model)
+        trainer = make_trainer(folder / layout / name, layout, make, model)
         trainer.train()
         result[name] = [
             value
@@ -161,7 +168,7 @@ def train_all(folder, layout, names, reference):
             if key in ("loss", "grad_norm", "eval_loss")
         ]
         if reference is not None:
-            resumed = make_trainer(folder / layout / f"{name} resumed", layout, make)
+            resumed = make_trainer(folder / layout / f"{name} resumed", layout, make, model)
             resumed.train(resume_from_checkpoint=str(reference / name / f"checkpoint-{MIDDLE}"))
     return result
 
@@ -181,7 +188,7 @@ def saved(folder, step=STEPS):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("optimizers")
-    names = [*CASES, *OF_WHOLE_MATRICES]
+    names = [*EVERY]
     return folder, run_ranks(train_all, 1, folder, "single", names, folder / "single", group=False)[0]
 
 
@@ -207,14 +214,14 @@ CHOSEN = [
 ]
 MORE = [
     ("ddp", ["schedule-free", *OF_WHOLE_MATRICES]),
-    ("zero1", [PLAIN, "schedule-free"]),
-    ("zero2", [SCHEDULE, FROM_THE_START]),
-    ("zero3", ["stepped before", NUMBER]),
+    ("zero1", [PLAIN, "schedule-free", *OF_WHOLE_MATRICES]),
+    ("zero2", [SCHEDULE, FROM_THE_START, *OF_WHOLE_MATRICES]),
+    ("zero3", ["stepped before", NUMBER, *OF_WHOLE_MATRICES]),
     ("fsdp2", [SCHEDULE, FROM_THE_START]),
     ("tensor", [NUMBER, "Adafactor"]),
     ("fsdp2 and tensor", ["Adafactor"]),
     ("pipeline", ["stepped before", "Muon"]),
-    ("pipeline_zero1", [SCHEDULE, FROM_THE_START]),
+    ("pipeline_zero1", [SCHEDULE, FROM_THE_START, *OF_WHOLE_MATRICES]),
 ]
 
 
@@ -229,51 +236,85 @@ def test_optimizers_train_and_resume_as_on_one_process(reference, layout, names)
         assert torch.tensor(found[name]) == pytest.approx(torch.tensor(expected[name]), rel=1e-4), name
 
 
-def orthogonal(gradient, coefficients, num_steps, eps):
+def orthogonal(matrices, coefficients, num_steps, eps):
     """Muon's iteration without its rounding to bfloat16."""
     a, b, c = coefficients
-    is_tall = gradient.shape[0] > gradient.shape[1]
-    matrix = (gradient.T if is_tall else gradient).double()
-    matrix = matrix / matrix.norm().clamp(min=eps)
+    found = matrices.double()
+    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(num_steps):
-        gram = matrix @ matrix.T
-        matrix = a * matrix + (b * gram + c * gram @ gram) @ matrix
-    return (matrix.T if is_tall else matrix).to(gradient.dtype)
+        gram = found @ found.mT
+        found = a * found + (b * gram + c * gram @ gram) @ found
+    return found.to(matrices.dtype)
+
+
+def make_mixture():
+    """Of matrices, and of stacks of them: of 32 experts, some get no token."""
+    shape = trainers.TINY | {"moe_intermediate_size": 24, "num_experts": 32, "num_experts_per_tok": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **shape, decoder_sparse_step=1))
+    initialize_by_name(model, 0, make_strategy("zero3") if is_deepspeed_zero3_enabled() else Partitioning())
+    return model
+
+
+MEAN = "gate_up_proj/momentum_buffer"
+
+
+@pytest.fixture(scope="module")
+def without_rounding(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("muon")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hfdist.optim.muon.orthogonalize", orthogonal)
+        found = run_ranks(train_all, 1, folder, "single", [STACKS], None, group=False)[0]
+    return folder, found[STACKS]
 
 
 @pytest.mark.parametrize(
-    "layout", [*map(many, ["hsdp", "fsdp2 in a pipeline", "fsdp2 and tensor"]), "tensor in a pipeline"]
+    "layout",
+    [
+        "zero2",
+        "experts",
+        *map(many, ["ddp", "zero1", "zero3", "pipeline_zero1", "offload", "hsdp", "fsdp2 in a pipeline"]),
+        *map(many, ["fsdp2 and experts", "fsdp2 and tensor", "tensor in a pipeline"]),
+    ],
 )
-def test_muon_differs_by_its_rounding_alone(tmp_path, monkeypatch, layout):
-    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", orthogonal)
-    run_ranks(train_all, 1, tmp_path, "single", ["Muon"], None, group=False)
-    run_ranks(train_all, LAYOUTS[layout][0], tmp_path, layout, ["Muon"], tmp_path / "single")
+def test_muon_differs_by_its_rounding_alone(without_rounding, monkeypatch, layout):
+    folder, expected = without_rounding
+    monkeypatch.setattr("hfdist.optim.muon.orthogonalize", orthogonal)
+    found = run_ranks(train_all, LAYOUTS[layout][0], folder, layout, [STACKS], folder / "single")[0]
+    assert torch.tensor(found[STACKS]) == pytest.approx(torch.tensor(expected), rel=1e-5)
+    at_end = saved(folder / "single" / STACKS)
+    for name in (STACKS, f"{STACKS} resumed"):
+        assert_same("without rounding", saved(folder / layout / name), at_end, bound=1e-6)
 
-    def compare(name, run="Muon"):
-        ours, alone = saved(tmp_path / name / run), saved(tmp_path / "single" / "Muon")
-        assert_same("without rounding", ours, alone, bound=1e-6)
 
-    compare(layout)
-    compare(layout, "Muon resumed")
-    # A control: the rounding itself is larger.
-    monkeypatch.undo()
-    run_ranks(train_all, 1, tmp_path, "rounded", ["Muon"], None, group=False)
+def test_rounding_of_muon_is_larger_than_what_layouts_may_differ_by(without_rounding):
+    folder, _ = without_rounding
+    run_ranks(train_all, 1, folder, "rounded", [STACKS], None, group=False)
+    at_end = saved(folder / "single" / STACKS)
     with pytest.raises(AssertionError, match="without rounding"):
-        compare("rounded")
+        assert_same("without rounding", saved(folder / "rounded" / STACKS), at_end, bound=1e-6)
+    # In the first two steps some experts had no token: all zeros, and no update. Then they had, and others had none.
+    means = [value for name, value in saved(folder / "single" / STACKS, MIDDLE).items() if name.endswith(MEAN)]
+    idle = [sum(not of_expert.any() for of_expert in mean) for mean in means]
+    assert len(means) == 2
+    assert all(0 < number < 32 for number in idle), idle
 
 
-REFUSED = {
-    "Adafactor": ("zero1", "Adafactor: the update of an element depends on the rest of its parameter"),
-    "schedule-free": ("zero3", "which changes k, train_mode, weight_sum of its groups"),
-}
+@pytest.mark.many
+@pytest.mark.parametrize("layout", ["fsdp2", "tensor"])
+def test_gradients_are_unscaled_before_they_are_gathered(tmp_path, monkeypatch, layout):
+    monkeypatch.setitem(EVERY, "fp16", lambda model: EVERY["Muon"](model) | {"arguments": {"fp16": True}})
+    for name in ("single", layout):
+        monkeypatch.setitem(LAYOUTS, name, (LAYOUTS[name][0], LAYOUTS[name][1] | {"precision": "fp16"}))
+    ours, alone = (
+        run_ranks(train_all, LAYOUTS[name][0], tmp_path, name, ["fp16"], None)[0] for name in (layout, "single")
+    )
+    assert torch.tensor(ours["fp16"]) == pytest.approx(torch.tensor(alone["fp16"]), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", REFUSED)
 @on_ranks(1, group=False)
-def test_what_a_layout_would_train_otherwise_is_refused(tmp_path, name):
-    layout, message = REFUSED[name]
-    with pytest.raises(ConfigError, match=message):
-        make_trainer(tmp_path, layout, (CASES | OF_WHOLE_MATRICES)[name]).train()
+def test_what_a_layout_would_train_otherwise_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="which changes k, train_mode, weight_sum of its groups"):
+        make_trainer(tmp_path, "zero3", EVERY["schedule-free"]).train()
 
 
 def evaluated_with_metrics(folder, has_metrics):

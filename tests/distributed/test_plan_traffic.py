@@ -12,9 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.growth import training
 from hfdist.config.batch import plan_batch
+from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.strategy import ContextMethod, Schedule, Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.models.loss import LossHead
+from hfdist.optim.muon import MuonWithAdamW
+from hfdist.optim.registry import stepped_whole
 from hfdist.planning.timing.traffic import step_sizes, traffic
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import run_ranks
@@ -37,9 +40,11 @@ class Case:
     sizes: dict[str, Any] = field(default_factory=lambda: LLAMA)
     microbatches: int = MICROBATCHES
     keys: dict[str, Any]
+    optimizer: OptimizerName = OptimizerName.adamw
 
 
 FSDP: dict[str, Any] = {"sharding": "fsdp2"}
+MUON = OptimizerName.muon
 CASES = {
     "ddp": Case(keys={}),
     "zero1": Case(keys={"sharding": "zero1"}),
@@ -61,6 +66,11 @@ CASES = {
     "expert, fsdp2": Case(keys=FSDP | {"expert": 2}, sizes=MIXTRAL, num_ranks=4),
     "pipeline x tensor": Case(keys={"pipeline": 2, "tensor": 2}, num_ranks=4),
     "fsdp2 x tensor": Case(keys=FSDP | {"tensor": 2}, num_ranks=4),
+    "fsdp2, muon": Case(keys=FSDP, optimizer=MUON),
+    "zero1, muon": Case(keys={"sharding": "zero1"}, sizes=LLAMA | {"num_hidden_layers": 3}, optimizer=MUON),
+    "zero3, muon": Case(keys={"sharding": "zero3"}, optimizer=MUON),
+    "expert, muon": Case(keys={"expert": 2}, sizes=MIXTRAL, optimizer=MUON),
+    "fsdp2 x tensor, muon": Case(keys=FSDP | {"tensor": 2}, num_ranks=4, optimizer=MUON),
 }
 
 
@@ -74,6 +84,7 @@ def work(case: Case) -> training.Work:
         num_steps=1,
         micro_batch_size=SEQUENCES,
         loss_head=LossHead(),
+        optimizer=None if case.optimizer is not MUON else (MuonWithAdamW, {}),
     )
 
 
@@ -97,20 +108,24 @@ def predict(case: Case) -> Counter[str]:
     strategy = select_strategy(config, train, topology=topology, batch=batch, device_type="cpu")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"model_type": "llama"} | case.sizes))
-    sizes = step_sizes(model, train, tensor=topology.tensor, is_gpu=False)
+    whole = stepped_whole(OptimizerConfig(name=case.optimizer), model)
+    sizes = step_sizes(model, train, tensor=topology.tensor, is_gpu=False, stepped_whole=whole)
     sent: Counter[str] = Counter()
     for one in traffic(strategy, sizes, devices_per_machine=8):
         sent[one.axis] += one.sent_bytes
     return sent
 
 
-def axis_of(mesh_axis: str, kind: str, has_replicas: bool) -> str:
+def axis_of(mesh_axis: str, kind: str, keys: dict[str, Any]) -> str:
     """The name of an axis of the mesh as plans have it."""
     if mesh_axis in ("tensor", "pipeline", "replicate"):
         return mesh_axis
+    if mesh_axis.startswith("(") and "tensor" in keys:
+        # The ranks that together have a matrix.
+        return "data x tensor"
     if mesh_axis in ("context", "expert") and kind != "all-reduce":
         return mesh_axis
-    return "shard" if has_replicas and mesh_axis.startswith("sharded") else "data"
+    return "shard" if "replicate" in keys and mesh_axis.startswith("sharded") else "data"
 
 
 def train_all(names: list[str]) -> dict[str, training.Costs]:
@@ -133,14 +148,15 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
             for rank in ranks:
                 own: Counter[str] = Counter()
                 for (axis, kind), sent in rank[name].axis_bytes.items():
-                    own[axis_of(axis, kind, "replicate" in CASES[name].keys)] += sent
+                    own[axis_of(axis, kind, CASES[name].keys)] += sent
                 most |= own
             found[name] = most
     return found
 
 
 # test_traffic.py counts more of them, beside closed forms.
-ALWAYS = ("zero2", "tensor, outputs gathered", "context, gather", "expert", "pipeline, tied", "hsdp", "fsdp2 x tensor")
+ALWAYS = ("zero2", "tensor, outputs gathered", "context, gather", "expert", "pipeline, tied", "hsdp",
+          "fsdp2 x tensor, muon")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name if name in ALWAYS else many(name) for name in CASES])

@@ -88,9 +88,9 @@ def train(folder, layouts):
             folder / name.replace(" ", "_"),
             make_strategy(**layout),
             model=with_spare,
+            # AdamW has the spare vectors.
+            optimizer_cls_and_kwargs=(hfdist.MuonWithAdamW, {"lr": 1e-2, "weight_decay": 0.5, "eps": 1e-3}),
             arguments={
-                "weight_decay": 0.5,
-                "adam_epsilon": 1e-3,
                 "max_steps": 2,
                 "save_strategy": "steps",
                 "save_steps": 2,
@@ -111,7 +111,8 @@ def check(folder, name, before, whole):
                 assert torch.equal(value, before[key]), (name, key)
             else:
                 assert not torch.equal(value, before[key]), (name, key)
-                torch.testing.assert_close(value, whole[key], rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+                # Muon rounds to bfloat16.
+                torch.testing.assert_close(value, whole[key], rtol=1e-2, atol=2e-3, msg=f"{name}: {key}")
 
 
 @pytest.mark.timeout(600)

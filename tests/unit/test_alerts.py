@@ -1,9 +1,13 @@
 """Alerts are given early for what was planted, once, and not for what is healthy."""
 
 import itertools
+import os
 import random
+import signal
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 from transformers import TrainerControl, TrainerState
 
@@ -274,6 +278,26 @@ def test_a_command_that_fails_is_a_warning(watch, monkeypatch, caplog, alert_com
     train(alerts)
     assert time.monotonic() - begin < 30
     assert words in caplog.text
+
+
+def test_a_command_is_killed_with_its_children_and_what_it_leaves_running_is_not_waited_for(
+    watch, monkeypatch, caplog, tmp_path
+):
+    alerts, _ = watch(f"sh -c 'sleep 50 & echo $! > {tmp_path}/left'")
+    begin = time.monotonic()
+    train(alerts)
+    assert time.monotonic() - begin < 10
+    assert "report.alert_command" not in caplog.text
+    os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    monkeypatch.setattr(command, "_LONGEST_SECONDS", 1.0)
+    alerts, _ = watch(f"sh -c 'sleep 50 & echo $! > {tmp_path}/killed; wait'")
+    train(alerts)
+    assert "took more than 1 s, and was killed" in caplog.text
+    with suppress(psutil.NoSuchProcess):
+        killed = psutil.Process(int((tmp_path / "killed").read_text()))
+        while killed.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() - begin < 30
+            time.sleep(0.01)
 
 
 def test_a_full_disk_ends_no_training(watch, tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -109,10 +110,13 @@ def test_a_plan_reads_the_file_with_the_measured_links(tmp_path):
     ("arguments", "words"),
     [
         (["proceses=2"], ("proceses", "processes=2")),
-        (["processes=1"], ("nobody to send to", "processes=2")),
+        (["processes=1"], ("nobody to send to", "try:     processes=2")),
+        # With one GPU, two ranks have no GPU of their own.
+        ([], ("nobody to send to", "try:     CUDA_VISIBLE_DEVICES= hfdist bandwidth processes=2")),
         (["largest=64MB"], ("64MB", "64MiB")),
         (["largest=12"], ("12", "1KiB")),
         (["out=own.json"], ("own.json", "out=own.yaml")),
+        (["out=~/own.json"], (f"out={Path.home()}/own.yaml",)),
         (["picture=own.svg"], ("picture", "out=FILE.yaml")),
         (["out=own.yaml", "largest=16KiB"], ("16KiB", "largest=1MiB")),
         (["hardware=h100_80gb"], ("no file", "out=h100_80gb_measured.yaml")),
@@ -123,6 +127,7 @@ def test_a_plan_reads_the_file_with_the_measured_links(tmp_path):
 def test_a_mistake_is_said_before_ranks_are_started(arguments, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["hfdist bandwidth", *arguments])
     monkeypatch.setattr("hfdist.config.cli.process_end.RANK_0_PRINTS_SECONDS", 0)
+    monkeypatch.setattr("hfdist.launch.launch.count_gpus", lambda: int(not arguments))
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

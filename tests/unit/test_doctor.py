@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, ResourceError
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.command import main, parse_request
 from hfdist.tools.doctor.finding import Finding, lines
-from hfdist.tools.doctor.links import offset_seconds
+from hfdist.tools.doctor.links import Rendezvous, offset_seconds
 from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs, rounds
+from hfdist.topology import read_launcher
 
 GPUS = """\
 0, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, 0x0000000000000000, 34
@@ -108,6 +109,13 @@ def test_a_hub_that_is_not_reached_is_a_warning_and_a_token_is_not_shown(monkeyp
     assert found.level == "warning"
     assert "HF_HUB_OFFLINE=1" in found.hint
     assert token not in str(found)
+
+
+@pytest.mark.parametrize("port", ["70000", "-1", "x"])
+def test_a_port_that_is_none_is_one_message(monkeypatch, port):
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ResourceError, match="rank 0 does not reach the store"):
+        Rendezvous(read_launcher())
 
 
 def test_hosts_that_found_the_same_share_a_line_and_errors_come_first():

@@ -1,7 +1,11 @@
 """What snapshots tell, where no test can have them: NCCL's messages, other disks, files that are damaged."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+from hfdist.records import RunRecord, State
+from hfdist.records.run_file import write_run
 from hfdist.tools.explain_hang import explain, explain_folder
 from hfdist.watch.diagnosis import Heartbeat, PeerState
 from hfdist.watch.snapshot import (
@@ -13,6 +17,8 @@ from hfdist.watch.snapshot import (
     write_beats,
     write_snapshot,
 )
+
+DEEP = "[" * 100_000
 
 
 def beat(rank, **more):
@@ -43,7 +49,8 @@ def test_groups_of_one_name_and_other_ranks_are_not_compared(tmp_path):
 
 def test_a_silent_rank_of_another_machine_is_not_said_to_be_dead(tmp_path):
     snapshot(tmp_path, 0, Collective("0", 3, "gloo:all_reduce", [[3]], False))
-    peers = {0: PeerState(beat(0)), 1: PeerState(beat(1), 61.0), 2: PeerState(beat(2), 0.1)}
+    # So soon after a connection has broken, the watch ends the run.
+    peers = {0: PeerState(beat(0)), 1: PeerState(beat(1), 1.3), 2: PeerState(beat(2), 0.1)}
     write_beats(tmp_path, peers, beat(0), "rank 0 waits for rank 1")
     found = explain_folder(tmp_path, "x")
     assert found.verdict.startswith("rank 1 (on node-1, process 101) is dead, stopped or cut off")
@@ -54,11 +61,15 @@ def test_a_silent_rank_of_another_machine_is_not_said_to_be_dead(tmp_path):
 
 def test_damaged_files_are_left_out(tmp_path):
     snapshot(tmp_path, 0)
-    for number, text in enumerate(["", "[]", '{"rank": 3}', json.dumps({"beat": [1] * 99}), "\0"], 1):
+    odd = json.loads((tmp_path / "rank-00000.json").read_text()) | {"rank": 6, "beat": [*beat(6, mark=7)]}
+    texts = ["", "[]", '{"rank": 3}', json.dumps({"beat": [1] * 99}), "\0", json.dumps(odd), DEEP]
+    for number, text in enumerate(texts, 1):
         (tmp_path / f"rank-{number:05d}.json").write_text(text)
-    (tmp_path / "beats.json").write_text('{"ranks": []}')
-    assert list(read_snapshots(tmp_path)) == [0]
-    assert explain_folder(tmp_path, "x").rows[0].rank == 0
+    (tmp_path / "report.txt").write_bytes("rank 0 waits ó".encode()[:-1])
+    for text in ('{"ranks": []}', DEEP):
+        (tmp_path / "beats.json").write_text(text)
+        assert list(read_snapshots(tmp_path)) == [0]
+        assert explain_folder(tmp_path, "x").rows[0].rank == 0
 
 
 def test_a_record_that_cannot_be_read_is_said(tmp_path):
@@ -67,7 +78,7 @@ def test_a_record_that_cannot_be_read_is_said(tmp_path):
 
 
 def test_a_time_that_is_none_leaves_the_stacks(tmp_path):
-    stacks = tmp_path / "watch" / "asked-1"
+    stacks = tmp_path / "watch" / "20260102-030405"
     stacks.mkdir(parents=True)
     snapshot(stacks, 0)
     (tmp_path / "run.json").write_text(
@@ -76,6 +87,30 @@ def test_a_time_that_is_none_leaves_the_stacks(tmp_path):
     found = explain(tmp_path)
     assert found.run.endswith("failed with exit code 6, 0 steps done, 1 rank")
     assert found.folder == stacks
+
+
+def test_what_was_asked_while_all_was_well_tells_nothing_of_later(tmp_path):
+    asked = tmp_path / "watch" / "asked-20260102-030405"
+    for rank in (0, 1):
+        write_snapshot(asked, Snapshot(rank=rank, beat=beat(rank)._replace(idle_seconds=0.2)))
+    write_run(tmp_path, RunRecord(start=1, state=State.failed, exit_code=1, error="out of memory"), is_durable=False)
+    found = explain(tmp_path)
+    assert (found.verdict, found.folder) == ("nothing hung in the last start: it ended as failed (out of memory)", None)
+
+
+def test_a_rank_between_two_beats_is_waited_for(tmp_path):
+    """It has not seen the request when rank 0 has written what it has heard."""
+    write_run(tmp_path, RunRecord(start=1, processes=2), is_durable=False)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(explain, tmp_path)
+        while (name := take_request(tmp_path)) is None:
+            time.sleep(0.01)
+        folder = tmp_path / "watch" / name
+        snapshot(folder, 0)
+        write_beats(folder, {0: PeerState(beat(0)), 1: PeerState(beat(1), 1.6)}, beat(0), None)
+        time.sleep(0.3)
+        snapshot(folder, 1, frames=[["/x/models/own.py", 12, "forward"]])
+    assert found.result().rows[1].where == "models/own.py:12 forward"
 
 
 def test_a_request_names_no_other_folder(tmp_path):

@@ -1,5 +1,9 @@
 """Weights of 4 bits beside an adapter: as PEFT and transformers have them, and the adapter stands alone."""
 
+import math
+from pathlib import Path
+
+import bitsandbytes
 import pytest
 import torch
 from peft import PeftModel, prepare_model_for_kbit_training
@@ -8,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
 from hfdist.models.flops import measure_size
-from hfdist.models.quantize import PackedLinear, hold_as_floats, packed_shapes
+from hfdist.models.packed_experts import PackedStack, make_levels
+from hfdist.models.quantize import PackedLinear, hold_as_floats, packed_shapes, quantize_frozen
 from tests.unit.test_adapter import TOKENS, base, build, compose, save_adapter, trained_names  # noqa: F401
+from tests.zoo.models import tiny_model
 
 
 def gradients(model):
@@ -47,6 +53,17 @@ def test_losses_and_gradients_are_those_of_peft(base, tmp_path, kind):  # noqa: 
     assert loss != pytest.approx(gradients(whole)[0], rel=1e-4), "or nothing was rounded"
 
 
+def test_a_file_of_weights_does_not_stay_in_memory(base):  # noqa: F811
+    def maps():
+        return sum(str(base) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    plain = build(base, "adapter=lora")
+    before = maps()
+    packed = build(base, "adapter=qlora")
+    assert before == maps() > 0
+    del plain, packed
+
+
 def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
     plain, packed = build(base, "adapter=lora"), build(base, "adapter=qlora")
     assert [name for name, _ in packed.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -64,16 +81,91 @@ def test_frozen_layers_are_packed_and_keep_their_names(base):  # noqa: F811
     assert measure_size(packed, numel) == measure_size(plain)
 
 
-def test_experts_that_stay_as_they_are_are_named_with_their_share(tmp_path, caplog):
-    sizes = {"hidden_size": 32, "vocab_size": 16, "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **heads)).save_pretrained(tmp_path)
+SIZES = {"hidden_size": 32, "vocab_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 2}  # fmt: skip
+EXPERTS = SIZES | {"num_experts": 8, "moe_intermediate_size": 64, "head_dim": 16}
+
+
+def save_experts(folder, model_type="qwen3_moe", **sizes):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes or EXPERTS))).save_pretrained(folder)
+
+
+def test_experts_are_packed(tmp_path, caplog):
+    save_experts(tmp_path)
+    caplog.set_level("INFO")
     model = build(tmp_path, "adapter=qlora", "adapter.targets=[q_proj]")
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == torch.uint8
+    numel = 8 * 3 * 32 * 64
+    assert experts.gate_up_proj.nbytes + experts.down_proj.nbytes < 0.53 * numel
+    assert packed_shapes(model)[experts.down_proj] == (8, 32, 64)
+    [told] = [record for record in caplog.records if "stay as they are" in record.message]
+    assert told.levelname == "INFO"
+    assert "experts." not in told.message
+
+
+def test_experts_that_stay_as_they_are_are_named_with_their_share(tmp_path, caplog):
+    """Their class computes them by itself."""
+    save_experts(tmp_path, "jetmoe", **SIZES, intermediate_size=64, num_local_experts=8, kv_channels=16)
+    model = build(tmp_path, "adapter=qlora", "adapter.targets=[kv_proj]")
     [told] = [record for record in caplog.records if "stay as they are" in record.message]
     assert told.levelname == "WARNING"
-    frozen = sum(3 * 8 * 32 * 64 + 4 * 32 * 32 for _ in model.model.layers)
-    assert "model.layers.*.mlp.experts.gate_up_proj (" in told.message
-    assert int(told.message.split("%")[0].split()[-1]) in range(int(100 * 2 * 3 * 8 * 32 * 64 / frozen) - 2, 100)
+    assert "model.layers.*.mlp.input_linear.weight (" in told.message
+    packed = sum(math.prod(shape) for shape in packed_shapes(model).values())
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and p.dtype != torch.uint8) + packed
+    assert int(told.message.split("%")[0].split()[-1]) == round(100 * (1 - packed / frozen))
+
+
+def test_layers_whose_weight_the_model_reads_stay(tmp_path):
+    """Its indexer brings hidden states to the type of this weight: of bytes, they would be whole numbers."""
+    model = tiny_model("deepseek_v32").requires_grad_(False)
+    quantize_frozen(model, Quantization.nf4)
+    indexer = model.model.layers[0].self_attn.indexer
+    assert indexer.weights_proj.weight.dtype == torch.float32
+    assert isinstance(indexer.wk, PackedLinear)
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 32), (2, 128, 256), (3, 5, 7), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("kind", list(Quantization))
+def test_a_stack_is_packed_as_bitsandbytes_packs_each_expert(shape, kind):
+    torch.manual_seed(0)
+    weights = torch.randn(shape)
+    stack = PackedStack(shape, torch.float32, kind, make_levels())
+    packed = stack.pack(weights)
+    expected = []
+    for expert in weights:
+        codes, state = bitsandbytes.functional.quantize_4bit(expert, compress_statistics=True, quant_type=kind.value)
+        expected.append(bitsandbytes.functional.dequantize_4bit(codes, state))
+    assert torch.equal(stack.dequantize(packed), torch.stack(expected))
+    # Whatever share of the experts a rank holds.
+    own = PackedStack((1, *shape[1:]), torch.float32, kind, make_levels())
+    assert torch.equal(own.dequantize(packed[1:2]), expected[1][None])
+
+
+def test_autograd_keeps_no_dequantized_stack(tmp_path):
+    save_experts(tmp_path)
+    model = build(tmp_path, "adapter=qlora", "adapter.targets=[q_proj]")
+    experts, kept = model.model.layers[0].mlp.experts, []
+    hidden = torch.randn(2, 32, requires_grad=True)
+    chosen = torch.tensor([[0, 1], [1, 2]])
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept):
+        output = experts(hidden, chosen, torch.rand(2, 2))
+    # Rows of tokens alone: a single expert has eight times as many weights.
+    assert 0 < max(tensor.numel() for tensor in kept) <= 4 * 2 * 64
+    output.sum().backward()
+    assert hidden.grad.abs().sum() > 0
+
+
+def test_stacks_held_as_floats_are_the_same(tmp_path):
+    save_experts(tmp_path)
+    model = build(tmp_path, "adapter=qlora", "adapter.targets=[q_proj]").eval()
+    shapes = list(packed_shapes(model).values())
+    with torch.no_grad():
+        before = model(torch.arange(16)[None]).logits
+        hold_as_floats(model, "cpu")
+        assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.float32
+        assert list(packed_shapes(model).values()) == shapes
+        assert torch.equal(model(torch.arange(16)[None]).logits, before)
 
 
 @pytest.mark.parametrize("sides", [(64, 32), (3, 3)])

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -78,7 +79,10 @@ def test_a_second_start_goes_on_and_tells_how_the_first_was_lost(tmp_path):
     first.step_done(3)
     first.record.tokens = 30
     first.write()
+    known = read_run(tmp_path).updated
+    time.sleep(0.01)
     second = begin(tmp_path).record
+    assert [line["time"] for line in read_lines(RunFolder(tmp_path).events)][1] == known
     assert (second.start, second.step, second.tokens) == (2, 0, 0)
     assert second.earlier_seconds == first.record.seconds >= 10
     assert events(tmp_path) == [(1, "start", None), (1, "end", "lost"), (2, "start", None)]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 
 from hfdist.config.checks.conflict import conflict
-from hfdist.config.model import ALL_LINEAR, AdapterConfig
+from hfdist.config.model import ALL_LINEAR, AdapterConfig, AdapterPart
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
-from hfdist.topology import PARTS
+
+_TARGETS = ("targets", "target_pattern", "target_parts")
+"""Keys of which one says which layers have an adapter."""
 
 
 def check_adapter(config: RunConfig) -> None:
@@ -31,18 +34,30 @@ def check_adapter(config: RunConfig) -> None:
                     is_option = name == "type"
                     hint = f"adapter=none adapter.path={adapter.path}" if is_option else f"adapter.{name}={allowed}"
                 raise conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
-    if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
-        what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"
-        found = f"{adapter.targets} and {adapter.target_pattern}"
-        raise ConfigError(what, where=where, found=found, hint="adapter.target_pattern=null")
+    given = [name for name in _TARGETS if getattr(adapter, name) != getattr(default, name)]
+    if len(given) > 1:
+        what, where = "the layers to adapt are given twice", ", ".join(f"adapter.{name}" for name in given)
+        found = " and ".join(json.dumps(plain(getattr(adapter, name))) for name in given)
+        raise ConfigError(what, where=where, found=found, hint=" ".join(f"adapter.{name}=null" for name in given[1:]))
     if ALL_LINEAR in adapter.targets and len(adapter.targets) > 1:
         what = f"{ALL_LINEAR} stands for all layers, so no name goes with it"
         hint = f"adapter.targets=[{ALL_LINEAR}], or names of layers only"
         raise conflict(config, "adapter.targets", what, hint=hint)
     if not adapter.targets:
         raise conflict(config, "adapter.targets", "no layer is to be adapted", hint=f"adapter.targets=[{ALL_LINEAR}]")
+    if adapter.target_parts is not None:
+        _check_parts(config, adapter.target_parts)
     if adapter.quantization is not None:
         _check_quantization(config)
+
+
+def _check_parts(config: RunConfig, parts: Collection[AdapterPart]) -> None:
+    """Check what an adapter beside certain parts of the blocks goes with."""
+    if not parts:
+        raise conflict(config, "adapter.target_parts", "no part is to be adapted", hint="adapter.target_parts=null")
+    if AdapterPart.experts in parts and config.strategy.expert > 1:
+        what = "an adapter changes the experts themselves, so they cannot be spread over ranks"
+        raise conflict(config, "adapter.target_parts strategy.expert", what, hint="strategy.expert=1")
 
 
 def _check_quantization(config: RunConfig) -> None:
@@ -53,10 +68,9 @@ def _check_quantization(config: RunConfig) -> None:
         keys = "adapter.quantization adapter.type adapter.dora"
         hint = "adapter.type=lora adapter.dora=false, or adapter.quantization=null"
         raise conflict(config, keys, what, allowed="null, or LoRA without DoRA", hint=hint)
-    for axis in PARTS:
-        if getattr(strategy, axis) > 1:
-            what, hint = f"{axis} ranks have parts of weights, and packed ones are whole", f"strategy.{axis}=1"
-            raise conflict(config, f"adapter.quantization strategy.{axis}", what, allowed="null", hint=hint)
+    if strategy.tensor > 1:
+        what, hint = "tensor ranks have parts of matrices, and packed ones are whole", "strategy.tensor=1"
+        raise conflict(config, "adapter.quantization strategy.tensor", what, allowed="null", hint=hint)
     if config.train.precision is Precision.fp8:
         what, hint = "the same layers cannot be in float8, too", "train.precision=bf16"
         raise conflict(config, "adapter.quantization train.precision", what, allowed="null", hint=hint)

@@ -19,6 +19,7 @@ from hfdist.errors import ConfigError, nearest
 from hfdist.records.run_folder import IN_RUN, is_run_folder
 
 _VALUE_FLAGS = ("--config-dir", "--config-name")
+_OF_RECIPE = (OFFLINE_FLAG, *_VALUE_FLAGS)
 _OF_RUN = ("recipe", "run")
 MEANINGS = f"""\
 recipe=NAME         {" | ".join(NAMES)}; default: {RECIPES[0]}; the name alone means the same
@@ -37,7 +38,7 @@ class LineAboutRun:
     """Overrides of the command's own group."""
     recipe: str
     flags: dict[str, str]
-    """Flags with their values; "": it takes none."""
+    """Flags with their values, the command's own among them; "": it takes none."""
     overrides: list[str]
     """Overrides of the run's config."""
 
@@ -54,8 +55,8 @@ class LineAboutRun:
     @property
     def recipe_arguments(self) -> list[str]:
         """What the recipe is called with."""
-        words = [word for name, value in self.flags.items() for word in ((name, value) if value else (name,))]
-        return [*words, *self.overrides]
+        flags = [(name, value) for name, value in self.flags.items() if name in _OF_RECIPE]
+        return [*(word for flag in flags for word in flag if word), *self.overrides]
 
     def compose(self) -> RunConfig:
         """Give the run's config; ConfigError: the first mistake in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -120,12 +121,15 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
         ConfigError: it is no run's folder; the message names those beside it.
     """
     folder = expand_user(value)
-    if any((folder / mark).exists() for mark in marks):
-        return folder
-    others = sorted({path.parent.name for mark in marks for path in folder.parent.glob(f"*/{mark}")})
-    beside = f": {', '.join(others[:20])} in {folder.parent}" if others else ""
     where = COMMAND_LINE if key is None else f"{key} ({COMMAND_LINE})"
     given = "" if key is None else f"{key}="
+    try:
+        if any((folder / mark).exists() for mark in marks):
+            return folder
+    except OSError as error:
+        raise ConfigError("this folder cannot be read", where=where, found=f"{value}: {error.strerror}") from error
+    others = sorted({path.parent.name for mark in marks for path in folder.parent.glob(f"*/{mark}")})
+    beside = f": {', '.join(others[:20])} in {folder.parent}" if others else ""
     trials = sorted(folder.glob("trial-*/run.json"))
     if (folder / TRIALS).is_file() and trials:
         what = "this is the folder of a sweep, whose trials are runs"
@@ -168,13 +172,15 @@ def as_config_flags(arguments: Sequence[str]) -> list[str]:
             continue
         given = value if equals else next(rest, "")
         path, where = expand_user(given), f"{flag} ({COMMAND_LINE})"
-        if path.suffix != ".yaml" or not path.is_file():
+        if path.suffix != ".yaml" or not os.path.isfile(path):
             raise ConfigError(
                 "there is no such config",
                 where=where,
                 found=str(path) if given else None,
                 allowed="a .yaml file, such as the config.yaml of a run",
-                hint=f"rename {path.name} to {path.stem}.yaml" if path.suffix == ".yml" and path.is_file() else None,
+                hint=f"rename {path.name} to {path.stem}.yaml"
+                if path.suffix == ".yml" and os.path.isfile(path)
+                else None,
             )
         if others:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
         raise ConfigError("text is shown of a step only", where=f"text ({COMMAND_LINE})", hint="step=1 text=full")
     num_processes = read_launcher().world_size
     if num_processes > 1:
-        found, hint = f"{num_processes} processes", f"hfdist audit {' '.join(arguments)}, without a launcher"
+        found, hint = f"{num_processes} processes", f"hfdist audit {shlex.join(arguments)}, without a launcher"
         raise ConfigError("an audit takes one process", where="accelerate launch", found=found, hint=hint)
     runs = tuple(find_run(run, (IN_RUN.config,), "run") for run in values["run"].split(","))
     step, text = values.get("step"), values.get("text", "short")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -93,4 +94,4 @@ def _rows(config: RunConfig, record: RunRecord, steps: int) -> Iterator[tuple[st
         longer.append("checkpoint.allow_changes=true")
     yield "go on", f"the same command with {' '.join(longer)}"
     yield "or", "the same command with another run.name, which trains anew"
-    yield "look", f"hfdist report {config.run.dir}"
+    yield "look", f"hfdist report {shlex.quote(config.run.dir)}"

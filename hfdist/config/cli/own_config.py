@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,10 +31,12 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
     """
     given_path = expand_user(given)
-    run = RunFolder(given_path if given_path.is_dir() else given_path.parent)
-    is_of_run = given_path.is_dir() or (given_path == run.config and run.record.is_file())
-    path = run.config if given_path.is_dir() else given_path
-    if not path.is_file():
+    # Of what can be no path, or may not be looked at, `os` says no; pathlib raises.
+    is_dir = os.path.isdir(given_path)
+    run = RunFolder(given_path if is_dir else given_path.parent)
+    is_of_run = is_dir or (given_path == run.config and os.path.isfile(run.record))
+    path = run.config if is_dir else given_path
+    if not os.path.isfile(path):
         raise _no_config(given, given_path, run)
     if is_of_run:
         # A run's folder may be somebody else's: its config must not refer to files or variables of ours.
@@ -55,7 +58,8 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
 
 def _no_config(given: str, path: Path, run: RunFolder) -> ConfigError:
     """Say that there is no config at `path`, with the nearest run beside it."""
-    runs = [shlex.quote(str(other.parent)) for other in path.parent.glob(f"*/{run.config.name}")]
+    beside = path.parent.glob(f"*/{run.config.name}") if os.path.isdir(path.parent) else ()
+    runs = [shlex.quote(str(other.parent)) for other in beside]
     return ConfigError(
         "there is no such config",
         where=f"run ({COMMAND_LINE})",

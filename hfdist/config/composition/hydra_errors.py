@@ -304,6 +304,9 @@ def _bad_value(
             hint = f"`{in_yaml('model.name', value)}`"
     else:
         hint = None if allowed is None else of_source or _hint_for_value(key, value, allowed)
+    if key.endswith("]"):
+        # An entry of a list.
+        hint = nearest(str(value), re.findall(r"\w+", allowed or ""), key.partition("[")[0] + "=[{}]")
     if hint and is_in_file:
         option, leaf = hint.strip("'").removeprefix(f"{key}="), key.rpartition(".")[2]
         if option == hint.strip("'") or " " in option:
@@ -503,7 +506,8 @@ def _weighted(names: Iterable[str]) -> str:
 
 
 def _allowed(key: str) -> str | None:
-    known = find_key(key)
+    # Of a list, an entry may be wrong: key[0].
+    known = find_key(key.partition("[")[0])
     return None if known is None else known.allowed
 
 

@@ -58,7 +58,7 @@ class PartCosts:
     """One block, or what runs before or after all blocks."""
 
     parameters: float
-    """Number of elements; of a tied head none."""
+    """Number of elements, those of another size as so many of `weight_bytes`; of a tied head none."""
     trained: float
     """Number of elements that are not frozen."""
     forward: Work

@@ -119,6 +119,9 @@ class Evaluator:
 
         `is_exact`: with the very blocks that each rank of a pipeline will have, which takes time to find out.
         """
+        model = self.model
+        if (layout.tensor, layout.expert) not in model.shares or (layout.context > 1 and not model.shares_tokens):
+            return None
         config = layout.apply(self.config)
         try:
             strategy = self.strategy(layout, config)

@@ -19,6 +19,7 @@ from math import inf
 
 from transformers import PreTrainedConfig
 
+from hfdist.config.checks.preflight import plan_run
 from hfdist.config.layout import Layout
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Sharding
@@ -78,11 +79,19 @@ def search(
 
 
 def measure(
-    config: RunConfig, architecture: PreTrainedConfig, machines: Machines, *, processes: int | None = None
+    config: RunConfig,
+    architecture: PreTrainedConfig,
+    machines: Machines,
+    *,
+    processes: int | None = None,
+    as_asked: bool = False,
 ) -> ModelConstants:
-    """Trace the constants that a search over so many processes needs; None: over any number."""
-    degrees = divisors(processes or machines.per_machine, machines.per_machine)
-    return measure_constants(config, architecture, is_gpu=not machines.hardware.is_cpu, tensor_degrees=degrees)
+    """Trace the constants that a search over so many processes needs; None: over any number.
+
+    `as_asked`: and those of the layout that `config` asks for; ConfigError: the model does not divide so.
+    """
+    degrees, is_gpu = divisors(processes or machines.per_machine, machines.per_machine), not machines.hardware.is_cpu
+    return measure_constants(config, architecture, is_gpu=is_gpu, tensor_degrees=degrees, as_asked=as_asked)
 
 
 def search_layouts(
@@ -186,10 +195,10 @@ def fewest_processes(
         searches: whether any layout will do, and the fastest is given; else that of `config`, with more data ranks.
 
     Raises:
-        ConfigError: as the run itself would on one process.
+        ConfigError: as the run itself would on one process, or in the layout of `config`.
         ResourceError: it fits on no number of processes.
     """
-    model = measure(config, architecture, machines)
+    model = measure(config, architecture, machines, as_asked=not searches)
     evaluator = Evaluator(config, model, machines)
     for processes in _counts(machines.per_machine):
         if searches:
@@ -223,6 +232,7 @@ def _as_asked(evaluator: Evaluator, processes: int) -> Candidate | None:
     free = replace(evaluator.config, strategy=replace(strategy, data=None))
     try:
         layout = Layout.of(free, processes, stages_per_rank(strategy.schedule, strategy.stages_per_rank))
+        plan_run(layout.apply(evaluator.config), world_size=processes)
     except ConfigError:
         return None
     return evaluator.evaluate(layout, is_exact=True)

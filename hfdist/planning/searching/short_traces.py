@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,17 +32,18 @@ from hfdist.models.blocks import checkpoint_blocks, find_block_parts
 from hfdist.models.flops import flops_per_token, measure_size
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
-from hfdist.optim.registry import make_small, values_per_weight
+from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
 from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure
 from hfdist.planning.costs import OpCosts
 from hfdist.planning.searching.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
 from hfdist.planning.searching.shares import find_shares, find_tensor_plans
 from hfdist.planning.timing.traffic import step_sizes
-from hfdist.planning.tracing.fake_model import make_fake_model
+from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
 from hfdist.planning.tracing.memory import find_loss_head
 from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
+from hfdist.strategies.model_fit import check_degrees
 from hfdist.strategies.traffic import Phase
 from hfdist.topology import Topology
 
@@ -50,7 +52,12 @@ _NUMBERS = (1, 2)
 
 
 def measure_constants(
-    config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool = True, tensor_degrees: Iterable[int] = ()
+    config: RunConfig,
+    architecture: PreTrainedConfig,
+    *,
+    is_gpu: bool = True,
+    tensor_degrees: Iterable[int] = (),
+    as_asked: bool = False,
 ) -> ModelConstants:
     """Trace what a model costs, part by part.
 
@@ -59,9 +66,11 @@ def measure_constants(
         architecture: from `find_architecture`, with the vocabulary of the tokenizer.
         is_gpu: whether ranks will have GPUs.
         tensor_degrees: whose shares of the parameters are asked for.
+        as_asked: the degrees of `config` are asked for, too.
 
     Raises:
-        ConfigError: as the run itself would on one process, or a model without a list of blocks.
+        ConfigError: as the run itself would on one process, or a model without a list of blocks; or one that does not
+            divide by the degrees of `config`, where these are asked for.
     """
     length = config.data.sequence_length
     batch = plan_batch(global_batch_size=1, micro_batch_size=1, data_size=1, sequence_length=length, lanes=1)
@@ -71,19 +80,20 @@ def measure_constants(
     with torch.random.fork_rng(devices=[]):
         with fake_tensors:
             model = make_fake_model(config, architecture, strategy).train()
+            if as_asked:
+                check_degrees(model, config.strategy)
+                tensor_degrees = {*tensor_degrees, config.strategy.tensor}
+            with_whole = _of_whole(model, config, tensor_degrees, is_gpu=is_gpu)
+            quantize_fake(model, config)
         loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu")
         shares_tokens = class_keeps_documents_apart(model) is not False
         with fake_tensors:
             measurement = _Measurement(config, model, loss_head)
             kinds, ends = measurement.kinds(), measurement.ends
-            blocks = measurement.blocks
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
-    one_of_each = [blocks[measurement.kind_of_block.index(kind)] for kind in range(len(kinds))]
-    plans = find_tensor_plans(model, tensor_degrees)
-    shares = find_shares(model, one_of_each, tensor_plans=plans)
-    return ModelConstants(
+    return with_whole(
         kinds=kinds,
         kind_of_block=tuple(measurement.kind_of_block),
         prologue=ends[0],
@@ -95,14 +105,23 @@ def measure_constants(
         gradient_bytes=weight_bytes,
         optimizer_bytes=weight_bytes * _values_per_weight(config.optimizer),
         half_bytes=None if measurement.half is None or dtype is measurement.half else 2.0,
-        shares=shares,
         shares_tokens=shares_tokens,
+    )
+
+
+def _of_whole(
+    model: PreTrainedModel, config: RunConfig, tensor_degrees: Iterable[int], *, is_gpu: bool
+) -> Callable[..., ModelConstants]:
+    """Find what needs whole weights: packed ones have no rows and columns. Gives what takes all else."""
+    blocks, length = find_block_parts(model), config.data.sequence_length
+    plans, whole = find_tensor_plans(model, tensor_degrees), stepped_whole(config.optimizer, model)
+    size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole)
+    return partial(
+        ModelConstants,
+        shares=find_shares(model, list({_kind(block): block for block in blocks}.values()), tensor_plans=plans),
         balance=costs_by_flops(model, blocks, length),
         flops_per_token=flops_per_token(model.config, measure_size(model), length),
-        sizes={
-            tensor: step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, plan=plans.get(tensor))
-            for tensor in (1, *plans)
-        },
+        sizes={tensor: size(tensor=tensor, plan=plans.get(tensor)) for tensor in (1, *plans)},
     )
 
 
@@ -157,7 +176,7 @@ class _Measurement:
         precision = config.train.precision
         self.half = torch.float16 if precision is Precision.fp16 else torch.bfloat16 if precision.is_bf16 else None
         self.boundary_bytes = 0.0
-        self._width = 0
+        self._width, self._item_bytes = 0, next(model.parameters()).itemsize
         self._trace = Trace()
         self._trace.hold((*model.parameters(), *model.buffers()), WEIGHTS)
 
@@ -178,14 +197,14 @@ class _Measurement:
         for kind, of_plain in enumerate(seen[None]):
             block = self.blocks[self.kind_of_block.index(kind)]
             named = {name: p for part in block for name, p in part.named_parameters()}
-            parts.append(_part(named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
+            parts.append(_part(self._item_bytes, named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         own_head = {} if head is None or _tied(embedding, head) else dict(head.named_parameters())
         prologue = {number: one.prologue for number, one in around.items()}
         epilogue = {number: one.epilogue for number, one in around.items()}
         self.ends = (
-            _part(dict(embedding.named_parameters()), prologue, dict.fromkeys(MODES, prologue)),
-            _with_chunks(_part(own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
+            _part(self._item_bytes, dict(embedding.named_parameters()), prologue, dict.fromkeys(MODES, prologue)),
+            _with_chunks(_part(self._item_bytes, own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
         )
         return tuple(parts)
 
@@ -351,7 +370,10 @@ def _kind(block: Block) -> str:
 
 
 def _part(
-    named: Mapping[str, nn.Parameter], plain: Mapping[int, _Seen], by_mode: Mapping[Mode, Mapping[int, _Seen]]
+    item_bytes: int,
+    named: Mapping[str, nn.Parameter],
+    plain: Mapping[int, _Seen],
+    by_mode: Mapping[Mode, Mapping[int, _Seen]],
 ) -> PartCosts:
     one = plain[1]
     # How much of what grows with the sequences is whole on each tensor rank.
@@ -374,9 +396,8 @@ def _part(
         moved = spread({number: costs.moved_bytes for number, costs in values.items()})
         return Work(flops=values[1].flops, moved=moved, kernels=values[1].kernels)
 
-    parameters = float(sum(p.numel() for p in named.values()))
     return PartCosts(
-        parameters=parameters,
+        parameters=sum(p.nbytes for p in named.values()) / item_bytes,
         trained=float(sum(p.numel() for p in named.values() if p.requires_grad)),
         forward=work({number: seen.forward for number, seen in plain.items()}),
         backward={

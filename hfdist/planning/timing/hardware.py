@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hfdist.config.hardware import CPU, Hardware, Tflops, match_device, read_hardware
 from hfdist.energy.estimates import WATTS_PER_CORE
+from hfdist.errors import ConfigError
 from hfdist.testing import run_ranks
 
 _GIB = 2.0**30
@@ -39,13 +40,15 @@ def find_hardware(name: str | None = None, *, processes: int = 1, own: Path | No
         own: the user's own folder of configs.
 
     Raises:
-        ConfigError: there is no such hardware, or a file that is wrong.
+        ConfigError: there is no such hardware, a file that is wrong, or a GPU at hand that no file describes.
     """
     if name is None and torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
         found = match_device(device.name, own)
-        if found is not None:
-            return replace(found, memory_gib=device.total_memory / _GIB)
+        if found is None:
+            what, hint = "no file describes this GPU", "plan.hardware=FILE.yaml, with the keys of conf/hardware/l4.yaml"
+            raise ConfigError(what, where="plan.hardware", found=device.name, hint=hint)
+        return replace(found, memory_gib=device.total_memory / _GIB)
     if name is None or name == CPU:
         return measure_cpu(processes)
     return read_hardware(name, own)

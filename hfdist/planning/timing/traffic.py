@@ -50,7 +50,13 @@ def traffic(strategy: Strategy, sizes: StepSizes, *, devices_per_machine: int) -
 
 
 def step_sizes(
-    model: PreTrainedModel, train: TrainConfig, *, tensor: int = 1, is_gpu: bool = True, plan: TensorPlan | None = None
+    model: PreTrainedModel,
+    train: TrainConfig,
+    *,
+    tensor: int = 1,
+    is_gpu: bool = True,
+    plan: TensorPlan | None = None,
+    stepped_whole: tuple[int, ...] = (),
 ) -> StepSizes:
     """Measure a model for `traffic`.
 
@@ -60,6 +66,7 @@ def step_sizes(
         tensor: `strategy.tensor`.
         is_gpu: whether ranks will have GPUs.
         plan: for the tensor ranks; None: the first that fits.
+        stepped_whole: see `optim.registry.stepped_whole`.
 
     Raises:
         ConfigError: the model cannot be divided over so many tensor ranks.
@@ -96,6 +103,7 @@ def step_sizes(
         compute_bytes=min(2, weight.element_size()) if half else weight.element_size(),
         recomputes=train.gradient_checkpointing,
         is_gpu=is_gpu,
+        stepped_whole=stepped_whole,
     )
 
 

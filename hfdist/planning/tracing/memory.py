@@ -370,9 +370,9 @@ def fullest_pipeline(config: RunConfig, architecture: PreTrainedConfig, strategy
     if not strategy.keeps_uneven_gradients:
         return pipelines[0]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trained = [p for p in make_fake_model(config, architecture, strategy).parameters() if p.requires_grad]
-    # The groups of `make_optimizer`.
-    groups = [[p.numel() for p in trained if (p.dim() >= 2) is decays] for decays in (True, False)]
+        whole = Engine(make_fake_model(config, architecture, strategy))
+        optimizer = make_optimizer(config, whole, sets_up=False)
+    groups = [[parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups]
     return pipelines[rank_with_most_gradients(groups, strategy.topology.data)]
 
 

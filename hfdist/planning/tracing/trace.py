@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -397,6 +397,10 @@ def _grouped_product_backward_flops(
     return 2 * _grouped_product_flops(left, right)
 
 
+def _packed_layer_flops(inputs: torch.Tensor, _: object, shape: Sequence[int], *__: object, **___: object) -> int:
+    return 2 * inputs.numel() * shape[0]
+
+
 _FORMULAS: dict[object, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
@@ -407,5 +411,6 @@ _FORMULAS: dict[object, Callable[..., int]] = {
 _FORMULAS_BY_NAME: dict[str, Callable[..., int]] = {
     "transformers.grouped_mm_fallback": _grouped_product_flops,
     "transformers.grouped_mm_fallback_backward": _grouped_product_backward_flops,
+    "bitsandbytes.gemm_4bit": _packed_layer_flops,
 }
 """FLOP formulas of operations that exist only once a model has been imported, by name."""

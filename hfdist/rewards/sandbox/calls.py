@@ -16,6 +16,8 @@ LOAD = "<program>"
 """What runs the source of the program: a name that no function can have."""
 _LONGEST = 2**20
 """Bytes of a message."""
+_ENDS = (StopIteration, StopAsyncIteration)
+"""What ends the iteration of whoever calls."""
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 
@@ -128,7 +130,8 @@ def _decode(value: Any) -> Any:
 def _nearest(names: object, text: str) -> Exception:
     kinds = [getattr(builtins, str(name), None) for name in names] if type(names) is list else []
     for kind in kinds:
-        if isinstance(kind, type) and issubclass(kind, Exception):
+        # `all(map(f, values))` is true where it has ended.
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS):
             try:
                 return kind(text)
             except TypeError:  # it takes more than a text

@@ -106,14 +106,21 @@ def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> 
     model = config.model
     kind = "reward model" if config.task.name.traits.scores else "causal language model"
     what = f"An adapter of a {kind}" if is_adapter else f"A {kind}"
+    parts = " and ".join(part.value for part in config.adapter.target_parts or ())
+    beside = f", by {config.adapter.type} beside its {parts}" if parts else ""
     if model.init is Init.random:
-        return f"{what}, trained from random weights ({model.type or redact(model.name or '')})."
+        return f"{what}, trained from random weights ({model.type or redact(model.name or '')}){beside}."
     name = redact(model.name or "")
     # A run's model lies in its folder under this name.
     shown = Path(name).parent.name if Path(name).name == RunFolder(Path()).model.name else Path(name).name
     link = f"[{name}](https://huggingface.co/{name})" if _hub_id(model.name) else f"`{shown or name}`"
     file = f", file `{model.gguf_file}`" if model.gguf_file else ""
-    return f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}."
+    start = f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}{beside}."
+    packed = config.adapter.quantization
+    if packed is None:
+        return start
+    merged = "" if is_adapter else " It is merged into the weights as they were before."
+    return f"{start} The adapter was trained beside frozen weights in 4 bits ({packed.value}, QLoRA).{merged}"
 
 
 def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:

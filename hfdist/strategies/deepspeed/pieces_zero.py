@@ -10,10 +10,11 @@ layouts, so its fields are read directly; tests/distributed/test_checkpoint_zero
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,9 @@ from hfdist.collectives import device_of
 from hfdist.errors import CheckpointError
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.optim.muon import Group
-from hfdist.strategies.pieces import StateReader, list_buffers
+from hfdist.optim.probe import needs_whole_parameters
+from hfdist.strategies.pieces import Kept, StateReader, list_buffers
+from hfdist.strategies.whole import ShardedParameter, WholeSteps, make_place
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -60,9 +63,23 @@ class _Flat:
     parameters: list[nn.Parameter]
     """All that the buffer holds over all ranks."""
     runs: list[_Run]
+    group: dist.ProcessGroup
+    """The ranks that share the buffer."""
+    offsets: dict[int, int]
+    """First element of parameters that lie in a row in it, by identity; ZeRO-3 has parts of each on each rank."""
+
+    def spans(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
+        """Give of a parameter the first element that each rank has, and how many it has."""
+        num_ranks, part = self.group.size(), self.stepped.numel()
+        offset, total = self.offsets.get(id(parameter)), math.prod(whole_shape(parameter))
+        if offset is None:
+            part, offset = cast(Any, parameter).ds_tensor.ds_numel, 0
+        for rank in range(num_ranks):
+            start, stop = (min(max(edge * part - offset, 0), total) for edge in (rank, rank + 1))
+            yield start, stop - start
 
 
-def list_pieces(model: nn.Module, engine: DeepSpeedEngine) -> Iterator[Piece]:
+def list_pieces(model: nn.Module, engine: DeepSpeedEngine, wholes: WholeSteps | None = None) -> Iterator[Piece]:
     """List what this rank holds of weights, masters, optimizer state and persistent buffers.
 
     Without half precision what the optimizer steps is listed as the weight. State that the optimizer has not made
@@ -71,6 +88,7 @@ def list_pieces(model: nn.Module, engine: DeepSpeedEngine) -> Iterator[Piece]:
     Args:
         model: the Hugging Face model that the engine wraps; its names are used.
         engine: a DeepSpeed engine with ZeRO 1, 2 or 3, with or without the optimizer on the CPU.
+        wholes: from `step_wholes`.
 
     Raises:
         CheckpointError: an optimizer that keeps what is neither a number nor a tensor, parameters swapped to disk, or
@@ -81,7 +99,8 @@ def list_pieces(model: nn.Module, engine: DeepSpeedEngine) -> Iterator[Piece]:
     stepped_as_weights = set()
     reader = StateReader(engine.optimizer.optimizer)
     for flat in _flats(engine.optimizer):
-        kept = reader.kept_for(flat.options, flat.stepped)
+        is_replaced = wholes is not None and wholes.replaces(flat.stepped)
+        kept = Kept(numbers=[], tensors={}) if is_replaced else reader.kept_for(flat.options, flat.stepped)
         buffers = dict(kept.tensors)
         if flat.parameters[0].dtype == flat.stepped.dtype:
             stepped_as_weights |= {id(parameter) for parameter in flat.parameters}
@@ -95,7 +114,45 @@ def list_pieces(model: nn.Module, engine: DeepSpeedEngine) -> Iterator[Piece]:
             yield from kept.numbers_of(name)
             for key, buffer in buffers.items():
                 yield Piece(name=name, key=key, shape=shape, start=run.start, view=buffer[part])
+    for named in () if wholes is None else wholes.named():
+        yield from reader.pieces_of(*named)
     yield from list_weights(model, but=stepped_as_weights)
+
+
+def step_wholes(model: nn.Module, zero: ZeroOptimizer) -> WholeSteps | None:
+    """Let the optimizer step whole parameters where it needs them, in the place of flat buffers with parts of them.
+
+    By hooks of the inner optimizer: its gradients are reduced, unscaled and clipped then. Where it needs none: None.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    asked: dict[int, bool] = {}
+    shared = []
+    for flat in _flats(zero):
+        options = flat.options
+        if id(options) not in asked:
+            asked[id(options)] = needs_whole_parameters(zero.optimizer, options)
+        shared += [_sharded(flat, p, names[id(p)]) for p in flat.parameters if asked[id(options)]]
+    return WholeSteps(zero.optimizer, shared) if shared else None
+
+
+def _sharded(flat: _Flat, parameter: nn.Parameter, name: str) -> ShardedParameter:
+    shape = whole_shape(parameter)
+    runs = [(run.start, run.offset, run.weight.numel()) for run in flat.runs if run.parameter is parameter]
+
+    def own_pieces(held: torch.Tensor) -> list[Piece]:
+        views = [(start, held.detach()[offset : offset + length]) for start, offset, length in runs if length]
+        return [Piece(name=name, key=WEIGHT, shape=shape, start=start, view=view) for start, view in views]
+
+    places = [[make_place(name, shape, *span)] if span[1] else [] for span in flat.spans(parameter)]
+    return ShardedParameter(
+        name=name,
+        held=flat.stepped,
+        options=flat.options,
+        shape=shape,
+        group=flat.group,
+        own_pieces=own_pieces,
+        places=places,
+    )
 
 
 def pass_by_unused(model: PreTrainedModel, zero: ZeroOptimizer) -> None:
@@ -108,19 +165,19 @@ def pass_by_unused(model: PreTrainedModel, zero: ZeroOptimizer) -> None:
     if not kinds:
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    suspects: dict[int, tuple[dist.ProcessGroup, list[nn.Parameter], list[_Run]]] = {}
-    for flat, group in zip(_flats(zero), _groups(zero), strict=True):
+    suspects: list[tuple[_Flat, list[nn.Parameter]]] = []
+    for flat in _flats(zero):
         suspected = [p for p in flat.parameters if kind_of_name(names[id(p)]) in kinds]
         if suspected:
-            suspects[id(flat.stepped)] = group, suspected, flat.runs
+            suspects.append((flat, suspected))
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for stepped in (tensor for group in optimizer.param_groups for tensor in group["params"]):
-            if id(stepped) not in suspects or stepped.grad is None:
+    def keep(*_: object) -> None:
+        for flat, suspected in suspects:
+            stepped, group = flat.stepped, flat.group
+            if stepped.grad is None:
                 continue
-            group, suspected, runs = suspects[id(stepped)]
-            parts = {id(run.parameter): slice(run.offset, run.offset + run.weight.numel()) for run in runs}
+            parts = {id(run.parameter): slice(run.offset, run.offset + run.weight.numel()) for run in flat.runs}
             counts = [stepped.grad[parts.get(id(p), slice(0))].count_nonzero() for p in suspected]
             used = torch.stack(counts).to(device_of(group))
             dist.all_reduce(used, group=group)
@@ -136,14 +193,6 @@ def pass_by_unused(model: PreTrainedModel, zero: ZeroOptimizer) -> None:
 
     zero.optimizer.register_step_pre_hook(keep)
     zero.optimizer.register_step_post_hook(put_back)
-
-
-def _groups(zero: ZeroOptimizer) -> Iterator[dist.ProcessGroup]:
-    """Give the ranks that share each flat buffer."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        yield from (zero.dp_process_group for _ in zero.fp32_partitioned_groups_flat)
-    else:
-        yield from zero.real_dp_process_group
 
 
 def list_weights(model: nn.Module, but: Collection[int] = ()) -> Iterator[Piece]:
@@ -203,7 +252,14 @@ def _flats(zero: ZeroOptimizer) -> Iterator[_Flat]:
         rank = dist.get_rank(zero.real_dp_process_group[index])
         weights = partitions[index][rank].detach()
         runs = _clip(groups[index], offsets[index], weights, first=rank * stepped.numel())
-        yield _Flat(stepped=stepped, options=zero.optimizer.param_groups[index], parameters=groups[index], runs=runs)
+        yield _Flat(
+            stepped=stepped,
+            options=zero.optimizer.param_groups[index],
+            parameters=groups[index],
+            runs=runs,
+            group=zero.real_dp_process_group[index],
+            offsets={id(p): offset for p, offset in zip(groups[index], offsets[index], strict=True)},
+        )
 
 
 def _clip(parameters: list[nn.Parameter], offsets: list[int], weights: torch.Tensor, *, first: int) -> list[_Run]:
@@ -225,7 +281,8 @@ def _flats_stage_3(zero: ZeroOptimizer) -> Iterator[_Flat]:
             start, weight = _held_weight(f"parameter {parameter.ds_id}", parameter)
             runs.append(_Run(parameter=parameter, start=start, offset=offset, weight=weight))
         options = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
-        yield _Flat(stepped=stepped, options=options, parameters=zero.fp16_groups[index], runs=runs)
+        group, parameters = zero.dp_process_group, zero.fp16_groups[index]
+        yield _Flat(stepped=stepped, options=options, parameters=parameters, runs=runs, group=group, offsets={})
 
 
 def _held_weight(name: str, parameter: Any) -> tuple[int, torch.Tensor]:

@@ -28,9 +28,10 @@ from hfdist.strategies.base import Engine, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
+from hfdist.strategies.deepspeed.expert_modules import gather_experts_together, let_gradients_reach
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
-from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes
+from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes, cut_elements
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -110,6 +111,11 @@ class ZeroStrategy(Strategy):
         yield from reduce(REDUCE_SCATTER, DATA, num_microbatches * held, hidden_by=Phase.backward)
         yield from axes.reduce(ALL_GATHER, DATA, small, calls=1)
 
+    def _whole_traffic(self, axes: Axes) -> Iterator[Sent]:
+        whole = axes.sizes.stepped_whole
+        num_elements = sum(whole) if self.stage == 3 else cut_elements(whole, axes.topology.data)
+        return axes.gather_runs(num_elements)
+
     @classmethod
     def held(cls, sizes: RankSizes) -> Iterator[tuple[Phase, MemoryUse]]:
         """See the base class. Gradients go through buckets, and autocast makes no copies of weights in its own type."""
@@ -181,6 +187,8 @@ class ZeroStrategy(Strategy):
         """
         check_no_scalars(model, "DeepSpeed")
         self._partition_once(model)
+        if self.stage == 3:
+            gather_experts_together(model)
         return ZeroEngine(model)
 
 
@@ -235,7 +243,7 @@ class ZeroEngine(Engine):
     Under ZeRO-3 every forward is a collective, in evaluation too.
     """
 
-    optimizer_sees = Reach.element
+    optimizer_sees = Reach.parameter
     steps_other_tensors = True
     clips_stepped = True
 
@@ -255,10 +263,13 @@ class ZeroEngine(Engine):
         own: ZeroOptimizer = prepared.optimizer
         if hasattr(own, "fp32_partitioned_groups_flat"):
             _check_counts_nothing(own.optimizer)
+            let_gradients_reach(self.model)
         loss_scaler = getattr(own, "loss_scaler", None)
         if loss_scaler is not None and hasattr(loss_scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.
             loss_scaler.raise_error_at_min_scale = False
+        self._whole_steps = pieces_zero.step_wholes(self.model, own)
+        # Later, so that it has the last word.
         pieces_zero.pass_by_unused(cast(PreTrainedModel, self.model), own)
         fit_buckets(own, self.model.parameters())
         return optimizer
@@ -292,8 +303,8 @@ class ZeroEngine(Engine):
                     parameter.ds_active_sub_modules.discard(_GENERATION)
 
     def pieces(self) -> Iterable[Piece]:
-        """This rank's runs of the flattened parameters and of their optimizer state."""
-        return pieces_zero.list_pieces(self.model, self._engine)
+        """This rank's runs of the flattened parameters, and their optimizer state."""
+        return pieces_zero.list_pieces(self.model, self._engine, self._whole_steps)
 
     def weights(self) -> Iterable[Piece]:
         """This rank's part of the weights that the model computes with; under ZeRO-1 and 2 all of them."""

@@ -145,6 +145,9 @@ class PipelineFsdpStrategy(PipelineStrategy):
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         return axes.shard_weights(again=0.0, microbatches=1, ends=None)
 
+    def _whole_traffic(self, axes: Axes) -> Iterable[Sent]:
+        return axes.gather_shards()
+
     @classmethod
     def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
         return sizes.elements * sizes.weight_bytes, sizes.trained * sizes.gradient_bytes, 0.0

@@ -17,14 +17,13 @@ from torch import nn
 from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import gather_json
 from hfdist.errors import PartitionError
-from hfdist.optim.probe import Reach
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import generate
 from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed, with_master_weights
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
-from hfdist.strategies.traffic import Axes, Sent
+from hfdist.strategies.traffic import Axes, Sent, cut_elements
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 class PipelineZeroEngine(PipelineEngine):
     """DeepSpeed reduces and steps at the end of `forward_backward`, as it does in the Trainer without a pipeline."""
 
-    optimizer_sees = Reach.element
     steps_other_tensors = True
     clips_stepped = True
     _strategy: PipelineZeroStrategy
@@ -59,6 +57,8 @@ class PipelineZeroEngine(PipelineEngine):
             config=self._strategy.deepspeed_config,
             dist_init_required=False,
         )
+        self._whole_steps = pieces_zero.step_wholes(self.model, self._engine.optimizer)
+        # Later, so that it has the last word.
         pieces_zero.pass_by_unused(self._split.model, self._engine.optimizer)
         fit_buckets(self._engine.optimizer, self.model.parameters())
         self._norm = torch.zeros(())
@@ -93,7 +93,7 @@ class PipelineZeroEngine(PipelineEngine):
 
     def pieces(self) -> Iterable[Piece]:
         """List this rank's runs of its stages' flattened parameters and of their optimizer state."""
-        return pieces_zero.list_pieces(self.model, self._engine)
+        return pieces_zero.list_pieces(self.model, self._engine, self._whole_steps)
 
     def after_load(self) -> None:
         """Copy what was read into the weights that the model computes with."""
@@ -140,6 +140,10 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         return reduce_to_owners(axes, microbatches=1, hidden_by=None)
+
+    def _whole_traffic(self, axes: Axes) -> Iterable[Sent]:
+        # Each rank has a part of the blocks of its stages.
+        return axes.gather_runs(cut_elements(axes.sizes.stepped_whole, axes.topology.world_size))
 
     @classmethod
     def _state(cls, sizes: RankSizes) -> MemoryUse:

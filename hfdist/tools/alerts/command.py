@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import shlex
+import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
 
@@ -44,23 +46,29 @@ class AlertCommand:
             thread.join(_LONGEST_SECONDS + 1)
 
     def _run(self, text: str) -> None:
-        try:
-            ended = subprocess.run(
-                self._words,
-                input=text,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                timeout=_LONGEST_SECONDS,
-                check=False,
-            )
-        except OSError as error:
-            logger.warning("report.alert_command cannot be started: %s", error.strerror)
-            return
-        except subprocess.TimeoutExpired:
-            logger.warning("report.alert_command took more than %g s, and was killed", _LONGEST_SECONDS)
-            return
-        if ended.returncode != 0:
-            said = printable(ended.stderr.strip(), 200)
-            logger.warning("report.alert_command has ended with exit code %d: %s", ended.returncode, said)
+        # Into a file: what the command leaves running may hold a pipe open.
+        with tempfile.TemporaryFile() as errors:
+            try:
+                process = subprocess.Popen(
+                    self._words,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    text=True,
+                    process_group=0,
+                )
+            except OSError as error:
+                logger.warning("report.alert_command cannot be started: %s", error.strerror)
+                return
+            try:
+                process.communicate(text, _LONGEST_SECONDS)
+            except subprocess.TimeoutExpired:
+                # With its children.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                logger.warning("report.alert_command took more than %g s, and was killed", _LONGEST_SECONDS)
+                return
+            if process.returncode != 0:
+                errors.seek(0)
+                said = printable(errors.read(1000).decode(errors="replace").strip(), 200)
+                logger.warning("report.alert_command has ended with exit code %d: %s", process.returncode, said)

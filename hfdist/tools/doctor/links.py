@@ -53,7 +53,7 @@ class Rendezvous:
         limit = timedelta(seconds=JOIN_SECONDS / 2)
         try:
             store = dist.TCPStore(host, int(port), is_master=serves, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]  # not in torch's stubs
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # a port beyond those that there are is a TypeError
             what, where = f"rank {self.rank} does not reach the store", f"MASTER_ADDR={host} MASTER_PORT={port}"
             hint = "the address of rank 0's machine, as the others see it, and a port that no firewall closes"
             found = f"from {socket.gethostname()}: {first_line(error)}"

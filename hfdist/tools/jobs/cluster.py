@@ -5,6 +5,7 @@ A cluster is no part of a run's config: the same run goes on elsewhere.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -209,7 +210,21 @@ def compose_cluster(name: str, overrides: Sequence[str], own: Path | None = None
     path = _section().find(name, own, key=GROUP, hint=f"{GROUP}={_DEFAULT} cluster.nodes=2")
     cluster: ClusterConfig = _section().compose(path, overrides)
     _check(cluster)
+    # In a job's file they are quoted.
+    for name in ("folder", "python"):
+        value = getattr(cluster, name)
+        if value is not None and cluster.same_files:
+            setattr(cluster, name, os.path.expanduser(value))
+        elif value is not None:
+            refuse_home(f"{_PREFIX}{name}", value)
     return cluster
+
+
+def refuse_home(key: str, path: str) -> None:
+    """Raise a ConfigError where a path on machines that do not see this one's files begins with `~`."""
+    if path.startswith("~"):
+        what, allowed = "the home folder need not be the same on the machines", "an absolute path"
+        raise ConfigError(what, where=key, found=path, allowed=allowed, hint="cluster.same_files=true where it is")
 
 
 def _check(cluster: ClusterConfig) -> None:

@@ -18,7 +18,7 @@ from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.strategy import simple_layout
 from hfdist.errors import ConfigError
 from hfdist.records import RunFolder, read_lines
-from hfdist.tools.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster, describe_keys
+from hfdist.tools.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster, describe_keys, refuse_home
 from hfdist.tools.jobs.job import MARK, STANDARD_OUTPUT, Job, JobFiles
 from hfdist.tools.jobs.kubernetes import write_kubernetes
 from hfdist.tools.jobs.parallelcluster import write_parallelcluster
@@ -66,6 +66,11 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
     config = line.compose()
     of_user = None if line.config_dir is None else expand_user(line.config_dir)
     cluster = compose_cluster(line.own.get("cluster", "default"), line.of_group, of_user)
+    if not cluster.same_files:
+        # What is composed has it written out, as it is here.
+        for override in line.overrides:
+            if override.startswith("run.dir="):
+                refuse_home("run.dir", override.partition("=")[2].strip("'\""))
     check_job(config, cluster, is_offline=line.is_offline)
     out = line.own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
     job = Job(
@@ -80,14 +85,18 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
 
 
 def write_job(target: str, job: Job) -> None:
-    """Write the files, and say how they are submitted; ConfigError: another file is in their place."""
+    """Write the files, and say how they are submitted; ConfigError: another file is in their place, or none can be."""
     made = TARGETS[target][1](job)
     if job.path == STANDARD_OUTPUT:
         sys.stdout.write("".join(file.text for file in made.files))
         return
-    for file in made.files:
-        _check_place(file.path)
-    made.write()
+    try:
+        for file in made.files:
+            _check_place(file.path)
+        made.write()
+    except OSError as error:
+        what, where = "the file cannot be written", f"out ({COMMAND_LINE})"
+        raise ConfigError(what, where=where, found=f"{error.filename}: {error.strerror}", hint="out=-") from error
     sys.stdout.write("".join(f"written: {file.path}\n" for file in made.files))
     sys.stdout.write("".join(f"to submit it: {line}\n" for line in made.submit))
 
@@ -152,7 +161,8 @@ def _longest(path: Path, key: str, event: str | None = None) -> float:
 
 def _check_place(path: Path) -> None:
     if path.exists() and not (path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace")[:500]):
-        what, hint = "another file is there, which no `hfdist job` has written", f"out={path.stem}-job{path.suffix}"
+        hint = f"out={path / 'job'}" if path.is_dir() else f"out={path.stem}-job{path.suffix}"
+        what = "this is a folder" if path.is_dir() else "another file is there, which no `hfdist job` has written"
         raise ConfigError(what, where=f"out ({COMMAND_LINE})", found=str(path), hint=hint)
     if not path.absolute().parent.is_dir():
         hint = f"mkdir -p {shlex.quote(str(path.parent))}, or out={path.name} for this folder"

@@ -68,7 +68,7 @@ def run_on_machines(
         cpus: cores of each.
         gpus: of each.
         memory_gib: of each; None: not asked for.
-        max_restarts: how often all start again where every machine's part was lost; a script decides otherwise.
+        max_restarts: how often all start again where every machine's part was lost; else the script decides.
         script: of bash. It ends with 75 where it is to be started again, and finds FIRST, PEER, NODE_RANK, PORT and ID.
     """
     import ray
@@ -77,17 +77,20 @@ def run_on_machines(
     given: dict[str, float] = {"CPU": cpus, "GPU": gpus, "memory": (memory_gib or 0) * 2**30}
     resources = {name: number for name, number in given.items() if number}
     told: list[int] = []
-    for starts_left in range(max_restarts, -1, -1):
-        code = AGAIN
+    for _ in range(max_restarts + 1):
+        code: int | None = AGAIN
         while code == AGAIN and not told:
             code = _run_once(nodes, resources, script, told)
-        if code != LOST or told or starts_left == 0:
+        if code is not None or told:
             break
-    sys.exit(code)
+    sys.exit(LOST if code is None else code)
 
 
-def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[int]) -> int:
-    """Args: told: gets the number of a signal that this process was sent."""
+def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[int]) -> int | None:
+    """Give the exit code of the script; None: every machine's part was lost.
+
+    `told` gets the number of a signal that this process was sent.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -120,15 +123,15 @@ def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[i
         ray.util.remove_placement_group(group)
 
 
-def _run_on(machines: list[Any], script: str) -> int:
-    """Give the exit code that the first machine has told; `LOST`: none has."""
+def _run_on(machines: list[Any], script: str) -> int | None:
+    """Give the exit code that the first machine has told; None: none has."""
     import ray
     from ray.exceptions import RayError
 
     try:
         places = ray.get([machine.find_place.remote() for machine in machines])
     except RayError:
-        return LOST
+        return None
     shared = {"FIRST": places[0][0], "PORT": str(places[0][1]), "ID": uuid.uuid4().hex}
     running = []
     for rank, machine in enumerate(machines):
@@ -144,4 +147,4 @@ def _run_on(machines: list[Any], script: str) -> int:
             codes.append(ray.get(result))
         except RayError as error:
             sys.stderr.write(f"a machine was lost: {str(error).splitlines()[0]}\n")
-    return codes[0] if codes else LOST
+    return codes[0] if codes else None

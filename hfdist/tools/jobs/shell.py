@@ -22,7 +22,8 @@ def setup_lines(job: Job) -> str:
     if cluster.cpus is not None:
         variables["OMP_NUM_THREADS"] = str(cluster.cpus)
     lines = [f"cd {shlex.quote(job.folder)} || exit 1"] if job.folder is not None else []
-    lines += cluster.setup
+    # A site's own files may ask for variables that are not set.
+    lines += ["set +u", *cluster.setup, "set -u"] if cluster.setup else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in (variables | cluster.environment).items()]
     return "".join(f"{line}\n" for line in lines)
 

@@ -19,7 +19,7 @@ exit "$code"
 
 
 def write_skypilot(job: Job) -> JobFiles:
-    """Give the task; ConfigError: the run's folder would go with the machines, or they lack hfdist."""
+    """Give the task; ConfigError: the run's folder would go with the machines, or they lack hfdist, or GPUs."""
     options = job.cluster.skypilot
     if options.volume is None and job.cluster.folder is None:
         what = "the run's folder must be on a disk that all machines see, and those that come after them"
@@ -29,6 +29,11 @@ def write_skypilot(job: Job) -> JobFiles:
         what, where = "new machines have no hfdist", "cluster.skypilot.install"
         hint = "'cluster.skypilot.install=[\"pip install git+https://...\"]', or cluster.image=IMAGE, which has it"
         raise ConfigError(what, where=where, found="[]", hint=hint)
+    if job.cluster.gpus != (options.accelerator is not None):
+        what, where = "SkyPilot gives GPUs of a kind that is named", "cluster.skypilot.accelerator"
+        found = f"{options.accelerator or 'null'}, with cluster.gpus={str(job.cluster.gpus).lower()}"
+        hint = f"{where}=H100" if job.cluster.gpus else f"cluster.gpus=true, or {where}=null"
+        raise ConfigError(what, where=where, found=found, hint=hint)
     job = job.starting_in(options.mount)
     cluster = job.cluster
     submit = f"sky jobs launch {job.shell_path}"

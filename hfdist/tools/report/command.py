@@ -18,7 +18,7 @@ from hfdist.records.trials import TRIALS
 from hfdist.tools.report.live import serve
 from hfdist.tools.report.page import page, parts
 from hfdist.tools.report.reading.run_files import RunFiles
-from hfdist.tools.report.sweep import read_trials, sweep
+from hfdist.tools.report.sweep import read_trials
 
 _HELP = """\
 Write one HTML file about a run, or about several laid over each other; or serve it while they train.
@@ -38,6 +38,8 @@ Nothing else in a run's folder changes. Exit codes: 0; 2: a mistake in the comma
 _KEYS = {"out": "FILE", "port": "N", "live": FLAG}
 _MOST_RUNS = 24
 """More make a page that no phone opens quickly: see the limit of its size."""
+_MOST_BEST = 12
+"""Most runs of a sweep: its trials have a part of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ def _report(arguments: list[str]) -> None:
     request = parse_request(arguments)
     runs = [RunFiles(folder) for folder in request.folders]
     if request.is_live:
-        serve(runs, request.port)
+        serve(runs, request.port, request.sweeps)
     else:
         sys.stdout.write(f"{write(runs, request.out, request.sweeps)}\n")
 
@@ -79,8 +81,7 @@ def write(runs: Sequence[RunFiles], out: Path, sweeps: Sequence[Path] = ()) -> P
     """
     for run in runs:
         run.read()
-    of_sweeps = {f"sweep-{place}": sweep(folder) for place, folder in enumerate(sweeps)}
-    content = page(runs, of_sweeps | parts(runs))
+    content = page(runs, parts(runs, sweeps))
     try:
         write_atomically(out, content.encode(), is_durable=False)
     except OSError as error:
@@ -93,8 +94,8 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
     """Read the command line; ConfigError: an unknown key, a wrong value, or no such run."""
     # A folder's name may hold anything.
     # As audit, plan and job have it.
-    arguments = [one if Path(one).is_dir() else one.removeprefix("run=") for one in arguments]
-    names = [one for one in arguments if not one.startswith("-") and ("=" not in one or Path(one).is_dir())]
+    arguments = [one if os.path.isdir(one) else one.removeprefix("run=") for one in arguments]
+    names = [one for one in arguments if not one.startswith("-") and ("=" not in one or os.path.isdir(one))]
     values = read_arguments([one for one in arguments if one not in names], _KEYS)
     if not 1 <= len(names) <= _MOST_RUNS:
         allowed = f"1 to {_MOST_RUNS} folders"
@@ -109,7 +110,7 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
     # A folder of somebody else's may be read-only.
     beside = given[0] if len(given) == 1 and os.access(given[0], os.W_OK) else Path()
     out = expand_user(values["out"]) if "out" in values else beside / "report.html"
-    if out.is_dir():
+    if os.path.isdir(out):
         raise ConfigError(
             "this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html"
         )
@@ -128,4 +129,4 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
 def _best_trials(folder: Path) -> list[Path]:
     """Give the run folders of a sweep's trials, the best first."""
     found = [folder / f"trial-{trial.number:04d}" for trial in read_trials(folder)]
-    return [run for run in found if any(mark.exists() for mark in RunFolder(run).marks)][:_MOST_RUNS]
+    return [run for run in found if any(mark.exists() for mark in RunFolder(run).marks)][:_MOST_BEST]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
+from hfdist.errors import printable
 from hfdist.records import Event, State
 from hfdist.tools.report.drawing.chart import TOP, frame
 from hfdist.tools.report.reading.run_files import RunFiles
@@ -82,6 +83,9 @@ def _used_up(event: Mapping[str, object]) -> str:
 _STYLES = {
     Event.start: EventStyle(None, "starts", False, _started),
     Event.resume: EventStyle("R", "resumes", False, _resumed),
+    Event.replica: EventStyle(
+        None, "replicas", True, lambda e: f"passed over a replica in memory, at step {_step(e)}: {e.get('found', '')}"
+    ),
     Event.save: EventStyle(None, "saves", False, _saved),
     Event.skip: EventStyle(
         "S", "skips", True, lambda e: f"step {_step(e)} was skipped: its loss or gradient was not finite"
@@ -152,7 +156,7 @@ def marked(run: RunFiles, most: int) -> list[Marked]:
         letter = style_of(event).letter
         if letter is not None and (not _is(event, Event.end) or is_bad(event)):
             text = f"step {step:,.0f}: {style_of(event).words(event)}"
-            found.append(Marked(step, letter, text[:LONGEST], is_bad(event)))
+            found.append(Marked(step, letter, printable(text, LONGEST), is_bad(event)))
     found.sort(key=lambda mark: mark.step)
     groups: list[list[Marked]] = []
     for mark in found:
@@ -188,13 +192,16 @@ def time_line(run: RunFiles) -> str:
     timed = [(event, when) for event in run.events if (when := instant(event.get("time"))) is not None]
     if not timed:
         return ""
-    place = _placing(timed, run)
+    spans = _spans(timed, run)
+    words = f"{count(len(timed), 'event')} of {count(len(spans), 'start')}: the table has them in words."
+    spans = spans[-_MOST_STARTS:]
+    timed = [(event, when) for event, when in timed if when >= spans[0].first]
+    place = _placing(spans)
     inside = [event for event, _ in timed if not _is(event, Event.start, Event.end)]
     names = list(dict.fromkeys(style_of(event).name for event in inside))[:12]
     rows = ["running", *names]
-    inner = [_bars(timed, run, place), *(_row(timed, name, row + 1, place) for row, name in enumerate(names))]
+    inner = [_bars(spans, place), *(_row(timed, name, row + 1, place) for row, name in enumerate(names))]
     labels = [(TOP + 18 * row + 9, name) for row, name in enumerate(rows)]
-    words = f"{count(len(timed), 'event')} of {count(len(_spans(timed, run)), 'start')}: the table has them in words."
     data = {"form": "none"}
     return (
         f'<figure class="chart">{_TIME_HEAD}'
@@ -206,47 +213,55 @@ def time_line(run: RunFiles) -> str:
 _TIME_HEAD = "<h3>Events by time <small>pauses between starts are shortened</small></h3>"
 
 
-def _spans(timed: _Timed, run: RunFiles) -> list[tuple[datetime, datetime]]:
-    """When each start began and ended, the newest of them."""
-    spans: dict[str, tuple[datetime, datetime]] = {}
+class _Span(NamedTuple):
+    """When a start ran."""
+
+    first: datetime
+    last: datetime
+    start: object
+    """Its number."""
+    end: Mapping[str, object] | None
+    """The event of its end; None: it runs."""
+
+
+def _spans(timed: _Timed, run: RunFiles) -> list[_Span]:
+    """Give all starts by their time."""
+    spans: dict[str, _Span] = {}
     for event, when in timed:
-        first, last = spans.get(repr(event.get("start")), (when, when))
-        spans[repr(event.get("start"))] = (min(first, when), max(last, when))
-    found = sorted(spans.values())
+        start = event.get("start")
+        span = spans.get(repr(start), _Span(when, when, start, None))
+        end = event if _is(event, Event.end) else span.end
+        spans[repr(start)] = _Span(min(span.first, when), max(span.last, when), start, end)
+    found = sorted(spans.values(), key=lambda span: (span.first, span.last))
     updated = None if run.record is None else instant(run.record.updated)
     if updated is not None:
-        found[-1] = (found[-1][0], max(found[-1][1], updated))
-    return found[-_MOST_STARTS:]
+        found[-1] = found[-1]._replace(last=max(found[-1].last, updated))
+    return found
 
 
-def _placing(timed: _Timed, run: RunFiles) -> Callable[[datetime], float]:
+def _placing(spans: Sequence[_Span]) -> Callable[[datetime], float]:
     """Give a function from a time to its share of the time line, from 0 to 1."""
-    spans = _spans(timed, run)
     pause = min(_LONGEST_PAUSE, 0.3 / len(spans))
-    lengths = [max((last - first).total_seconds(), 1e-3) for first, last in spans]
+    lengths = [max((span.last - span.first).total_seconds(), 1e-3) for span in spans]
     scale = (1 - pause * (len(spans) - 1)) / sum(lengths)
 
     def place(when: datetime) -> float:
         passed = 0.0
-        for (first, last), length in zip(spans, lengths, strict=True):
-            if when <= last:
-                return min(passed + max((when - first).total_seconds(), 0.0) * scale, 1.0)
+        for span, length in zip(spans, lengths, strict=True):
+            if when <= span.last:
+                return min(passed + max((when - span.first).total_seconds(), 0.0) * scale, 1.0)
             passed += length * scale + pause
         return 1.0
 
     return place
 
 
-def _bars(timed: _Timed, run: RunFiles, place: Callable[[datetime], float]) -> str:
+def _bars(spans: Sequence[_Span], place: Callable[[datetime], float]) -> str:
     drawn = []
-    ends = {instant(event.get("time")): event for event, _ in timed if _is(event, Event.end)}
-    for number_of, (first, last) in enumerate(_spans(timed, run), 1):
-        event = ends.get(last)
-        words = "running" if event is None else style_of(event).words(event)
-        kind = "bar bad" if event is not None and is_bad(event) else "bar"
-        text = escaped(
-            f"start {number_of}: {first:%Y-%m-%d %H:%M:%S}, {duration((last - first).total_seconds())}; {words}"
-        )
+    for first, last, start, end in spans:
+        words = "running" if end is None else style_of(end).words(end)
+        kind = "bar bad" if end is not None and is_bad(end) else "bar"
+        text = escaped(f"start {start}: {first:%Y-%m-%d %H:%M:%S}, {duration((last - first).total_seconds())}; {words}")
         x, width = 100 * place(first), 100 * max(place(last) - place(first), 0.003)
         drawn.append(
             f'<rect class="{kind}" data-text="{text}" x="{x:.2f}%" width="{width:.2f}%" y="{TOP + 3}" height="12"/>'

@@ -17,8 +17,9 @@ import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, first_line
 from hfdist.tools.report.page import page, parts
 from hfdist.tools.report.reading.run_files import RunFiles
 
@@ -41,11 +42,12 @@ class LivePage:
     """The newest HTML of each part, with a version that grows when one changes.
 
     Args:
-        runs: already read.
+        runs: that it is about.
+        sweeps: folders of those whose trials these are.
     """
 
-    def __init__(self, runs: Sequence[RunFiles]) -> None:
-        self.runs = runs
+    def __init__(self, runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> None:
+        self.runs, self._sweeps = runs, sweeps
         # Another start of the server counts anew: a browser that comes back takes all.
         self._boot = secrets.token_hex(4)
         self._changed = threading.Condition()
@@ -58,7 +60,7 @@ class LivePage:
         """Read what is new, and draw."""
         for run in self.runs:
             run.read()
-        html_of = parts(self.runs)
+        html_of = parts(self.runs, self._sweeps)
         with self._changed:
             for name, html in html_of.items():
                 if self._parts.get(name, (0, None))[1] != html:
@@ -67,14 +69,20 @@ class LivePage:
             self._changed.notify_all()
 
     def follow(self) -> None:
-        """Refresh for ever, until `end`."""
-        rest = _EVERY_SECONDS
+        """Refresh for ever, until `end`. What fails once may succeed at the next look."""
+        rest, said = _EVERY_SECONDS, ""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self.has_ended, rest):
                     return
             begin = time.monotonic()
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception as error:
+                words = f"warning: the page stays as it was: {type(error).__name__}: {first_line(error)}\n"
+                if words != said:
+                    sys.stderr.write(words)
+                said = words
             rest = max(_EVERY_SECONDS, _LEAST_REST * (time.monotonic() - begin))
 
     def end(self) -> None:
@@ -202,19 +210,27 @@ class _Handler(BaseHTTPRequestHandler):
         live = self.server.live
         while not live.has_ended:
             place, news = live.wait_for_news(place)
-            lines = [f"id: {place}\ndata: {json.dumps({'id': name, 'html': html})}\n\n" for name, html in news.items()]
+            lines = [f"data: {json.dumps({'id': name, 'html': html})}\n\n" for name, html in news.items()]
+            if lines:
+                # A browser that was cut off before the last of them hears all of them again.
+                lines[-1] = f"id: {place}\n{lines[-1]}"
             # A comment tells nothing; that it cannot be sent tells that the browser has gone.
             self.wfile.write("".join(lines or [":\n\n"]).encode())
             self.wfile.flush()
 
 
-def serve(runs: Sequence[RunFiles], port: int) -> None:
+def serve(runs: Sequence[RunFiles], port: int, sweeps: Sequence[Path] = ()) -> None:
     """Serve until Ctrl-C.
+
+    Args:
+        runs: that the page is about.
+        port: to listen at; 0: any that is free.
+        sweeps: folders of those whose trials these are.
 
     Raises:
         ConfigError: the port is taken.
     """
-    live = LivePage(runs)
+    live = LivePage(runs, sweeps)
     server = Server(live, port)
     try:
         threading.Thread(target=live.follow, daemon=True).start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from itertools import accumulate
@@ -19,6 +19,7 @@ from hfdist.tools.report.drawing.chart import colour
 from hfdist.tools.report.plan import plan
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.rollouts import rollouts
+from hfdist.tools.report.sweep import sweep
 from hfdist.tools.report.text import escaped
 from hfdist.units import count
 
@@ -34,8 +35,14 @@ _PARTS = (
     rollouts,
     sections.details,
 )
-_MOST_CHARACTERS = 260_000
-"""Most characters of all parts together, so that the page with style and script stays below 300 KB."""
+_MOST_BYTES = 260_000
+"""Most bytes of all parts together, so that the page with style and script stays below 300 KB."""
+_MAY_BE_LEFT_OUT = {
+    "pipeline": ("Pipeline", "The recorded step", "timeline.json"),
+    "rollouts": ("Answers and their rewards", "Answers", "rollouts.jsonl"),
+    "samples": ("Samples", "Samples", "samples.jsonl"),
+}
+"""Parts of a page of one run, the first to go first: title, what they have, and where that is."""
 _MARKS = (
     "<footer>Marks in the curves: R a resume, S a skipped step, B a rollback, A an alert, L a lost rank, $ a budget "
     "that is used up, E an end that is no good one. Of many points, the lowest and the highest of each stretch are "
@@ -43,26 +50,31 @@ _MARKS = (
 )
 
 
-def parts(runs: Sequence[RunFiles]) -> dict[str, str]:
-    """Give the HTML of each part of the page by its id; a part that has nothing to say is empty."""
+def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, str]:
+    """Give the HTML of each part of the page by its id; a part that has nothing to say is empty.
+
+    Args:
+        runs: that it is about.
+        sweeps: folders of those whose trials these are.
+    """
     several = len(runs) > 1
+    of_sweeps = {f"sweep-{place}": sweep(folder) for place, folder in enumerate(sweeps)}
     heads = (sections.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
-    found = {
+    found = of_sweeps | {
         "heads": "".join(heads),
         "differences": compare.differences(runs) if several else "",
         "losses": _grid("large", curves.loss_charts(runs)),
         "curves": curves.small_charts(runs),
         "marks": curves.texts_of_marks(runs),
     }
-    room = _MOST_CHARACTERS - sum(map(len, found.values()))
+    room = _MOST_BYTES - _num_bytes(found)
     found["curves"] = _grid("small", _fitting(figures.task_charts(runs), room) + found["curves"])
     for number, run in enumerate(runs):
         if several:
             found[f"run-{number}"] = _folded(run, number)
         else:
             found |= {part.__name__: part(run) for part in _PARTS}
-    if several:
-        _shorten(found, runs)
+    _shorten(found, _notes_of_runs(runs) if several else _notes_of_parts())
     return found
 
 
@@ -98,19 +110,38 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
 
 
 def _fitting(charts: Sequence[str], room: int) -> str:
-    """Give the first charts, as many as have so many characters at the most."""
-    sizes = accumulate(map(len, charts))
+    """Give the first charts, as many as have so many bytes at the most."""
+    sizes = accumulate(len(chart.encode()) for chart in charts)
     shown = [chart for chart, size in zip(charts, sizes, strict=True) if size <= room]
     left_out = f"<p>A page of fewer runs has {count(len(charts) - len(shown), 'more chart')}.</p>"
     return "".join(shown) + (left_out if shown != [*charts] else "")
 
 
-def _shorten(html_of: dict[str, str], runs: Sequence[RunFiles]) -> None:
-    """Leave out what is of one run alone, of the last runs first, until the page is small enough."""
-    for number in reversed(range(len(runs))):
-        if sum(map(len, html_of.values())) > _MOST_CHARACTERS:
-            note = f"<p>What else there is of {escaped(runs[number].name)}, the report of that run alone has.</p>"
-            html_of[f"run-{number}"] = note
+def _shorten(html_of: dict[str, str], notes: Mapping[str, str]) -> None:
+    """Put notes in the place of their parts, in order, until the page is small enough."""
+    for name, note in notes.items():
+        if html_of[name] and _num_bytes(html_of) > _MOST_BYTES:
+            html_of[name] = note
+
+
+def _notes_of_runs(runs: Sequence[RunFiles]) -> dict[str, str]:
+    """Give notes in place of what is of one run alone, of the last run first, and then of the smaller charts."""
+    notes = {
+        f"run-{number}": f"<p>What else there is of {escaped(run.name)}, the report of that run alone has.</p>"
+        for number, run in reversed([*enumerate(runs)])
+    }
+    return notes | {"curves": "<p>A page of fewer runs has more charts.</p>"}
+
+
+def _notes_of_parts() -> dict[str, str]:
+    return {
+        name: f"<h2>{title}</h2><p>{what} would make this page too large: see {file}.</p>"
+        for name, (title, what, file) in _MAY_BE_LEFT_OUT.items()
+    }
+
+
+def _num_bytes(html_of: Mapping[str, str]) -> int:
+    return sum(len(html.encode()) for html in html_of.values())
 
 
 def _grid(size: str, drawn: str) -> str:

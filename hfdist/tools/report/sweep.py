@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hfdist.records.trials import NOTES, SETTINGS, Trial, TrialLog, rank_trials
@@ -27,7 +28,12 @@ def read_trials(folder: Path) -> list[Trial]:
     settings = _settings(folder)
     sign = -1 if settings.get("direction") == "maximize" else 1
     has_lengths = settings.get("rungs", 1) != 1 or settings.get("sampler") == "pbt"
-    return rank_trials(TrialLog(folder).trials, sign=sign, has_lengths=has_lengths)
+    trials = TrialLog(folder).trials
+    for trial in trials:
+        trial.results = [
+            replace(one, tokens=int(number(one.tokens) or 0), value=number(one.value)) for one in trial.results
+        ]
+    return rank_trials(trials, sign=sign, has_lengths=has_lengths)
 
 
 def sweep(folder: Path) -> str:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from hfdist.errors import printable
+from hfdist.secrets import mask_secrets
 
 LONGEST = 300
 """Characters of a text in a line."""
@@ -21,9 +22,10 @@ def escaped(value: object, longest: int = LONGEST) -> str:
 
 def escaped_lines(value: object, longest: int) -> str:
     """Give a text as HTML that keeps its lines."""
-    return "\n".join(html.escape(printable(line)) for line in str(value)[:longest].split("\n")) + (
-        " ..." if len(str(value)) > longest else ""
-    )
+    # A secret may have several lines, or lie where the text is cut; and the text may be a file's whole content.
+    text = mask_secrets(str(value)[: 2 * longest])
+    lines = "\n".join(html.escape(printable(line)) for line in text[:longest].split("\n"))
+    return lines + (" ..." if len(text) > longest else "")
 
 
 def number(value: object) -> float | None:

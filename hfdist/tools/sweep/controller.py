@@ -19,7 +19,7 @@ from hfdist.atomic_write import write_atomically
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.sweep import Sampler, SweepConfig
-from hfdist.errors import BudgetError, ConfigError, PeerError
+from hfdist.errors import BudgetError, CheckpointError, ConfigError, PeerError
 from hfdist.records import RunFolder, RunRecord, State, read_lines, read_run
 from hfdist.records.trials import Result, Trial, TrialLog, rank_trials
 from hfdist.tools.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
@@ -58,7 +58,11 @@ class Sweep:
         return self.folder / f"trial-{trial.number:04d}"
 
     def overrides_of(self, trial: Trial, rung: int) -> list[str]:
-        """Give the trial's own overrides on the way to the end of a rung."""
+        """Give the trial's own overrides on the way to the end of a rung.
+
+        Raises:
+            CheckpointError: the checkpoint at which it begins is gone.
+        """
         own = [*as_overrides(trial.values), f"run.dir={self.folder_of(trial)}"]
         if not self.has_lengths:
             return own
@@ -67,7 +71,11 @@ class Sweep:
             return own
         # Names of steps are as long as each other, and one that is not complete has another ending.
         steps_of_parent = RunFolder(self.folder / f"trial-{trial.parent:04d}").checkpoints.glob("step-????????")
-        return [*own, f"checkpoint.resume={max(steps_of_parent)}"]
+        newest = max(steps_of_parent, default=None)
+        if newest is None:
+            what = f"trial {trial.parent}, at whose checkpoint it begins, has none any more"
+            raise CheckpointError(what, where=str(self.folder))
+        return [*own, f"checkpoint.resume={newest}"]
 
     def length_of(self, trial: Trial, rung: int) -> list[str]:
         """Give the overrides that end the trial at the end of a rung."""
@@ -192,6 +200,9 @@ class Controller:
         return planned
 
     def _free_slot(self) -> int | None:
+        # Trials that were found again may run in slots that there are no more.
+        if len(self._running) >= self._config.slots:
+            return None
         taken = {process.slot for process in self._running.values()}
         return next((slot for slot in range(self._config.slots) if slot not in taken), None)
 
@@ -205,11 +216,16 @@ class Controller:
         if trial is None:
             return False
         rung, folder = len(trial.results), self.sweep.folder_of(trial)
+        try:
+            overrides = self.sweep.overrides_of(trial, rung)
+        except CheckpointError as error:
+            self.log.fail(trial, error.what)
+            self._say(f"trial {trial.number} has failed: {error.what}")
+            return True
         folder.mkdir(parents=True, exist_ok=True)
         before = read_run(folder)
         aim = {"rung": rung, "start": 0 if before is None else before.start}
         write_atomically(folder / _AIM, json.dumps(aim).encode())
-        overrides = self.sweep.overrides_of(trial, rung)
         started = self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
         if self._is_told_to_stop:
             # Meanwhile.

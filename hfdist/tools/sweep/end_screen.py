@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from hfdist.config.schema import find_key
@@ -28,7 +29,8 @@ def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str, 
     if delivered and (folder / LOG).is_file():
         lines.append(f"how to use it: the last lines of {folder / LOG}")
     lines += _used(sweep, controller.log.trials)
-    steps = [(f"hfdist report {sweep.folder}", "makes a page of all trials"), (again, "trains the best one again")]
+    report = f"hfdist report {shlex.quote(str(sweep.folder))}"
+    steps = [(report, "makes a page of all trials"), (again, "trains the best one again")]
     if not sweep.has_lengths:
         longer = f"run.name=longer train.max_steps={2 * best.results[-1].step}"
         steps.append((f"{again} {longer}", "trains it for twice as long"))

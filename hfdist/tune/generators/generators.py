@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
 from hfdist.tune.generators.broker import Broker
 from hfdist.tune.generators.generator import Settings
-from hfdist.tune.generators.messages import RANK, connect, open_broker, pack, unpack
+from hfdist.tune.generators.messages import RANK, connect, make_folder, open_broker, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
 from hfdist.watch.diagnosis import GENERATING
@@ -82,7 +81,7 @@ class Generators(TrainerCallback):
         self._socket = connect(self._sockets, f"{RANK}{self._topology.rank}")
 
     def _start(self, limits: GenerationLimits) -> str:
-        sockets = Path(tempfile.mkdtemp(prefix="hfdist-generators-"))
+        sockets = make_folder()
         atexit.register(shutil.rmtree, sockets, ignore_errors=True)
         # What an earlier start has left, but for what its generators have printed.
         shutil.rmtree(self._files.folder, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,11 +13,18 @@ import zmq
 from hfdist.messages.message import Message, read_message
 
 Socket = zmq.Socket[bytes]
-_NAME = "broker"
+_PREFIX, _NAME = "hfdist-generators-", "broker"
 RANK = "rank-"
 """Begins the names of ranks."""
 _MOST_BYTES = 2**28
 """The most bytes of one message: of the prompts of a step, or of their answers."""
+
+
+def make_folder() -> Path:
+    """Make a folder for `open_broker` among temporary files; in /tmp where the name of its socket would be too long."""
+    added = len(f"/{_PREFIX}12345678/{_NAME}")
+    is_long = len(os.fsencode(tempfile.gettempdir())) + added > zmq.IPC_PATH_MAX_LEN
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp" if is_long else None))
 
 
 def open_broker(folder: Path) -> Socket:

@@ -26,6 +26,7 @@ from hfdist.errors import ConfigError, DataError, printable
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.records import RunFolder
 from hfdist.run.logs import set_up_logging
+from hfdist.secrets import mask_secrets
 from hfdist.topology import Topology
 from hfdist.verify.audit.exactly_once import Audit, first_sample
 
@@ -264,6 +265,7 @@ def _describe(
     ids = ids_of(tokens[first:end])
     text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
     if shows_all_text:
-        yield from (f"      {printable(line)}" for line in text.split("\n"))
+        # A secret may have several lines.
+        yield from (f"      {printable(line)}" for line in mask_secrets(text).split("\n"))
     else:
-        yield f"      {printable(text[:_SHOWN_CHARACTERS])}{' ...' if len(text) > _SHOWN_CHARACTERS else ''}"
+        yield f"      {printable(text, _SHOWN_CHARACTERS)}"

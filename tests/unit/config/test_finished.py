@@ -48,6 +48,10 @@ def test_it_says_what_was_trained_and_how_to_go_on():
     assert said.startswith("nothing left to train: runs/first has done all of its 20 steps\n")
     for words in ("12.5 s", "runs/first/model", "train.max_steps=40 checkpoint.allow_changes=true"):
         assert words in said
+    moved = changed("run", dir="runs/first one")
+    shutil.copytree("runs/first", moved.run.dir)
+    Path(moved.run.dir, "config.yaml").write_text(to_yaml(moved))
+    assert "hfdist report 'runs/first one'" in describe_finished(moved)
 
 
 def test_the_limit_that_ended_it_is_the_one_to_raise():

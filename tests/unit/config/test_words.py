@@ -95,6 +95,7 @@ def test_a_config_may_be_a_file(tmp_path, flag):
         (["--config", "none.yaml"], "no such config"),
         (["--config"], "no such config"),
         (["--config=."], "no such config"),
+        (["--config", "x" * 300 + ".yaml"], "no such config"),
         (["--config", "a.yml"], "no such config"),
         (["--config", "tune.yaml"], "hides the shipped one"),
         (["--config", "a.yaml", "--config-dir", "."], "given twice"),
@@ -176,7 +177,7 @@ def test_a_run_in_the_home_folder_is_found_by_the_name_that_is_like_it(tmp_path,
     assert error.value.hint == f"hfdist run {tmp_path}/runs/first"
 
 
-@pytest.mark.parametrize("arguments", [[], ["none.yaml"], ["strategy=zero2"], ["."]])
+@pytest.mark.parametrize("arguments", [[], ["none.yaml"], ["strategy=zero2"], ["."], ["x" * 300 + "/y"]])
 def test_a_run_without_a_config_is_one_message(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["hfdist", "run", *arguments])

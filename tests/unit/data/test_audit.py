@@ -307,6 +307,15 @@ class TestSteps:
         assert texts
         assert all(len(line) <= 6 + 80 + 4 for line in texts)
 
+    @pytest.mark.parametrize("shows_all_text", [True, False])
+    def test_secrets_are_masked_over_lines_and_at_the_cut(self, run, monkeypatch, shows_all_text):
+        key = "-----BEGIN PRIVATE KEY-----\nMIIEow\n-----END PRIVATE KEY-----"
+        text = f"{'x ' * 30}hf_{'AbCdEfGhIj' * 3}\n{key}"
+        monkeypatch.setattr(run.tokenizer, "decode", lambda *_, **__: text)
+        said = "\n".join(describe_step(run, 7, shows_all_text=shows_all_text))
+        assert "hf_" not in said
+        assert "MII" not in said
+
     @pytest.mark.parametrize("step", [0, 33])
     def test_steps_that_are_not_there_are_refused(self, run, step):
         with pytest.raises(ConfigError, match="does not hold this step") as caught:

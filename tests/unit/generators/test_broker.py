@@ -1,13 +1,16 @@
 """Ranks, a broker and generators over real sockets: who is silent or dies, and when a run ends for it."""
 
+import shutil
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from hfdist.errors import PeerError
 from hfdist.tune.generators.broker import Broker
-from hfdist.tune.generators.messages import connect, open_broker, pack, unpack
+from hfdist.tune.generators.messages import connect, make_folder, open_broker, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import MOST_RESTARTS, Processes
 
@@ -55,6 +58,19 @@ def ask(folder, *numbers, rollback=0):
     rank.send("want", rollback, prompts=[{"number": number, "step": 0} for number in numbers])
     rank.send("need", rollback, step=0, numbers=list(numbers), first=0)
     return rank
+
+
+def test_a_socket_has_a_name_of_any_length_of_temporary_folders(tmp_path_factory, monkeypatch):
+    """Those of clusters and of tests are long, and a name may have 107 bytes."""
+    base = tmp_path_factory.mktemp("a")
+    for length in (60, 73, 74, 200):
+        long = f"{base}/".ljust(length, "x")
+        Path(long).mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", long)
+        folder = make_folder()
+        open_broker(folder).close()
+        assert str(folder).startswith(long if len(long) < 74 else "/tmp/hfdist-generators-")
+        shutil.rmtree(folder)
 
 
 def test_a_silent_generator_costs_only_its_own_prompt(begin, tmp_path):

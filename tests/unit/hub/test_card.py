@@ -121,6 +121,16 @@ def test_paths_of_this_machine_are_no_names_of_the_hub(card, tmp_path):
     assert "fine-tuned from `base`" in text.text
 
 
+@pytest.mark.parametrize("folder", ["model", "adapter"])
+def test_weights_in_4_bits_are_named(card, tmp_path, folder):
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "adapter" / "adapter_config.json").write_text("{}")
+    text, _ = card("model.name=some/base", "adapter=qlora", folder=folder)
+    assert "trained beside frozen weights in 4 bits (nf4, QLoRA)" in text.text
+    assert ("merged into the weights as they were before" in text.text) == (folder == "model")
+    assert "4 bits" not in card("model.name=some/base", "adapter=lora", folder=folder)[0].text
+
+
 def test_random_weights_have_no_base(card):
     text, _ = card("model=tiny", primary="pretrain", ranks=1)
     assert text.data.base_model is None
@@ -133,6 +143,11 @@ def test_an_adapter_is_one(card, tmp_path):
     (tmp_path / "run" / "adapter" / "adapter_config.json").write_text("{}")
     text, _ = card("model.name=some/base", folder="adapter")
     assert text.data.library_name == "peft"
+
+
+def test_the_parts_that_an_adapter_stands_beside_are_told(card):
+    text, _ = card("model.name=some/base", "adapter=lora", "adapter.target_parts=[attention,experts]")
+    assert "by lora beside its attention and experts." in text.text
 
 
 def test_queries_of_addresses_are_not_published():

@@ -34,6 +34,7 @@ NEEDED = {
     "ray": (),
     "skypilot": (
         "cluster.skypilot.volume=runs",
+        "cluster.gpus=true",
         "cluster.skypilot.accelerator=H100",
         'cluster.skypilot.install=["pip install ."]',
     ),

@@ -71,6 +71,11 @@ def test_each_preset_fits_the_command_in_its_comment(name, tmp_path, monkeypatch
         (["--offlin"], "command line", "--offline"),
         (["run=runs/none"], "run (command line)", None),
         (["out=none/x.sbatch", "cluster.nodes=2"], "out (command line)", "mkdir -p none, or out=x.sbatch"),
+        (["out=.", "cluster.nodes=2"], "out (command line)", "out=job"),
+        (["out=/proc/x.sbatch", "cluster.nodes=2"], "out (command line)", "out=-"),
+        (["cluster.same_files=false", 'cluster.folder="~/work"'], "cluster.folder", "cluster.same_files=true"),
+        (["cluster.same_files=false", 'cluster.python="~/bin/python"'], "cluster.python", "cluster.same_files=true"),
+        (["cluster.same_files=false", "run.dir='~/runs'"], "run.dir", "cluster.same_files=true"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_written(tmp_path, monkeypatch, arguments, where, hint):
@@ -107,6 +112,15 @@ def test_a_cluster_file_of_ones_own(tmp_path, monkeypatch):
     assert "no key `cluster.node`" in str(refused(f"cluster={own}"))
     own.write_text("node: 4\n")
     assert "line" in refused(f"cluster={own}").where or "ours.yaml" in refused(f"cluster={own}").where
+
+
+def test_the_home_folder_is_written_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    home = ('cluster.folder="~/work"', 'cluster.python="~/bin/python"', 'run.dir="~/runs"')
+    job = parse_job(["to=slurm", *RUN, "cluster.nodes=2", *home])[1]
+    paths = (job.cluster.folder, job.cluster.python, job.config.run.dir)
+    assert paths == ("/home/me/work", "/home/me/bin/python", "/home/me/runs")
 
 
 def test_another_file_stays(tmp_path, monkeypatch, capsys):

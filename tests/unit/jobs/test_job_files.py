@@ -4,8 +4,10 @@ import ast
 import json
 import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import kubernetes_validate
 import pytest
@@ -16,8 +18,8 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import Traine
 
 from hfdist.errors import ConfigError
 from hfdist.records import read_run
+from hfdist.tools.jobs import on_ray
 from hfdist.tools.jobs.job import AGAIN
-from hfdist.tools.jobs.on_ray import _Machine
 from hfdist.tools.jobs.slurm import write_slurm
 from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
 
@@ -36,7 +38,7 @@ def test_no_value_leaves_its_quotes(tmp_path, monkeypatch, target):
     place.mkdir()
     monkeypatch.chdir(place)
     given = [*TWO, f"cluster.folder={json.dumps(str(place))}", *HOSTILE]
-    given += ['cluster.environment.NAME="$(touch PWNED)\'"']
+    given += ["cluster.setup=['echo \"$OF_THE_SITE\"']", 'cluster.environment.NAME="$(touch PWNED)\'"']
     job, texts = make(target, *given, folder=tmp_path)
     assert job.config.run.dir == 'runs/it\'s "$(touch PWNED)" #'
     script = shell_of(target, texts)
@@ -70,10 +72,24 @@ def test_lines_of_a_set_up_stay_as_they_are_in_a_container(tmp_path):
 
 
 def test_a_script_that_is_told_to_stop_before_it_has_begun_does_not_begin(tmp_path):
-    machine = _Machine()
+    machine = on_ray._Machine()
     machine.stop()
     assert machine.run(f"touch {tmp_path}/begun", {}) == AGAIN
     assert not (tmp_path / "begun").exists()
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "starts"),
+    [([6], 6, 1), ([None, 75, None, 0], 0, 4), ([None, None, None], 6, 3), ([75, 75, 3], 3, 3)],
+)
+def test_ray_starts_again_what_was_lost_whole_or_asks_for_it(monkeypatch, ends, code, starts):
+    """A script that ends with 6 has judged that nothing is gained by another start."""
+    left = iter(ends)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda: None))
+    monkeypatch.setattr(on_ray, "_run_once", lambda *_: next(left))
+    with pytest.raises(SystemExit) as ended:
+        on_ray.run_on_machines(nodes=2, cpus=1, gpus=0, memory_gib=None, max_restarts=2, script="")
+    assert (ended.value.code, len(ends) - len([*left])) == (code, starts)
 
 
 def test_the_machines_of_a_slurm_job_meet_at_the_first(tmp_path, monkeypatch):
@@ -204,6 +220,15 @@ def test_a_ray_program_holds_literals_only(tmp_path):
     assert imported.module == "hfdist.tools.jobs.on_ray"
     assert ast.literal_eval(assigned.value)["nodes"] == 2
     assert ast.unparse(guard.body) == "run_on_machines(**JOB)"
+
+
+@pytest.mark.parametrize("given", ["cluster.gpus=false", "cluster.skypilot.accelerator=null"])
+def test_skypilot_must_know_the_kind_of_gpus(tmp_path, given):
+    with pytest.raises(ConfigError) as caught:
+        make("skypilot", *TWO, given, folder=tmp_path)
+    assert caught.value.where == "cluster.skypilot.accelerator"
+    for hint in caught.value.hint.split(", or "):
+        make("skypilot", *TWO, given, hint, folder=tmp_path)
 
 
 def test_new_machines_must_get_hfdist(tmp_path):

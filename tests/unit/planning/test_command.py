@@ -5,9 +5,16 @@ import sys
 
 import pytest
 
+from hfdist.config.cli import audit
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.hardware import read_hardware
 from hfdist.config.plan import SECTION
 from hfdist.errors import ConfigError
+from hfdist.planning import answer, command
 from hfdist.planning.command import parse_request
+from hfdist.planning.searching.evaluate import Machines
+from hfdist.planning.searching.search import search_layouts
+from tests.unit.planning.models import make_constants
 
 GPU = "plan.hardware=h100_80gb"
 
@@ -57,6 +64,47 @@ def test_processes_are_those_of_the_plan_or_of_the_launch_or_a_machine_full():
 
 def test_a_search_needs_no_layout_that_fits():
     assert parse_request(["strategy=zero2", "plan.search=true", "plan.processes=1"]).plan.search
+
+
+def test_a_command_that_is_shown_can_be_copied(monkeypatch):
+    request = parse_request(["--json", "--offline", GPU, "plan.processes=2", "strategy=ddp", "data=a b.txt"])
+    # Without the flag of the plan's own.
+    assert request.line.recipe_arguments == ["--offline", "strategy=ddp", "data=a b.txt"]
+    machines = Machines(hardware=read_hardware("h100_80gb"), usable_bytes=2.0**35)
+    found = search_layouts(request.config, make_constants(), machines, processes=2, best=1).candidates
+    assert "`hfdist pretrain --offline strategy=ddp 'data=a b.txt'`" in answer._describe(request, machines, found)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert refused("data=a b.txt").hint == "hfdist plan 'data=a b.txt', without a launcher"
+    with pytest.raises(ConfigError, match="'run=a b', without a launcher"):
+        audit.parse_request(["run=a b"])
+
+
+def test_a_plan_of_rollouts_says_that_it_counts_prompts(monkeypatch, capsys):
+    monkeypatch.setattr(answer, "answer", lambda _: answer.Answer(text="a plan", content=[], fits=True))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    rollouts = ["recipe=tune", "task=grpo", "task.rewards={arithmetic: 1.0}", "data=README.md"]
+    said = []
+    for given in ([], [*rollouts, "data.format=prompt_completion"]):
+        command._plan(["model=tiny", "plan.processes=1", *given])
+        said.append("prompts only" in capsys.readouterr().out)
+    assert said == [False, True]
+
+
+def test_steps_that_calibrate_run_whatever_the_run_is():
+    """Also where they leave out what its other keys need."""
+    keys = [
+        "train.max_hours=2",
+        "train.max_cost=2",
+        "cost.price_per_hour=1",
+        "train.max_kwh=2",
+        "train.deadline='9999-01-01'",
+    ]
+    keys += ["checkpoint.every=10", "train.eval_every=10", "checkpoint.keep_best=true", "checkpoint.replicate_every=5"]
+    keys += ["evaluate.patience=3", "evaluate.min_delta=0.1", "evaluate.export=best", "evaluate.lm_eval=[arc_easy]"]
+    keys += ["evaluate.lm_eval_include=tests", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.99"]
+    config = compose_config(["model=tiny", *keys])
+    assert (config.evaluate.patience, config.train.max_kwh) == (3, 2)
+    assert compose_config(["model=tiny", *keys, *answer._STEPS]).train.max_steps == 7
 
 
 def test_a_mistake_and_the_help_load_no_torch():

@@ -9,6 +9,7 @@ from hfdist.config.hardware import read_hardware
 from hfdist.config.layout import Layout
 from hfdist.config.strategy import Offload, Schedule, Sharding
 from hfdist.config.train import Recompute
+from hfdist.errors import ConfigError
 from hfdist.models.architecture import find_architecture
 from hfdist.pipeline.schedule import Operation, live_microbatches, plan, rank_of_stage, stages_per_rank
 from hfdist.planning.searching.constants import MODES
@@ -175,10 +176,12 @@ def test_formulas_come_near_to_a_trace(measured, overrides, error):
     )
 
 
+_QLORA = ("adapter=lora", "adapter.quantization=nf4")
 _TWO_BLOCKS = "num_hidden_layers: 2, num_attention_heads: 8, num_key_value_heads: 4, max_position_embeddings: 512"
 SHAPES = {
     "activations": (128, 352, 1024, "data.sequence_length=128", "train.micro_batch_size=2"),
     "state": (256, 704, 4096, "data.sequence_length=32", "train.micro_batch_size=1"),
+    "packed weights": (512, 1408, 512, "data.sequence_length=32", "train.micro_batch_size=1", *_QLORA),
 }
 """Width, inner width, vocabulary and batch of a model, by what most of its memory is."""
 
@@ -204,6 +207,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "tensor", "pipeline")
     ("shape", "strategy"),
     [
         *(("activations", strategy) for strategy in STRATEGIES),
+        ("packed weights", "ddp"),
         *(("state", one) if one in ("zero2", "fsdp2") else many("state", one) for one in STRATEGIES),
     ],
     indirect=["shape"],
@@ -227,6 +231,17 @@ DEEP = (
     "data.lanes=64",
     "strategy=fsdp2",
 )
+
+
+def test_degrees_that_are_asked_for_are_measured_on_any_machine(measured):
+    architecture, model, machines = measured
+    assert (2, 1) in model.shares
+    alone = replace(machines, hardware=replace(machines.hardware, devices_per_machine=1))
+    config = compose_config([*FP32, "strategy.tensor=2"])
+    assert (2, 1) in measure(config, architecture, alone, as_asked=True).shares
+    with pytest.raises(ConfigError) as caught:
+        measure(compose_config([*FP32, "strategy=moe"]), architecture, alone, as_asked=True)
+    assert caught.value.where == "strategy.expert"
 
 
 def test_of_many_blocks_no_rank_of_fsdp2_holds_more_than_a_few():

@@ -2,15 +2,20 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.hardware import CPU, match_device, read_hardware
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.planning.timing.hardware import find_hardware
+from hfdist.run.own_plan import begin_plan
+from hfdist.topology import Topology
 
 SHIPPED = list_options(shipped_folder(), "hardware")
 
@@ -113,6 +118,18 @@ def test_a_mistake_in_a_file_is_named(tmp_path, line, where, words):
         find_hardware(str(path))
     assert caught.value.where.startswith(where)
     assert words in f"{caught.value.allowed} {caught.value.hint}"
+
+
+def test_a_gpu_that_no_file_describes_is_no_cpu(monkeypatch):
+    """And a run on it has no plan of itself."""
+    device = SimpleNamespace(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", total_memory=2**33)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    with pytest.raises(ConfigError) as caught:
+        find_hardware()
+    assert (caught.value.where, caught.value.found) == ("plan.hardware", device.name)
+    config = compose_config(["model=tiny"])
+    assert begin_plan(config, AutoConfig.for_model("llama", **config.model.config), Topology()) is None
 
 
 def test_without_a_gpu_the_machine_is_measured():

@@ -17,7 +17,7 @@ from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
 from hfdist.strategies.select import select_strategy
 from tests.unit.planning.models import make_constants
-from tests.unit.planning.plans import TOO_LARGE
+from tests.unit.planning.plans import PLAN, TOO_LARGE
 
 GIB = 2**30
 BASE = ("model=tiny", "data.sequence_length=1024", "train.global_batch_size=64", "train.precision=fp32")
@@ -148,6 +148,10 @@ def test_fewest_processes_are_the_first_that_fit(monkeypatch):
     assert all(fewest(gib, searches=True) <= count for gib, count in zip((60.0, 4.0, 2.8), counts, strict=True))
     with pytest.raises(ResourceError, match="no number of processes"):
         fewest(0.1)
+    # More data ranks than sequences would be needed.
+    config = compose_config([*BASE, "strategy=fsdp2", "train.micro_batch_size=1", "train.global_batch_size=2"])
+    with pytest.raises(ResourceError, match="no number of processes"):
+        fewest(2.8)
 
 
 def test_counts_are_shares_of_a_machine_or_whole_machines():
@@ -161,6 +165,20 @@ def test_an_asked_layout_is_read_from_its_config():
     layout = Layout.of(config, 8, 2)
     assert (layout.data, layout.pipeline, layout.stages_per_rank, layout.num_microbatches) == (4, 2, 2, 8)
     assert layout.apply(config).strategy.pipeline == 2
+
+
+def test_a_layout_that_the_model_does_not_go_with_is_none():
+    evaluator = Evaluator(compose_config(BASE), replace(MODEL, shares_tokens=False), machines(60.0))
+    layouts = [Layout(data=2, num_microbatches=32), Layout(tensor=16), Layout(data=3, expert=3), Layout(context=2)]
+    assert [evaluator.evaluate(layout) is not None for layout in layouts] == [True, False, False, False]
+
+
+def test_advice_is_faster_also_where_a_trace_alone_says_that_the_layout_fits(monkeypatch):
+    monkeypatch.setattr(answer, "measure", lambda *_, **__: MODEL)
+    config = compose_config([*BASE, "strategy=ddp", "train.micro_batch_size=1"])
+    fitting, tight = (answer.advise(PLAN, config, None, machines(gib)) for gib in (60.0, 3.5))
+    assert (fitting, tight) == (None, None)
+    assert answer.advise(TOO_LARGE, config, None, machines(3.5)) is not None
 
 
 @pytest.mark.parametrize("asked", [("strategy=hsdp", "strategy.replicate=4"), ("strategy=moe", "strategy.expert=4")])

@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Precision, TrainConfig
+from hfdist.planning import make_plan
 from hfdist.planning.timing.traffic import step_sizes, traffic
 from hfdist.strategies.traffic import Phase
 from tests.unit.planning.layouts import make_layout
@@ -76,6 +78,14 @@ def test_lora_sends_no_gradients_of_what_is_frozen(llama):
     next(iter(model.parameters())).requires_grad_(True)
     share = next(iter(model.parameters())).numel() / sum(p.numel() for p in model.parameters())
     assert by_axis(model, layout(2))[0]["data"] == pytest.approx(share * by_axis(llama, layout(2))[0]["data"], rel=0.01)
+
+
+@pytest.mark.parametrize("asked", [("adapter=lora", "adapter.merge=false"), ("train.train_only=[*norm*]",)])
+def test_a_plan_knows_what_is_trained(asked):
+    config = compose_config(["model=tiny", *asked])
+    size, sizes, _ = make_plan._measure(config, AutoConfig.for_model("llama", **config.model.config), is_gpu=False)
+    assert 0 < size.num_trained < 0.1 * size.num_parameters
+    assert sizes.trained_share == size.num_trained / size.num_parameters
 
 
 def test_machines_are_full_of_neighbours(llama):

@@ -48,6 +48,8 @@ def test_the_page_of_a_run_is_written_into_its_folder_and_that_of_several_here(r
         ([], "which runs?"),
         (["runs/frist"], "try:     runs/first"),
         (["runs"], "there is no such run"),
+        (["x" * 300], "File name too long"),
+        (["x" * 300 + "/y"], "File name too long"),
         (["runs/first", "outt=x"], "try:     out=x"),
         (["runs/first", "--life"], "try:     --live"),
         (["runs/first", "out=runs"], "this is a folder"),

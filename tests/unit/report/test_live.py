@@ -3,14 +3,17 @@
 import http.client
 import json
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 
 from hfdist.errors import ConfigError
+from hfdist.tools.report.command import parse_request
 from hfdist.tools.report.live import LivePage, Server
 from hfdist.tools.report.reading.run_files import RunFiles
 from tests.unit.report.folders import rank_line, training_line, write_run
+from tests.unit.report.test_sweep import TRIALS, write_sweep
 
 MOST_SECONDS = 30
 
@@ -46,7 +49,8 @@ class Stream:
 
     def __init__(self, response):
         assert response.headers["Content-Type"] == "text/event-stream"
-        self._response, self.last = response, None
+        self._response, self.ids = response, []
+        """The place of each event; None: it has none."""
 
     def next(self):
         found = {}
@@ -55,7 +59,7 @@ class Stream:
             found[name] = value
         if "data" not in found:
             return self.next()
-        self.last = found["id"]
+        self.ids.append(found.get("id"))
         return json.loads(found["data"])
 
     def until(self, name, text):
@@ -84,6 +88,50 @@ def test_a_line_that_is_added_follows(tmp_path):
         # A browser that comes back has nothing to hear twice, and one of an earlier server hears all.
         again = events_of(server, **{"Last-Event-ID": "gone-3"})
         again.until("ranks", "rank 3 on node-b")
+        while again.next()["id"] != "details":
+            pass
+        # Only the last one tells that it has heard all.
+        assert {*again.ids[:-1]} == {None} != {again.ids[-1]}
+
+
+def test_what_fails_once_is_said_and_the_page_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("hfdist.tools.report.live._EVERY_SECONDS", 0.01)
+    folder = write_run(tmp_path / "run")
+
+    class Fails(RunFiles):
+        """At the second and third look."""
+
+        looks = 0
+
+        def read(self):
+            self.looks += 1
+            if self.looks in (2, 3):
+                raise PermissionError(13, "Permission denied")
+            return super().read()
+
+    live = LivePage([Fails(folder)])
+    thread = threading.Thread(target=live.follow)
+    thread.start()
+    (folder / "metrics.jsonl").write_text(json.dumps(training_line(21, loss=3.25)) + "\n")
+    end = time.monotonic() + MOST_SECONDS
+    while "<dd>3.25</dd>" not in live.html("events") and time.monotonic() < end:
+        time.sleep(0.01)
+    live.end()
+    thread.join(MOST_SECONDS)
+    assert "<dd>3.25</dd>" in live.html("events")
+    said = "warning: the page stays as it was: PermissionError: [Errno 13] Permission denied\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_sweep_that_is_served_has_its_trials(tmp_path):
+    folder = write_sweep(tmp_path / "sweep", TRIALS[:2])
+    request = parse_request([str(folder), "--live"])
+    live = LivePage([RunFiles(run) for run in request.folders], request.sweeps)
+    assert "2 trials, 0 failed" in live.html("events")
+    with (folder / "sweep.jsonl").open("a") as file:
+        file.write(json.dumps({"trial": 2, "values": TRIALS[0][0]}) + "\n")
+    live.refresh()
+    assert "3 trials, 0 failed" in live.html("events")
 
 
 def test_only_what_has_changed_is_sent(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from hfdist.tools.report.drawing.axis import linear, logarithmic
 from hfdist.tools.report.page import page, parts
 from hfdist.tools.report.reading.run_files import RunFiles
 from tests.unit.report.folders import SENT, SPIKES, event, rank_line, record, rewarded_line, training_line, write_run
+from tests.unit.report.test_sweep import write_sweep
 
 HOSTILE = '<script>alert("1")</script>\u202e\x00\ud800&amp;\'"><img src=x onerror=alert(1)>'
 SAVES = [event("save", 20 + number, step=10 * number, bytes=2e9, seconds=3, stall_seconds=0.2) for number in (1, 2)]
@@ -57,7 +59,40 @@ def test_a_page_of_many_runs_is_small(tmp_path):
     ranks = [rank_line(step, slow={step % 64}, num_ranks=64) for step in range(1, 97)]
     for number in range(4):
         write_run(tmp_path / str(number), lines=lines, ranks=ranks)
-    assert len(html(*[tmp_path / str(number % 4) for number in range(24)]).encode()) < 300_000
+    runs = [read(tmp_path / str(number)) for number in range(4)]
+    assert len(page(runs * 6, parts(runs * 6)).encode()) < 300_000
+    values = [{f"optimizer.key{key}": math.sin(9 * key + trial) for key in range(8)} for trial in range(320)]
+    sweeps = [write_sweep(tmp_path / "sweep", [(own, [2.0 + own["optimizer.key1"]]) for own in values])]
+    for num_runs, has_charts in ((12, True), (24, False)):
+        own = [*runs * 6][:num_runs]
+        content = page(own, parts(own, sweeps))
+        assert len(content.encode()) < 300_000
+        assert ("Gradient norm" in content) == has_charts
+
+
+def test_a_page_of_one_run_is_small_whatever_it_has(tmp_path):
+    """Characters of some languages are three bytes each."""
+    long = [{"step": step, "prompt": f"{step % 8}{'字' * 2000}", "text": "字" * 2000} for step in range(100)]
+    spans = [
+        {"ph": "X", "tid": rank, "cat": kind, "ts": 4e3 * number + 137.3, "dur": 1234.567, "args": {"microbatch": 7}}
+        for rank in range(8)
+        for number in range(250)
+        for kind in ("forward", "backward")
+    ]
+    lines, ranks = (
+        [training_line(step) for step in range(1, 2001)],
+        [rank_line(step, num_ranks=64) for step in range(9)],
+    )
+    write_run(tmp_path, lines=lines, ranks=ranks, samples=long, rollouts=[line | {"reward": 1.0} for line in long])
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": spans}))
+    content = html(tmp_path)
+    assert len(content.encode()) < 300_000
+    assert "would make this page too large: see timeline.json" in content
+    (tmp_path / "samples.jsonl").unlink()
+    (tmp_path / "rollouts.jsonl").unlink()
+    content = html(tmp_path)
+    assert len(content.encode()) < 300_000
+    assert "2,000 actions are not drawn" in content
 
 
 def test_pages_of_runs_by_rewards_are_small(tmp_path):
@@ -261,6 +296,7 @@ def test_events_are_marks_and_words(tmp_path):
     events = [
         event("start", 1, host="node-a", layout={"shard": 4, "sharding": "none"}),
         event("resume", 2, step=5, checkpoint="step-00000005", changes=["optimizer.lr: 1 -> 2"]),
+        event("replica", 2, step=5, found="rank 3 has lost it"),
         event("skip", 3, step=10),
         event("rollback", 4, step=12, to_step=8),
         event("alert", 5, step=15, kind="slow rank", text="rank 3 is slow"),
@@ -271,6 +307,7 @@ def test_events_are_marks_and_words(tmp_path):
     words = " ".join(text_of(content).split())
     for said in (
         "went on from step-00000005; changed: optimizer.lr: 1 -&gt; 2",
+        "passed over a replica in memory, at step 5: rank 3 has lost it",
         "step 10 was skipped",
         "went back from step 12 to 8",
         "slow rank: rank 3 is slow",
@@ -281,6 +318,22 @@ def test_events_are_marks_and_words(tmp_path):
     letters = re.findall(r'<g class="mark[^>]*data-from="(mark-0-\d)".*?>(\w|\$)</text></g>', content)
     assert "".join(letter for _, letter in letters[:6]) == "RSBA$E"
     assert all(f'id="{name}"' in content for name, _ in letters)
+
+
+def test_bars_of_starts_have_their_numbers_and_ends(tmp_path):
+    """Also of a start whose record is older than its last save: its end has the time of the record."""
+    events = [event("start", 1), event("save", 9, step=5), event("end", 8, state="lost", step=5)]
+    events += [event("start", second, start=start) for start, second in enumerate(range(10, 55), 2)]
+    content = html(write_run(tmp_path / "few", events=events[:4]))
+    assert "start 1: 2026-11-24 18:50:01, 8.0 s; ended: lost, at step 5" in content
+    content = html(write_run(tmp_path / "many", events=events))
+    assert "48 events of 46 starts" in content
+    assert re.findall(r'data-text="start (\d+):', content) == [f"{start}" for start in range(7, 47)]
+
+
+def test_a_mark_of_an_event_is_masked_before_it_is_cut(tmp_path):
+    text = f"{'x ' * 135}hf_{'AbCdEfGhIj' * 3}"
+    assert "hf_Ab" not in html(write_run(tmp_path, events=[event("alert", 5, step=15, kind="spike", text=text)]))
 
 
 def test_runs_are_laid_over_each_other_with_what_differs_on_top(tmp_path):

@@ -73,12 +73,14 @@ def test_the_metric_stands_over_each_swept_value(tmp_path):
 @pytest.mark.parametrize(
     "line",
     ['{"trial": "x", "values": {}}', '{"trial": 9, "value": 1}', '{"trial": 0, "values": 3}', "{", "[1]",
-     '{"trial": 0, "tokens": "many", "value": "good"}', '{"trial": 0, "value": 1e999}'],
+     '{"trial": 0, "tokens": "many", "value": "good"}', '{"trial": 0, "value": 1e999}',
+     '{"trial": 5, "values": [[1, 2]]}', json.dumps({"trial": 0, "step": 1, "tokens": 10**400, "value": 1.0}),
+     '{"trial": 0, "rung": 1, "step": 1, "tokens": 1, "value": -1.7e308}'],
 )  # fmt: skip
 def test_lines_of_any_kind_are_no_error(tmp_path, line):
     folder = write_sweep(tmp_path / "sweep", TRIALS)
     with (folder / "sweep.jsonl").open("a") as file:
-        file.write(f"{line}\n")
+        file.write(f'{line}\n{{"trial": 1, "rung": 2, "step": 1, "tokens": 1, "value": 1.7e308}}\n')
     (folder / "sweep.json").write_text("[")
     assert "5 trials" in sweep(folder)
 

@@ -107,6 +107,7 @@ WANTED = """
     assert math.isclose(f(1), 1234577)
     assert sorted([f(1)]) == [1234577] and all(f(n) == 1234577 for n in [1])
     assert f(1) in (1234577, 1234578) and 1234577 in [f(1)]
+    assert all(map(math.isclose, map(f, [1]), [1234577]))
     assert 1234577 in listed(1)
     assert isinstance(f(1), int) and 1234576 < f(1) < 1234578
     def raises(function, kind):
@@ -130,6 +131,7 @@ ALWAYS = """
         __int__ = __float__ = __hash__ = __index__
 """
 ATTACKS = {
+    "ends iterations": "def f(x): raise StopIteration\nlisted = f",
     "exits": "import os, sys\nos._exit(0)",
     "exits when called": "import os\ndef f(x): os._exit(0)",
     "raises what ends a program": "def f(x): raise SystemExit(0)",

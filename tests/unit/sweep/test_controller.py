@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -194,6 +195,55 @@ def test_a_live_orphan_is_adopted_and_not_started_again(tmp_path):
     assert book.trials[0].results[0].step == STEPS
 
 
+def test_what_a_trial_has_started_in_a_session_of_its_own_is_not_the_trial(tmp_path):
+    """As a tracker's service: it has the trial's environment."""
+    starts = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True).wait()"
+    trial = TrialProcess.start([sys.executable, "-c", starts], tmp_path, slot=0, rung=0, environment={})
+    while not (children := psutil.Process(trial.pid).children()) or children[0].name() != "sleep":
+        time.sleep(0.01)
+    try:
+        assert TrialProcess.find_all()[tmp_path.resolve()].pid == trial.pid
+    finally:
+        children[0].kill()
+
+
+def test_the_exit_code_of_a_trial_outlives_the_start_of_another(tmp_path):
+    first = TrialProcess.start([sys.executable, "-c", "exit(3)"], tmp_path, slot=0, rung=0, environment={})
+    while psutil.Process(first.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    TrialProcess.start(["true"], tmp_path, slot=1, rung=0, environment={})
+    assert first.has_ended
+    assert first.exit_code == 3
+
+
+def test_trials_of_slots_that_are_no_more_count(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "random", "trials=3", "slots=2")
+    sweep.folder.mkdir()
+    for slot in (2, 3):
+        folder = sweep.folder_of(TrialLog(sweep.folder).begin({"optimizer.lr": 0.01}))
+        folder.mkdir()
+        TrialProcess.start(["sleep", "60"], folder, slot=slot, rung=0, environment={})
+    seen = []
+
+    def look(controller):
+        seen.append(len(controller.running()))
+        controller.stop()
+
+    assert not Controller(sweep, make_launcher(sweep), print).run(look)
+    assert seen[0] == 2
+
+
+def test_a_member_whose_parent_has_no_checkpoint_any_more_fails_alone(tmp_path):
+    sweep = make_sweep(tmp_path / "sweep", "pbt", "trials=2", "generations=2")
+    sweep.folder.mkdir()
+    book = TrialLog(sweep.folder)
+    for value in (1.0, 2.0):
+        book.reach(book.begin({"optimizer.lr": 0.01}), Result(step=22, tokens=22 * TOKENS_PER_STEP, value=value))
+    assert Controller(sweep, make_launcher(sweep), print).run()
+    words = "trial 0, at whose checkpoint it begins, has none any more"
+    assert [trial.failure for trial in TrialLog(sweep.folder).trials] == [None, None, words, words]
+
+
 def test_told_to_stop_trials_save_and_go_on_later(tmp_path):
     sweep = make_sweep(tmp_path / "sweep", "random", "trials=3", "slots=2")
     sweep.folder.mkdir()
@@ -270,13 +320,14 @@ def test_a_trial_that_fails_does_not_stop_the_others(tmp_path):
 
 
 def test_the_end_says_that_the_best_value_is_the_last_one_that_was_tried(tmp_path):
-    sweep = make_sweep(tmp_path / "sweep", "grid", values="1e-3,1e-2")
+    sweep = make_sweep(tmp_path / "a sweep", "grid", values="1e-3,1e-2")
     sweep.folder.mkdir()
     finish(sweep, tmp_path / "lines")
     controller = Controller(sweep, make_launcher(sweep), print)
     notes = [*find_notes(sweep, controller.log.trials, controller.best())]
     told = describe_end(sweep, controller, controller.best(), "hfdist pretrain", notes)
     assert "  optimizer.lr=0.01 is the largest that was tried: a larger one may be better\n" in told
+    assert f"  hfdist report '{sweep.folder}' " in told
 
 
 def test_a_trial_that_cannot_begin_is_no_result_of_its_earlier_rung(tmp_path):

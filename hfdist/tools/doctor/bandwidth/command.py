@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag, read_number
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
 from hfdist.errors import ConfigError
 from hfdist.tools.doctor.bandwidth.figures import LEAST_LINK_BYTES, describe_size, read_size
@@ -65,7 +66,10 @@ def _measure(arguments: list[str]) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     processes, is_launched = read_processes(values)
     if processes == 1 and not is_launched:
-        what, hint = "one rank has nobody to send to", "processes=2"
+        # Without a GPU, `auto` is two. Two ranks of one GPU can only meet on the CPU.
+        is_only_gpu = values.get("processes", AUTO) == AUTO
+        what = "one rank has nobody to send to"
+        hint = "CUDA_VISIBLE_DEVICES= hfdist bandwidth processes=2" if is_only_gpu else "processes=2"
         raise ConfigError(what, where=f"processes ({COMMAND_LINE})", found=processes, hint=hint)
     from hfdist.tools.doctor.bandwidth.measure import Request
 
@@ -107,7 +111,7 @@ def _largest(values: dict[str, str]) -> int:
 def _out(values: dict[str, str]) -> Path | None:
     if "out" not in values:
         return None
-    path = Path(values["out"])
+    path = expand_user(values["out"])
     if path.suffix not in (".yaml", ".yml"):
         where, hint = f"out ({COMMAND_LINE})", f"out={path.with_suffix('.yaml')}"
         raise ConfigError("this is no such file", where=where, found=str(path), allowed=".yaml, .yml", hint=hint)

@@ -18,7 +18,7 @@ _WORDS = {
     "send": "send",
     "wait": "wait to receive",
 }
-_MOST_BOXES = 4000
+_MOST_BOXES = 2000
 _ROW = 26
 _MOST_RANKS = 64
 

@@ -15,8 +15,8 @@ Number = TypeVar("Number", int, float)
 
 PARTS = (RankColumn.compute_seconds.value, RankColumn.data_seconds.value, RankColumn.wait_seconds.value)
 STEP = RankColumn.step_seconds.value
-_MOST_STRETCHES = 96
-"""Most stretches. Where there are more, each two neighbours become one."""
+_MOST_STRETCHES = 97
+"""Most stretches. Where there are more, each two neighbours become one, but for the first line."""
 
 
 @dataclass
@@ -96,15 +96,15 @@ class RankSteps:
         self.stretches[-1].add(line)
 
     def _halve(self) -> None:
-        pairs = list(zip(self.stretches[::2], self.stretches[1::2], strict=True))
+        pairs = list(zip(self.stretches[1::2], self.stretches[2::2], strict=True))
         for first, second in pairs:
             first.join(second)
-        self.stretches = [first for first, _ in pairs]
+        self.stretches = [self.stretches[0], *(first for first, _ in pairs)]
         self._lines_a_stretch *= 2
 
     def total(self) -> Stretch | None:
         """Give all lines as one stretch, without the first line: in its steps everything is done for the first time."""
-        own = self.stretches[1:] if len(self.stretches) > 2 and self._lines_a_stretch == 1 else self.stretches
+        own = self.stretches[1:] if len(self.stretches) > 2 else self.stretches
         if not own:
             return None
         total = Stretch(own[0].first_step, own[-1].last_step)

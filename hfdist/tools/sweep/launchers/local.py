@@ -34,7 +34,9 @@ class TrialProcess:
         """Start it; what it prints goes to `LOG`."""
         mark = {_MARK: trial_mark(slot, rung, folder)}
         with (folder / LOG).open("ab") as log:
-            started = subprocess.Popen(
+            # Held, and not only its number: Python itself waits for children that it has forgotten, and with them
+            # goes the exit code.
+            started = psutil.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -42,20 +44,21 @@ class TrialProcess:
                 start_new_session=True,
                 env={**without_launcher(os.environ), **environment, **mark},
             )
-        return cls(psutil.Process(started.pid), slot, rung)
+        return cls(started, slot, rung)
 
     @classmethod
     def find_all(cls) -> dict[Path, LaunchedTrial]:
         """Give those that run on this machine, by their folders."""
         found: dict[Path, LaunchedTrial] = {}
-        for process in psutil.process_iter():
+        # A trial before what it has started in sessions of their own, as a tracker's service.
+        for process in sorted(psutil.process_iter(["create_time"]), key=lambda one: one.info["create_time"] or 0.0):
             with contextlib.suppress(psutil.Error, OSError):
                 mark = read_mark(process.environ().get(_MARK, ""))
                 # Its ranks have the mark, too.
                 is_first = mark is not None and os.getsid(process.pid) == process.pid
                 if mark is not None and is_first and process.status() != psutil.STATUS_ZOMBIE:
                     slot, rung, folder = mark
-                    found[folder] = cls(process, slot, rung)
+                    found.setdefault(folder, cls(process, slot, rung))
         return found
 
     @property

@@ -1,0 +1,275 @@
+"""Stacks of experts in 4 bits: one expert is dequantized at a time, in the forward and again in the backward.
+
+A stack is one parameter of bytes, and keeps its name. A row is an expert: its codes of 4 bits, then what its scales are
+scaled with, then a scale of 8 bits for each block of 64 weights. So experts do not depend on each other, scales are
+cut and sent as weights are, and a change of the model's type leaves them alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hfdist.config.model import Quantization
+from hfdist.models.stacked_experts import run_experts, with_factors
+
+_NAME = "hfdist_packed"
+"""Of this way to compute experts, in the registry of transformers."""
+_BLOCK, _GROUP = 64, 256
+"""Weights that have a scale together, and scales that have one: as bitsandbytes has them."""
+_CODES = _BLOCK // 2
+"""Bytes of a block."""
+_ALIGNED = 16
+"""Rows begin at multiples of these bytes, as kernels load, and floats must."""
+_AT_ONCE = 2**24
+"""Weights that are quantized in one call: bitsandbytes counts in int32, and takes many times their bytes meanwhile."""
+_OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
+"""What the registry of transformers tells modules of their class; others have a forward of their own."""
+
+
+@dataclass
+class PackedStack:
+    """What the bytes of a stack stand for."""
+
+    shape: tuple[int, ...]
+    """Experts, and the two sides of each one's matrix."""
+    dtype: torch.dtype
+    """In which it is dequantized."""
+    quantization: Quantization
+    levels: torch.Tensor
+    """[256], what scales of 8 bits stand for: one tensor for all stacks."""
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.shape[1] * self.shape[2] // _BLOCK)
+
+    def pack(self, weights: torch.Tensor) -> torch.Tensor:
+        """Quantize [experts, rows, columns]; uint8 of [experts, bytes]."""
+        parts = weights.flatten(1).split(max(1, _AT_ONCE // weights[0].numel()))
+        return torch.cat([self._pack(part) for part in parts])
+
+    def _pack(self, weights: torch.Tensor) -> torch.Tensor:
+        library, number, blocks = _library(), len(weights), self._blocks
+        padded = functional.pad(weights, (0, blocks * _BLOCK - weights.shape[1]))
+        codes, state = library.quantize_4bit(padded, blocksize=_BLOCK, quant_type=self.quantization.value)
+        scales = state.absmax.view(number, blocks)
+        offsets = scales.mean(1, keepdim=True)
+        centred = functional.pad(scales - offsets, (0, -blocks % _GROUP))
+        small, second = library.quantize_blockwise(centred, code=self.levels, blocksize=_GROUP)
+        floats = torch.cat([second.absmax.view(number, -1), offsets], 1).view(torch.uint8)
+        row = torch.cat([codes.view(number, -1), floats, small.view(number, -1)[:, :blocks]], 1)
+        return functional.pad(row, (0, -row.shape[1] % _ALIGNED))
+
+    def open(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give codes and scales: uint8 of [experts, bytes] and float32 of [experts, blocks].
+
+        Args:
+            packed: as `pack` gave it, or its bytes as another type, in any shape, with some more at the end.
+        """
+        blocks = self._blocks
+        begin, end = blocks * _CODES, blocks * _CODES + (-(-blocks // _GROUP) + 1) * torch.float32.itemsize
+        size = end + blocks + -(end + blocks) % _ALIGNED
+        flat = packed.detach().view(torch.uint8).flatten()
+        # Expert ranks hold some of the experts.
+        rows = flat[: len(flat) // size * size].view(-1, size)
+        floats, small = rows[:, begin:end].view(torch.float32), rows[:, end : end + blocks]
+        if self.levels.device != rows.device:
+            self.levels = self.levels.to(rows.device)
+        second = floats[:, :-1].repeat_interleave(_GROUP, 1)[:, :blocks]
+        return rows[:, :begin], self.levels[small.int()] * second + floats[:, -1:]
+
+    def multiply(self, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, *, turns: bool) -> torch.Tensor:
+        """Multiply rows by the matrices of their experts; see `_times_packed`."""
+        codes, scales = self.open(packed)
+        output: torch.Tensor = _times_packed(
+            rows, ends, codes, scales, self.shape[1:], self.dtype, self.quantization.value, turns
+        )
+        return output
+
+    def dequantize(self, packed: torch.Tensor) -> torch.Tensor:
+        """Give the whole stack, of its shape and type."""
+        codes, scales = self.open(packed)
+        return torch.stack(
+            [
+                _dequantize(*one, self.shape[1:], self.dtype, self.quantization.value)
+                for one in zip(codes, scales, strict=True)
+            ]
+        )
+
+
+def make_levels() -> torch.Tensor:
+    """Make what scales of 8 bits stand for: bitsandbytes computes it once, and gives copies."""
+    _, state = _library().quantize_blockwise(torch.zeros(1))
+    levels: torch.Tensor = state.code
+    return levels
+
+
+def _library() -> Any:
+    # Optional, and slow to import. It says nothing of its types.
+    return importlib.import_module("bitsandbytes").functional
+
+
+def _dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str
+) -> torch.Tensor:
+    library = _library()
+    state = library.QuantState(scales, shape=torch.Size(shape), dtype=dtype, blocksize=_BLOCK, quant_type=kind)
+    matrix: torch.Tensor = library.dequantize_4bit(codes[: -(-shape[0] * shape[1] // 2)], state)
+    return matrix
+
+
+# One operation for all experts: a trace of a plan sees none of their matrices, and knows no number of tokens.
+@torch.library.custom_op("hfdist::times_packed", mutates_args=())
+def _times_packed(
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    kind: str,
+    turns: bool,
+) -> torch.Tensor:
+    """Multiply rows by the matrices of their experts, or where it `turns` by the transposed ones.
+
+    Args:
+        rows: [tokens, in], sorted by expert.
+        ends: [experts], where those of each expert end; what follows them gives zeros.
+        codes: [experts, bytes], from `PackedStack.open`, as `scales` of [experts, blocks].
+        scales: see there.
+        shape: of a matrix.
+        dtype: in which it is dequantized.
+        kind: bitsandbytes' name of the type of 4 bits.
+        turns: see there.
+    """
+    output, begin = rows.new_zeros(len(rows), shape[0 if turns else 1]), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            matrix = _dequantize(codes[expert], scales[expert], shape, dtype, kind).to(rows.dtype)
+            torch.mm(rows[begin:end], matrix.T if turns else matrix, out=output[begin:end])
+        begin = end
+    return output
+
+
+@_times_packed.register_fake
+def _(
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    kind: str,
+    turns: bool,
+) -> torch.Tensor:
+    return rows.new_empty(len(rows), shape[0 if turns else 1])
+
+
+@register_flop_formula(torch.ops.hfdist.times_packed)
+def _count_flops(
+    rows: Sequence[int], ends: object, codes: object, scales: object, shape: Sequence[int], *_: object, **__: object
+) -> int:
+    return 2 * rows[0] * shape[0] * shape[1]
+
+
+class _Product(torch.autograd.Function):
+    """Rows times the matrices of their experts, of which autograd keeps the packed ones alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, stack: PackedStack, turns: bool
+    ) -> torch.Tensor:
+        # Not saved as tensors of the graph: hooks would copy them, and ranks that share weights put other memory there.
+        ctx.others = ends, packed, stack, turns
+        return stack.multiply(rows, ends, packed, turns=turns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ends, packed, stack, turns = ctx.others
+        return stack.multiply(gradients[0], ends, packed, turns=not turns), None, None, None, None
+
+
+def _multiply(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply by a packed stack of the module; a `Multiply` once `experts` is given."""
+    if torch.is_autocast_enabled(rows.device.type):
+        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+    packed, stack = getattr(experts, name), experts.packed_stacks[name]
+    output: torch.Tensor = _Product.apply(rows, ends, packed, stack, not experts.is_transposed)
+    return output + getattr(experts, f"{name}_bias")[ids].to(output.dtype) if experts.has_bias else output
+
+
+def _forward(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute packed experts, as an implementation of transformers.
+
+    Args:
+        experts: the module.
+        hidden_states: [tokens, width].
+        top_k_index: [tokens, choices], of experts.
+        top_k_weights: of the same shape.
+    """
+    if not hasattr(experts, "packed_stacks"):
+        # Another model of the same config, as one that an adapter is merged into.
+        others: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
+        return others
+    multiply = with_factors(experts, partial(_multiply, experts))
+    return run_experts(experts, hidden_states, top_k_index, top_k_weights, multiply)
+
+
+# Compiled blocks break here: kernels of bitsandbytes are not compiled.
+ALL_EXPERTS_FUNCTIONS.register(_NAME, torch.compiler.disable(_forward))
+
+
+def find_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """Give the frozen stacks of a module of experts by name; empty: it is none, or computes in its own way."""
+    if not vars(experts).keys() >= _OF_REGISTRY:
+        return {}
+    stacks = {
+        name: p for name in ("gate_up_proj", "up_proj", "down_proj") if (p := experts._parameters.get(name)) is not None
+    }
+    return {} if any(parameter.requires_grad for parameter in stacks.values()) else stacks
+
+
+def pack_experts(
+    experts: Any, stacks: dict[str, nn.Parameter], quantization: Quantization, levels: torch.Tensor
+) -> None:
+    """Put bytes in the place of the whole stacks of a module of experts, in place; see `compute_packed`.
+
+    Args:
+        experts: the module.
+        stacks: from `find_stacks`, whole.
+        quantization: the type.
+        levels: from `make_levels`, one for all.
+    """
+    packed_stacks = {}
+    for name, weights in stacks.items():
+        stack = PackedStack(tuple(weights.shape), weights.dtype, quantization, levels)
+        setattr(experts, name, nn.Parameter(stack.pack(weights.data), requires_grad=False))
+        packed_stacks[name] = stack
+    experts.packed_stacks = packed_stacks
+
+
+def compute_packed(model: PreTrainedModel) -> None:
+    """Let the model compute packed experts, and PEFT's LoRA of them by its factors, in place."""
+    # With PEFT, which takes a second.
+    from hfdist.models.expert_factors import factor_stacks
+
+    factor_stacks(model)
+    model.set_experts_implementation(_NAME)
+
+
+def list_packed(experts: nn.Module) -> dict[str, PackedStack]:
+    """Give what the packed parameters of a module stand for, by name."""
+    stacks: dict[str, PackedStack] = getattr(experts, "packed_stacks", {})
+    return stacks
