@@ -30,7 +30,7 @@ TRAVELLING_ERRORS = {
 
 
 def rank() -> int:
-    """This process's rank; 0 without a process group."""
+    """Give this process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

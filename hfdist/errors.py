@@ -50,7 +50,7 @@ class HfdistError(Exception):
         self.hint = hint
 
     def texts(self) -> dict[str, str | None]:
-        """Give its parts as text, by the names of the arguments: another process can raise it again from them."""
+        """Give the parts of the error as text, by the names of the arguments: another process can raise it again."""
         parts = {part: getattr(self, part) for part in ("what", "where", "found", "allowed", "hint")}
         return {part: None if value is None else str(value) for part, value in parts.items()}
 

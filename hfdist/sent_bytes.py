@@ -93,7 +93,7 @@ class SentBytes:
         *args: Any,
         **kwargs: object,
     ) -> object:
-        """In place of a collective: counts it, and does it."""
+        """Count a collective, and do it."""
         group = dist.ProcessGroup.unbox(args[known.group])
         ranks = self._ranks.get(group)
         if ranks is None:

@@ -176,10 +176,13 @@ def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace
     world_size = _number(values, "WORLD_SIZE", 1)
     rank = _number(values, "RANK", 0)
     if world_size < 1 or not 0 <= rank < world_size:
-        what, where = "the launcher's environment does not name a process", "RANK, WORLD_SIZE"
-        found, allowed = f"RANK={rank} WORLD_SIZE={world_size}", "0 <= RANK < WORLD_SIZE"
-        hint = "unset both: launch.processes=2 starts two processes"
-        raise ConfigError(what, where=where, found=found, allowed=allowed, hint=hint)
+        raise ConfigError(
+            "the launcher's environment does not name a process",
+            where="RANK, WORLD_SIZE",
+            found=f"RANK={rank} WORLD_SIZE={world_size}",
+            allowed="0 <= RANK < WORLD_SIZE",
+            hint="unset both: launch.processes=2 starts two processes",
+        )
     local_rank = _number(values, "LOCAL_RANK", 0)
     return LauncherPlace(
         world_size=world_size,

@@ -34,8 +34,10 @@ from hfdist.models.names.hub_names import HubNames
 logger = logging.getLogger(__name__)
 
 _LAST_SECONDS = 3.0
-"""For a save at the end of a process that has failed. A thread that comes back from gloo, whose peers may end as well,
-while the interpreter ends would abort the process."""
+"""Seconds that a save has at the end of a process that has failed.
+
+A thread that comes back from gloo, whose peers may end as well, while the interpreter ends would abort the process.
+"""
 
 _ALIGNMENT_BYTES = 64
 
@@ -130,7 +132,7 @@ class Saver:
     ) -> None:
         self._write_first = write_first
         self.replicas = replicas
-        """None, too, once the memory has become full."""
+        """Where each save leaves a replica; None: nowhere, or not any more, as the memory has become full."""
         self._planner = Planner(stem=stem, names=names)
         self._copy = _HostCopy() if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None

@@ -23,7 +23,7 @@ class ColumnTransfer(NamedTuple):
     """Columns of some rows, from the rank that holds them to the one that writes the rows: maybe the same."""
 
     number: int
-    """Among the transfers of all ranks."""
+    """Number of the transfer among those of all ranks."""
     window: int
     """Transfers of one window are on the way together."""
     sender: int

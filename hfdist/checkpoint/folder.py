@@ -333,7 +333,7 @@ def by_held_out_loss(folder: Path) -> list[tuple[Path, float]]:
 
 
 def _list_whole(folder: Path) -> list[Path]:
-    """Those whose manifest can be read, and whose files have its sizes. Hashes would take as long as the save did."""
+    """Give the checkpoints whose manifest can be read and whose files have its sizes: hashes take as long as a save."""
     return [path for path in list_checkpoints(folder) if _is_whole(path)]
 
 

@@ -101,7 +101,7 @@ class Manifest:
         return sorted(part for part in self.parts if part.file.startswith(_HASHES_STEM))
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, whose other files are whole. Each of its own parts is a whole file."""
+        """Write the manifest into `folder`, whose other files are whole. Each of its own parts is a whole file."""
         hashes = {part.file: {"xxh128": part.xxh128} for part in self.parts}
         files = {name: {"bytes": self.files[name]} | hashes.get(name, {}) for name in sorted(self.files)}
         content = {"format": FORMAT, "hfdist": __version__, "step": self.step, "files": files}

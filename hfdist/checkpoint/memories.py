@@ -41,7 +41,7 @@ class Memories:
     """Which ranks share a folder. The machine after another is the next one; after the last comes the first."""
 
     of_rank: tuple[int, ...]
-    """For each rank the number of its folder, counted in order of their first ranks."""
+    """Number of each rank's folder; folders are counted in the order of their first ranks."""
 
     @classmethod
     def shared(cls) -> Memories:

@@ -23,7 +23,6 @@ NUMBER = "#"
 TRAINED = f"{NUMBER}trained"
 """The key of a number that is always 1, of parameters for which the optimizer keeps no other."""
 
-
 OPTIONAL = "+"
 """What the keys begin with of what a run can do without: it is read where this run has it in the same shape."""
 

@@ -68,31 +68,43 @@ def read_checkpoint(
         CheckpointError: an unfinished or damaged checkpoint, or one of another model, other trainable parameters or
             another type; with the names, and on all ranks alike.
     """
-    own: list[Piece] = []
-    numbers: list[Piece] = []
-    saved: list[_Saved] = []
-    names_in_it: list[HubNames | None] = []
-
-    def open_and_declare() -> list[Region]:
-        saved.append(_open(path, read_manifest(path)))
-        names_in_it.append(_names_in(saved[0], names))
-        for piece in hub_pieces(pieces, names_in_it[0]):
-            (numbers if is_number(piece.key) else own).append(piece)
-        return declare([*own, *numbers])
-
-    declared = [[Region.from_json(values) for values in other] for other in on_all_ranks(open_and_declare)]
+    reading = _Reading(path, names)
+    regions = on_all_ranks(lambda: reading.open(pieces))
+    declared = [[Region.from_json(values) for values in of_rank] for of_rank in regions]
     wanted = merge_specs(declared)
-    left_out = {(name, key) for name, key in wanted if key.startswith(OPTIONAL)} - _usable(saved[0], wanted)
+    saved = reading.saved
+    left_out = {(name, key) for name, key in wanted if key.startswith(OPTIONAL)} - _usable(saved, wanted)
     if left_out:
         logger.warning("%s is not read: the checkpoint has none of this layout", _list_keys(left_out))
     wanted = {tensor: spec for tensor, spec in wanted.items() if tensor not in left_out}
-    own = [piece for piece in own if (piece.name, piece.key) in wanted]
-    sources = _match(path, saved[0], wanted, names_in_it[0])
+    tensors = [piece for piece in reading.tensors if (piece.name, piece.key) in wanted]
+    sources = _match(path, saved, wanted, reading.names)
     if fetch is not None:
-        fetch([_range_of(piece, sources[piece.name, piece.key]) for piece in own])
-    on_all_ranks(lambda: _fill(own, sources))
-    _set_numbers(numbers, saved[0].numbers)
-    return saved[0].state
+        fetch([_range_of(piece, sources[piece.name, piece.key]) for piece in tensors])
+    on_all_ranks(lambda: _fill(tensors, sources))
+    _set_numbers(reading.numbers, saved.numbers)
+    return saved.state
+
+
+class _Reading:
+    """A checkpoint that this rank reads: what it holds, and the pieces that are wanted of it."""
+
+    saved: _Saved
+
+    def __init__(self, path: Path, names: HubNames | None) -> None:
+        self._path = path
+        self.names = names
+        """The tensors of the model's files; once the checkpoint is open, as it has them."""
+        self.tensors: list[Piece] = []
+        self.numbers: list[Piece] = []
+
+    def open(self, pieces: Iterable[Piece]) -> list[Region]:
+        """Read all but the tensors, and give the regions of the wanted pieces."""
+        self.saved = _open(self._path, read_manifest(self._path))
+        self.names = _names_in(self.saved, self.names)
+        for piece in hub_pieces(pieces, self.names):
+            (self.numbers if is_number(piece.key) else self.tensors).append(piece)
+        return declare([*self.tensors, *self.numbers])
 
 
 def _names_in(saved: _Saved, names: HubNames | None) -> HubNames | None:
@@ -121,6 +133,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], dict[str, object]]:
+    """Give step counts and other numbers by tensor, and the rest of the state."""
     content = read_json(_listed(path, manifest, STATE_FILE))
     try:
         numbers: dict[TensorId, float] = {
@@ -226,7 +239,7 @@ def _match(
     ]
     unwanted += ["/".join(number) for number in saved.numbers if number not in wanted]
     problems = {"missing in it": missing, "unknown to this run": unwanted, "of another shape or type": mismatched}
-    found = "; ".join(f"{what}: {list_first(sorted(names))}" for what, names in problems.items() if names)
+    found = "; ".join(f"{what}: {list_first(sorted(tensors))}" for what, tensors in problems.items() if tensors)
     if found:
         raise CheckpointError(
             "the checkpoint is not of this model, or of another choice of trainable parameters",
@@ -238,6 +251,10 @@ def _match(
 
 
 def _source(saved: _Saved, wanted: dict[TensorId, TensorSpec], name: str, key: str) -> Entry | None:
+    """Give the entry that a tensor is read from; None: there is none.
+
+    Float32 copies and weights stand in for each other, copies first.
+    """
     if key == MASTER or (key == WEIGHT and (name, MASTER) not in wanted):
         return saved.entries.get((name, MASTER)) or saved.entries.get((name, WEIGHT))
     return saved.entries.get((name, key))
@@ -261,9 +278,10 @@ def _range_of(piece: Piece, entry: Entry) -> ByteRange:
 
 
 @torch.no_grad()
-def _fill(own: list[Piece], sources: dict[TensorId, Entry]) -> None:
+def _fill(pieces: list[Piece], sources: dict[TensorId, Entry]) -> None:
+    """Read the elements of pieces into their views."""
     by_file: dict[Path, list[Piece]] = {}
-    for piece in own:
+    for piece in pieces:
         by_file.setdefault(sources[piece.name, piece.key].path, []).append(piece)
     # One after the other: a process may have only so many open.
     for path, of_file in by_file.items():

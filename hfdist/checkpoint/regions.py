@@ -34,7 +34,7 @@ class Region(NamedTuple):
     start: int
     stop: int
     run: int = 0
-    """As of `Piece`."""
+    """Elements of each run, as in `Piece`."""
     pitch: int = 0
 
     @classmethod
@@ -52,7 +52,10 @@ class Region(NamedTuple):
         return f"{'/'.join(self.spec.id)}[{self.start}:{self.stop}]"
 
     def rectangles(self, pitch: int) -> Iterator[tuple[int, int, int, int]]:
-        """Give it as first row, one past the last, first column, one past the last, of a matrix of rows of `pitch`."""
+        """Give the region as rectangles of a matrix with rows of `pitch`.
+
+        Each is its first row, one past the last, its first column, one past the last.
+        """
         (first, column), (last, end) = divmod(self.start, pitch), divmod(self.stop, pitch)
         if self.run:
             yield first, (self.stop - self.run) // pitch + 1, column, column + self.run

@@ -54,7 +54,7 @@ _HEX_NAME = re.compile("[0-9a-f]{16}")
 
 
 class Replicas:
-    """Those of one run. All ranks make it and call its methods together.
+    """The replicas of one run. All ranks make it and call its methods together.
 
     Only the line that was begun last counts: each start begins one, and so does a run that goes back. A replica that
     comes to light later, on a machine that was away, is of another line, and nobody takes it for the run's state.

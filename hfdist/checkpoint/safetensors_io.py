@@ -31,7 +31,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""In the order in which the library puts tensors into a file: the widest first, for alignment."""
+"""Types in the order in which the library puts tensors into a file: the widest first, for alignment."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_HEADER_BYTES = 100_000_000

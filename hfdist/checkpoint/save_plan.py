@@ -32,13 +32,13 @@ OPTIMIZER_STEM = f"{TRAINING_STATE}/optimizer"
 INDEX_FILE = "model.safetensors.index.json"
 MODEL_STEM = "model"
 ADAPTER_STEM = "adapter_model"
-"""For the weights of an adapter alone. PEFT reads one file, whatever its size."""
+"""First part of the name of an adapter's file. PEFT reads one file, whatever its size."""
 
 MAX_FILE_BYTES = 2_000_000_000
 """The limit of one file of the optimizer's state."""
 
 MAX_MODEL_FILE_BYTES = 50_000_000_000
-"""That of one file of weights: the default of `save_pretrained`."""
+"""The most bytes of one file of weights: the default of `save_pretrained`."""
 
 _Numbers = dict[str, dict[str, float]]
 """Numbers of the optimizer, such as step counts: by key, and then by parameter."""
@@ -64,7 +64,7 @@ class PieceRows(NamedTuple):
 
     piece: int
     first: int
-    """In the flattened piece."""
+    """First element in the flattened piece."""
     num_rows: int
     length: int
     pitch: int
@@ -81,7 +81,7 @@ class SavePlan:
     """What a save writes; equal on all ranks but for `items`, `sources` and `transfers`."""
 
     files: dict[str, FilePlan]
-    """By path relative to the checkpoint."""
+    """What each file holds, by its path relative to the checkpoint."""
     index: dict[str, object] | None
     """Content of the Hub's index, where the weights take several files."""
     items: list[WriteItem]

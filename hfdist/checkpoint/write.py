@@ -53,11 +53,11 @@ class Contents:
 
     plan: SavePlan
     elements: list[torch.Tensor]
-    """For each source of the plan; live, or copies."""
+    """Elements of each source of the plan: live tensors, or copies."""
     write_files: Callable[[Path], object]
     """Writes all other files; called on rank 0."""
     random_state: RandomState | None = None
-    """None: an export, which has neither this nor hashes."""
+    """States of this rank's generators; None: an export, which has neither these nor hashes."""
 
     def manifest(self, step: int, written: list[Part]) -> Manifest:
         """Give the manifest of a checkpoint, from the hashes of the files that a single process has written."""

@@ -91,13 +91,13 @@ class TrainConfig:
     precision: Precision = Precision.fp32
     """Arithmetic: fp32 | bf16 | fp16 (with loss scaling) | fp8; the optimizer keeps float32 masters."""
     max_grad_norm: float = limited(1.0, above=0)
-    """Global norm to which gradients are scaled down."""
+    """Gradients of a larger global norm are scaled down to it."""
     max_skipped_steps: int = limited(3, at_least=1)
     """Steps in a row without a finite loss and gradient; then back to the last checkpoint."""
     max_rollbacks: int = limited(2, at_least=0)
     """How often a run goes back to a checkpoint without getting beyond the step that failed; then exit code 5."""
     compare_replicas_every: int | None = limited(100, at_least=1)
-    """Steps between comparisons of what several processes hold; null: none (unlike machines)."""
+    """Steps between comparisons of weights that several processes hold alike; null: none, as on unlike machines."""
     seed: int = limited(0, at_least=0)
     """Seed of random weights and dropout."""
     compile: Compile = Compile.auto

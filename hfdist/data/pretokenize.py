@@ -63,7 +63,7 @@ _SHOWN_BAD_ROWS = 10
 _NOTHING = np.empty(0, dtype=np.int32)
 
 _NamedShard = tuple[str, Shard]
-"""With the name of its source."""
+"""A shard, after the name of its source."""
 _Chunk = tuple[Shard, range]
 """Rows of one run of a shard."""
 
@@ -301,7 +301,7 @@ class _Made(NamedTuple):
     lengths: list[int]
     digests: list[int]
     bad: dict[int, DataError]
-    """By place among the rows."""
+    """Errors of rows that cannot be read, by their place among the rows."""
 
 
 def _split(shards: Sequence[Shard]) -> list[_Chunk]:

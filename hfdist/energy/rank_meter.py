@@ -25,9 +25,9 @@ class EnergySources:
     """The machine: one for all containers on it."""
     has_rapl: bool
     device: str | None
-    """None: the rank computes on the host's processors."""
+    """Name of the device; None: the rank computes on the host's processors."""
     device_source: str | None
-    """None: nobody knows the energy of the device."""
+    """Where the energy of the device is read; None: nobody knows it."""
 
 
 class RankMeter:

@@ -40,6 +40,7 @@ _KEYS = {"port": "N", "host": "ADDRESS", "least": "N", "silent_seconds": "N"}
 
 
 def _serve(arguments: list[str]) -> None:
+    """Listen, say where, and serve until a signal ends the process; ConfigError: it cannot listen there."""
     values = read_arguments(arguments, _KEYS)
     port = read_number(values, "port", "29600")
     least = read_number(values, "least", "1") if "least" in values else None
@@ -49,18 +50,26 @@ def _serve(arguments: list[str]) -> None:
     try:
         listener = listen(host, port)
     except (OSError, OverflowError) as error:
-        what, where = "the server cannot listen there", f"host, port ({COMMAND_LINE})"
-        found, hint = f"{host or 'all addresses'}, {port}: {error}", "port=29600"
-        raise ConfigError(what, where=where, found=found, hint=hint) from error
+        raise ConfigError(
+            "the server cannot listen there",
+            where=f"host, port ({COMMAND_LINE})",
+            found=f"{host or 'all addresses'}, {port}: {error}",
+            hint="port=29600",
+        ) from error
     server = IslandServer(listener, secret=secret, least=least, silent_seconds=silent, say=_say)
     for number in heard_signals():
         # At once, whatever its threads are at: it has nothing to save.
         signal.signal(number, lambda *_: os._exit(0))
-    name = host if host == LOOPBACK else socket.gethostname()
+    name = reached_at(host)
     _say(f"islands.address={name}:{listener.getsockname()[1]}")
     if not secret:
-        _say(f"there is no {SECRET}: anybody may join who reaches {host}")
+        _say(f"there is no {SECRET}: anybody may join who reaches {name}")
     asyncio.run(server.serve())
+
+
+def reached_at(host: str) -> str:
+    """Give the name or address at which islands reach a server that listens at `host`."""
+    return socket.gethostname() if host in ("", "0.0.0.0", "::") else host
 
 
 def _say(line: str) -> None:

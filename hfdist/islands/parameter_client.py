@@ -79,7 +79,7 @@ class ParameterClient:
         """What the server's optimizer keeps of each own piece, by slot, as the last answer or a checkpoint has it."""
         self._sizes = [piece.view.numel() for piece in own]
         self._member: Member | None = None
-        """None before and after a training."""
+        """The connection to the server; None before and after a training."""
         self._figures: dict[str, float] = {}
 
     @property

@@ -110,7 +110,7 @@ class ParameterServer:
             raise NotAMessageError("there is no such codec")
         self._codec = Codec[codec]
         self._staleness = None if job.get("islands.staleness") is None else job.integer("islands.staleness")
-        """None: no island waits for another."""
+        """Steps that an island may be ahead of the slowest; None: no island waits for another."""
         self._optimizer, self._slots = _optimizer_of(job), check_job(job)
         self._max_norm = job.number("train.max_grad_norm")
         self._max_steps = job.integer("train.max_steps", least=1, default=_MOST_STEPS)

@@ -15,7 +15,7 @@ class ProximalTerm:
 
     Args:
         owned: has the pieces of this rank's engine.
-        strength: its factor; with the rate it gives the share of the way back that each step goes.
+        strength: factor of the term; with the rate it gives the share of the way back that each step goes.
     """
 
     def __init__(self, owned: OwnedPieces, strength: float) -> None:

@@ -45,7 +45,7 @@ class Arrival:
     """What the island has read of the data, for the others."""
 
     def to_json(self) -> list[object]:
-        """Give it as a message has it."""
+        """Give the place as a message has it."""
         return [self.step, self.outer_step, self.digest, self.weight, self.rests, self.read]
 
     @classmethod

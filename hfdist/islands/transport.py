@@ -248,7 +248,7 @@ class Transport:
 
 
 class _Sender:
-    """What is under way to one rank, and the thread that sends it: again and again, until it has arrived.
+    """A thread that sends messages to one rank, each again and again until it has arrived.
 
     Args:
         address: of the rank, as tcp://HOST:PORT.

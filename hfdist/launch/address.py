@@ -104,7 +104,7 @@ def _resolve(peer: str, wait_seconds: float) -> tuple[int, int, int, str, tuple[
 
 
 def main() -> None:
-    """Print it; exit code 1: there is none."""
+    """Print the interface and the address; exit code 1: there is none."""
     peer, *asked = sys.argv[1:] or [""]
     if not peer or len(asked) > 1:
         sys.exit(__doc__)

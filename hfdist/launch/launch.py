@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hfdist.errors import BudgetError, CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
+from hfdist.host_cores import usable_cores
 from hfdist.processes.child_python import restore_path, safe_path
 from hfdist.processes.stop_signals import heard_signals
 
@@ -29,11 +30,11 @@ _STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointErr
 START_METHOD = "spawn"
 _POLL_SECONDS = 0.05
 _MOST_POLLS = 20
-"""For processes that are being started when a signal comes."""
+"""How often a signal waits for processes that are being started when it comes."""
 
 
 class _ToldError(BaseException):
-    """This process was told to stop, and the others have ended."""
+    """Raised when this process was told to stop and the others have ended."""
 
 
 def start_ranks(main: Callable[..., None], *arguments: object, processes: int, max_restarts: int) -> int:
@@ -45,7 +46,7 @@ def start_ranks(main: Callable[..., None], *arguments: object, processes: int, m
     Args:
         main: a function of a module, which says by itself what went wrong, and ends by `sys.exit`.
         arguments: picklable.
-        processes: how many.
+        processes: number of processes.
         max_restarts: how often they are started again.
 
     Returns:
@@ -64,7 +65,7 @@ def start_ranks(main: Callable[..., None], *arguments: object, processes: int, m
             hint="launch.processes=auto",
         )
     _silence_agent()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     for starts_left in reversed(range(max_restarts + 1)):
         # What a signal's handler raises is lost where Python ignores errors, as in a finalizer: so it is noted as well.
         told: list[int] = []

@@ -66,7 +66,7 @@ class Door:
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         """Connections that have not said who they are, the oldest first."""
         self._notes_from = 0.0
-        """By the clock: strangers must not fill a log."""
+        """Time of the clock from which refusals are noted again: strangers must not fill a log."""
 
     async def open(self, listener: socket.socket) -> asyncio.Server:
         """Begin to serve."""

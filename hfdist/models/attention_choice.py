@@ -179,7 +179,7 @@ def _run(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @contextmanager
 def _seeing_calls(name: str) -> Iterator[list[bool]]:
-    """Meanwhile, `_ASKED` does what `name` does, and says of each call whether it was given borders of documents."""
+    """Let `_ASKED` do what `name` does within the block, and note of each call whether it got borders of documents."""
     calls: list[bool] = []
     attend = ALL_ATTENTION_FUNCTIONS[name]
 

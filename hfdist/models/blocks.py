@@ -218,7 +218,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As torch's own modes for checkpoints."""
+        """Say what torch's own modes for checkpoints say."""
         return True
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -126,7 +126,7 @@ def _attend(
 
 
 _KERNEL_WORKS: dict[int, bool] = {}
-"""By the index of a GPU; a plain table, since compiled code looks into it."""
+"""Whether the kernel works, by the index of a GPU; a plain table, since compiled code looks into it."""
 HAS_KERNEL = varlen_attn is not None
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """Sizes of heads that the kernel takes."""

@@ -23,9 +23,9 @@ class ModelSize:
     num_parameters: int
     """Tied ones once."""
     num_multiplying: float
-    """Those that multiply a token: of experts the chosen ones, and no input embedding that is only looked up."""
+    """Number of parameters that multiply a token: of experts the chosen ones; no embedding that is only looked up."""
     num_trained: int
-    """Those that are not frozen."""
+    """Number of parameters that are not frozen."""
 
 
 def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSize:

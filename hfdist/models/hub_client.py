@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
@@ -43,6 +44,10 @@ _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 # What huggingface_hub and transformers raise for what goes wrong outside of them. RuntimeError: a failed upload of a
 # file, which has the reason as its cause.
 _FAILURES = (OSError, ValueError, ImportError, RuntimeError, SafetensorError, HfHubHTTPError)
+
+
+_SESSION_LOCK = threading.RLock()
+"""Held while the waits of the client are bounded: the whole process has one."""
 
 
 class DamagedError(Exception):
@@ -104,21 +109,26 @@ def reading_from_hub(key: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def _bounded_waits() -> Iterator[None]:
-    """Look at each answer: huggingface_hub waits as long as it is told to, and for some answers without end."""
+    """Look at each answer: huggingface_hub waits as long as it is told to, and for some answers without end.
+
+    Other threads wait for the block to end.
+    """
 
     def look(response: Any) -> None:
         seconds = _wait_in(response)
         if response.status_code in _TEMPORARY and seconds is not None and seconds > LONGEST_WAIT_SECONDS:
             raise _WaitError(seconds)
 
-    session = get_session()
-    hooks, timeout = session.event_hooks, session.timeout
-    session.event_hooks = {**hooks, "response": [*hooks["response"], look]}
-    session.timeout = LONGEST_WAIT_SECONDS
-    try:
-        yield
-    finally:
-        session.event_hooks, session.timeout = hooks, timeout
+    with _SESSION_LOCK:
+        session = get_session()
+        hooks, timeout = session.event_hooks, session.timeout
+        session.event_hooks = {**hooks, "response": [*hooks["response"], look]}
+        # The client itself would wait without end for an answer.
+        session.timeout = LONGEST_WAIT_SECONDS
+        try:
+            yield
+        finally:
+            session.event_hooks, session.timeout = hooks, timeout
 
 
 def _wait_in(response: Any) -> int | None:
@@ -142,7 +152,7 @@ def _is_cut(error: BaseException) -> bool:
 
 
 def _is_of_the_hub(chain: list[BaseException]) -> bool:
-    """Whether it is no mistake of this code."""
+    """Whether the Hub, the network or a file is at fault, and not a bug."""
     return isinstance(chain[-1], (*_FAILURES, DamagedError, _WaitError)) or any(_is_network(error) for error in chain)
 
 
@@ -155,79 +165,99 @@ def _may_pass(chain: list[BaseException]) -> bool:
     return any(_is_network(cause) or _is_cut(cause) or isinstance(cause, DamagedError) for cause in chain)
 
 
+class _Reason(NamedTuple):
+    """Why the Hub gave nothing."""
+
+    kind: type[HfdistError]
+    what: str
+    hint: str | None
+
+
 def _explained(chain: list[BaseException], key: str, name: str) -> HfdistError:
-    kind, what, hint = _reason(chain)
-    return kind(what, where=key, found=redact(name), hint=hint)
+    reason = _reason(chain)
+    return reason.kind(reason.what, where=key, found=redact(name), hint=reason.hint)
 
 
-def _reason(chain: list[BaseException]) -> tuple[type[HfdistError], str, str | None]:
+def _reason(chain: list[BaseException]) -> _Reason:
     full = next((error for error in chain if isinstance(error, OSError) and is_full_disk(error)), None)
     if full is not None:
         hint = f"free space in {full.filename or constants.HF_HUB_CACHE}, or set HF_HOME to a folder on a larger disk"
-        return ResourceError, "no space is left on the disk for the download", hint
+        return _Reason(ResourceError, "no space is left on the disk for the download", hint)
     wait = _first(chain, _WaitError)
     if wait is not None:
         what = f"the Hub's rate limit is used up, and it wants a wait of {wait.seconds} s"
-        return ResourceError, what, "start again then; a token raises the limit: " + LOG_IN
+        return _Reason(ResourceError, what, "start again then; a token raises the limit: " + LOG_IN)
     answer = _first(chain, HfHubHTTPError)
     if answer is not None:
         return _reason_of_answer(answer)
     if _first(chain, DamagedError) is not None:
         hint = "start again; if that does not help, a proxy between here and the Hub may be at fault"
-        return ResourceError, f"what the Hub sent is damaged: {chain[-1]}", hint
+        return _Reason(ResourceError, f"what the Hub sent is damaged: {chain[-1]}", hint)
     if any(_is_cut(error) for error in chain):
-        return ResourceError, "the download breaks off again and again", "check the network, then start again"
+        return _Reason(ResourceError, "the download breaks off again and again", "check the network, then start again")
     network = next((error for error in chain if _is_network(error)), None)
     if network is None and any(isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError)) for error in chain):
-        return ConfigError, "the Hub is switched off, and the files are not all in the local cache", FETCH_FIRST
+        return _Reason(
+            ConfigError, "the Hub is switched off, and the files are not all in the local cache", FETCH_FIRST
+        )
     if network is not None:
         words = redact(str(network).splitlines()[0]) if str(network) else type(network).__name__
         hint = f"check the network and HF_ENDPOINT, or {FETCH_FIRST}"
         if "Connect" in type(network).__name__:
-            return ResourceError, f"the Hub cannot be reached at {redact(constants.ENDPOINT)}: {words}", hint
-        return ResourceError, f"the connection to the Hub breaks off: {words}", hint
+            return _Reason(ResourceError, f"the Hub cannot be reached at {redact(constants.ENDPOINT)}: {words}", hint)
+        return _Reason(ResourceError, f"the connection to the Hub breaks off: {words}", hint)
     return _reason_of_other(chain[-1])
 
 
-def _reason_of_answer(error: HfHubHTTPError) -> tuple[type[HfdistError], str, str | None]:
+def _reason_of_answer(error: HfHubHTTPError) -> _Reason:
     status, told = error.response.status_code, error.response.headers.get("X-Error-Message", "")
     if status == 401 and "invalid" in f"{told} {error.server_message or ''}".lower():
-        return ConfigError, "the Hub does not accept the token", f"{LOG_IN}; HF_TOKEN wins over the login"
+        return _Reason(ConfigError, "the Hub does not accept the token", f"{LOG_IN}; HF_TOKEN wins over the login")
     # Gated is a kind of not found, so it comes first.
     match error:
         case GatedRepoError():
-            what = "the repository is gated: your account has not been granted access"
-            what = what if get_token() else "the repository is gated, and no token is given"
-            return ConfigError, what, f"ask for access on its page, then {LOG_IN}"
+            denied = ": your account has not been granted access" if get_token() else ", and no token is given"
+            return _Reason(
+                ConfigError, f"the repository is gated{denied}", f"ask for access on its page, then {LOG_IN}"
+            )
         case RevisionNotFoundError():
-            return ConfigError, "the repository has no such revision", "another revision, or null: the default branch"
+            return _Reason(
+                ConfigError, "the repository has no such revision", "another revision, or null: the default branch"
+            )
         case RepositoryNotFoundError():
             hint = f"check the spelling; for a private one, {LOG_IN}"
-            return ConfigError, "the Hub has no such repository, or it is private", hint
+            return _Reason(ConfigError, "the Hub has no such repository, or it is private", hint)
         case EntryNotFoundError():
-            return ConfigError, "the repository lacks a file", "another revision or repository"
+            return _Reason(ConfigError, "the repository lacks a file", "another revision or repository")
     if status in (401, 403):
         what = "the Hub refuses access" + (" with this token" if get_token() else " without a token")
-        return ConfigError, what, f"a token with the right to do this: {LOG_IN}"
+        return _Reason(ConfigError, what, f"a token with the right to do this: {LOG_IN}")
     if status == 429:
-        return ResourceError, "the Hub's rate limit is used up (HTTP 429)", f"wait, or raise the limit: {LOG_IN}"
+        return _Reason(
+            ResourceError, "the Hub's rate limit is used up (HTTP 429)", f"wait, or raise the limit: {LOG_IN}"
+        )
     if status in _TEMPORARY:
-        return ResourceError, f"the Hub fails (HTTP {status})", "start again later"
-    return ConfigError, f"the Hub refuses (HTTP {status}): {redact(error.server_message or told or 'no reason')}", None
+        return _Reason(ResourceError, f"the Hub fails (HTTP {status})", "start again later")
+    return _Reason(
+        ConfigError, f"the Hub refuses (HTTP {status}): {redact(error.server_message or told or 'no reason')}", None
+    )
 
 
-def _reason_of_other(error: BaseException) -> tuple[type[HfdistError], str, str | None]:
+def _reason_of_other(error: BaseException) -> _Reason:
     if isinstance(error, HFValidationError):
         hint = "OWNER/NAME as on its page, without the Hub's address; ./FOLDER for one here"
-        return ConfigError, "this is neither a Hub id nor a folder", hint
+        return _Reason(ConfigError, "this is neither a Hub id nor a folder", hint)
     text = re.sub(r"\w+://\S+", lambda address: redact(address[0]), str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "trust_remote_code" in str(error):
         hint = "a model type that transformers knows; model.trust_remote_code=true, once you have read that code"
-        return ConfigError, "the repository brings Python code of its own, which is not run", hint
-    said = lines[0] if lines else ""
+        return _Reason(ConfigError, "the repository brings Python code of its own, which is not run", hint)
+    first_line = lines[0] if lines else ""
     # Some say but the name of a key, or nothing.
-    said = said if isinstance(error, _FAILURES) and said else f"{type(error).__name__}: {said}".rstrip(": ")
+    is_plain = isinstance(error, _FAILURES) and first_line
+    said = first_line if is_plain else f"{type(error).__name__}: {first_line}".rstrip(": ")
     if "backend tokenizer" in said:
-        return ConfigError, "there are no files of a tokenizer", "save_pretrained(FOLDER) of the tokenizer writes them"
-    return ConfigError, f"cannot be read: {said}", None
+        return _Reason(
+            ConfigError, "there are no files of a tokenizer", "save_pretrained(FOLDER) of the tokenizer writes them"
+        )
+    return _Reason(ConfigError, f"cannot be read: {said}", None)

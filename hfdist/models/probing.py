@@ -428,12 +428,12 @@ def all_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None
 
 
 def _shown_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
-    """As of OPT."""
+    """Give positions as OPT counts them."""
     return all_tokens(ids, mask, padding) if mask is None else mask.long().cumsum(1) * mask - 1
 
 
 def _after_padding(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
-    """As of RoBERTa."""
+    """Give positions as RoBERTa counts them."""
     if padding is None:
         return all_tokens(ids, mask, padding)
     is_text = ids.ne(padding).long()

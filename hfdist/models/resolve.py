@@ -47,7 +47,7 @@ class ResolvedModel:
     """A model's config and tokenizer on this machine, and its weights once they are asked for."""
 
     model: ModelConfig
-    """As in the run's config, with local folders as names."""
+    """The run's config of the model, with local folders as names."""
     fetch_weights: Callable[[], object] = field(default=lambda: None, repr=False)
     """Downloads the weights, unless they are here. Call it before there is a process group, in which others would wait.
     Raises what `hub_client.ask` raises."""

@@ -25,7 +25,7 @@ class TrainableParameters:
     """`adapter.*`, `train.freeze` and `train.train_only`, as `build_model` needs them."""
 
     base: ModelConfig = field(default_factory=ModelConfig)
-    """As the user named it, not where it lies on this machine: an adapter says what it belongs to."""
+    """The model by the name that the user gave, not a place on this machine: an adapter says what it belongs to."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()

@@ -200,7 +200,7 @@ def _hold_embedding(split: SplitModel, group: dist.ProcessGroup) -> None:
 
 
 _Holders = list[dict[str, list[int]]]
-"""For each pipeline: the ranks that hold a trained parameter, by the parameter's name."""
+"""Ranks of each pipeline that hold a trained parameter, by the parameter's name."""
 
 
 def _find_holders(split: SplitModel, topology: Topology) -> _Holders:
@@ -264,7 +264,7 @@ class ProbeResult:
     needed: frozenset[str]
     """Names of the parameters around the blocks that a gradient reaches in its stages."""
     checksum: float | None = None
-    """On the rank of the last stage: the sum of loss and logits, so that two runs can be compared."""
+    """Sum of loss and logits, on the rank of the last stage, so that two runs can be compared."""
 
 
 def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], channel: P2PChannel) -> ProbeResult:

@@ -69,7 +69,7 @@ class Step(NamedTuple):
     loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
     """Calls the model on a micro batch; on the last stage its value is the loss."""
     side_loss: Callable[[], torch.Tensor | None]
-    """After each forward: what the stage adds to the loss by itself, or None."""
+    """Gives, after each forward, what the stage adds to the loss by itself, or None."""
 
 
 class Stage:
@@ -399,7 +399,7 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
     Args:
         batch: tensors whose first dimension is the sequences; numbers, and tensors whose first dimension is 1 so that
             they stand for all sequences, go to every micro batch.
-        num_microbatches: how many.
+        num_microbatches: number of micro batches of a step.
 
     Raises:
         ConfigError: a tensor that is not split by sequences, such as the bounds of documents in a row without padding.

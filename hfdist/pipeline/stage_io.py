@@ -97,7 +97,7 @@ class Header:
         return Activations(outputs, entries)
 
     def to_json(self) -> str:
-        """As text that another process can read."""
+        """Give the description as text that another process can read."""
         return json.dumps([treespec_dumps(self.spec), [_leaf_to_json(leaf) for leaf in self.leaves]])
 
     @classmethod

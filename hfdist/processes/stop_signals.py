@@ -7,11 +7,11 @@ import signal
 import stat
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""From a launcher or a scheduler, Ctrl-C, a scheduler's warning, and a terminal that closes."""
+"""Signals of a launcher or a scheduler, of Ctrl-C, of a scheduler's warning, and of a terminal that closes."""
 
 
 def heard_signals() -> list[signal.Signals]:
-    """Those of `STOP_SIGNALS` that a handler may be set for: under nohup a run outlives its terminal."""
+    """Give those of `STOP_SIGNALS` that may have a handler: under nohup a run outlives its terminal."""
     is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if number is not signal.SIGHUP or not is_under_nohup]
 

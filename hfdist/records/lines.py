@@ -111,7 +111,7 @@ class RankColumn(Enum):
     step_seconds = "step_seconds"
     """Without evaluations and saves."""
     data_seconds = "data_seconds"
-    """In the loader."""
+    """Seconds in the loader."""
     compute_seconds = "compute_seconds"
     """Busy, or ready to run without a CPU core; null on a GPU."""
     wait_seconds = "wait_seconds"

@@ -8,9 +8,8 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,14 +18,14 @@ from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
 from hfdist.records.events import Event, add_event, utc_now
 from hfdist.records.run_file import SUMMED, RunRecord, State, read_run, write_run
 from hfdist.records.run_folder import RunFolder
+from hfdist.records.versions import find_versions
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("hfdist", "transformers", "torch", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors")
 LONGEST_TEXT = 500
 """Characters of an error, or of another text of unknown origin."""
 _WRITE_SECONDS = 1.0
-"""Between two writes of run.json for steps alone."""
+"""Least time between two writes of run.json for steps alone."""
 _SIGNALLED = 128
 """Exit code of a process that a signal has ended, as shells have it, without the signal's number."""
 
@@ -44,7 +43,7 @@ class RunRecorder:
     """
 
     of_process: ClassVar[RunRecorder | None] = None
-    """The one whose run this process does, so that whatever ends the process can say so."""
+    """The recorder of the run that this process does, so that whatever ends the process can say so."""
 
     def __init__(self, run_dir: Path, layout: Mapping[str, object], processes: int) -> None:
         if (last := RunRecorder.of_process) is not None:
@@ -91,7 +90,10 @@ class RunRecorder:
                 write_run(self.run_dir, self.record, is_durable=is_durable)
 
     def step_done(self, step: int) -> None:
-        """Note the step; now and then, write it. What fails then, training does not need."""
+        """Note the step, and write `run.json` at most once a second.
+
+        Training goes on if that fails: only the first failure is logged.
+        """
         self.record.step = step
         if time.monotonic() - self._written_seconds > _WRITE_SECONDS:
             try:
@@ -111,7 +113,7 @@ class RunRecorder:
 
     @property
     def seconds(self) -> float:
-        """Since this start has opened its folder."""
+        """Seconds since this start opened its folder."""
         return time.monotonic() - self._begun_seconds
 
     def _count_seconds(self) -> None:
@@ -159,9 +161,10 @@ def recording_end() -> Iterator[None]:
 
 
 def record_ranks(run_dir: Path, do_run: Callable[[], int]) -> int:
-    """Call what does a run in other processes and gives its exit code; write that where their rank 0 has not.
+    """Call `do_run`, which does a run in other processes, and return its exit code.
 
-    Rank 0 may have been killed, or have met only what followed from the end of another rank.
+    The record is corrected if their rank 0 has written another end, or none: it may have been killed, or have met only
+    what followed from the end of another rank.
     """
     before = read_run(run_dir)
     try:
@@ -169,11 +172,12 @@ def record_ranks(run_dir: Path, do_run: Callable[[], int]) -> int:
     except HfdistError as error:
         _correct(run_dir, before, *_describe(error))
         raise
-    _correct(run_dir, before, exit_code, _name(exit_code))
+    _correct(run_dir, before, exit_code, _error_of(exit_code))
     return exit_code
 
 
 def _correct(run_dir: Path, before: RunRecord | None, exit_code: int, error: str | None) -> None:
+    """Write the end of the start that began since `before` on this machine, if its record says another."""
     record = read_run(run_dir)
     is_new = record is not None and (before is None or record.start > before.start)
     if record is None or not is_new or (record.host, record.launcher_pid) != (platform.node(), os.getpid()):
@@ -183,7 +187,8 @@ def _correct(run_dir: Path, before: RunRecord | None, exit_code: int, error: str
             _close(run_dir, record, exit_code, error)
 
 
-def _name(exit_code: int) -> str | None:
+def _error_of(exit_code: int) -> str | None:
+    """Say what an exit code means; None: no error."""
     if exit_code == 0:
         return None
     if exit_code > _SIGNALLED and exit_code - _SIGNALLED in {*signal.Signals}:
@@ -208,18 +213,8 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
     if isinstance(error, SystemExit):
-        return (error.code, _name(error.code)) if isinstance(error.code, int) else (int(bool(error.code)), error.code)
+        if isinstance(error.code, int):
+            return error.code, _error_of(error.code)
+        # None or a message, as sys.exit takes them.
+        return int(bool(error.code)), error.code
     return 1, f"{type(error).__name__}: {first_line(error)}"
-
-
-def find_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Give the versions of Python and of packages."""
-    return {"Python": platform.python_version()} | {package: _version(package) for package in packages}
-
-
-def _version(package: str) -> str:
-    # A checkout that is not installed has none.
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "of an unknown version"

@@ -45,7 +45,7 @@ class RunRecord:
     """The fields of `run.json`. Times are ISO 8601 in UTC."""
 
     start: int
-    """1: the first start in this folder."""
+    """Number of the start in this folder; the first is 1."""
     state: State = State.running
     exit_code: int | None = None
     error: str | None = None
@@ -102,7 +102,7 @@ class RunRecord:
         return sum(known) if known else None
 
     def to_json(self) -> dict[str, object]:
-        """Give it as JSON values."""
+        """Give the record as JSON values."""
         return asdict(self) | {"state": self.state.value}
 
 

@@ -41,11 +41,11 @@ class Ending:
     """What a user opens."""
     adapter_folder: Path | None = None
     step: int
-    """Of the weights in the folder."""
+    """Step of the weights in the folder."""
     stopped_by: str | None = None
     """The budget that has stopped the run before its end."""
     loss: float | None = None
-    """On held-out data, of the weights in the folder."""
+    """Loss on held-out data of the weights in the folder."""
     loss_before: float | None = None
     """The same at step 0."""
     without_context: float | None = None
@@ -53,7 +53,7 @@ class Ending:
     accuracy: float | None = None
     """Share of the held-out pairs whose chosen answer is preferred."""
     margin: float | None = None
-    """By how much, in the mean: the difference of their rewards."""
+    """Mean difference of the rewards of chosen and rejected answers."""
     num_held_out: int | None = None
     """Held-out pairs."""
     rewards: tuple[float, float] | None = None

@@ -33,7 +33,7 @@ class FoundModel(NamedTuple):
     """A model on this machine, but for its weights."""
 
     config: RunConfig
-    """That of the run, with folders of this machine in place of Hub ids and GGUF files."""
+    """The run's config, with folders of this machine in place of Hub ids and GGUF files."""
     architecture: PreTrainedConfig
     fetch_weights: Callable[[], object]
     why_together: str | None

@@ -41,7 +41,7 @@ class PeakMemory:
             self._status = None
 
     def read(self) -> int:
-        """Give it, and begin anew."""
+        """Give the peak since the last call, and begin anew."""
         kind, peak = _peak_bytes(self._device, self._status)
         if kind == "GPU":
             torch.cuda.reset_peak_memory_stats(self._device)

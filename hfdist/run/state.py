@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     loss: float | None
     """Theirs on held-out data; None: there are none."""
     pools: Sequence[PoolReport]
-    """What was read of the data."""
+    """How much of each pool was read."""
     peak_bytes: Sequence[Mapping[str, float]]
     """The most memory that each rank has used, by kind."""
 
@@ -49,33 +49,33 @@ class RunState:
     topology: Topology
     strategy: Strategy
     architecture: PreTrainedConfig
-    """By `find_model`, as the next one."""
+    """Set by `find_model`, as the next one."""
     why_together: str | None = None
     """Why packed documents are not computed one by one; None: they are, or another attention was chosen."""
     data: RunData
-    """By `open_data`."""
+    """Set by `open_data`."""
     recorder: RunRecorder | None = None
-    """By `open_folder`, on rank 0."""
+    """Set by `open_folder`, on rank 0."""
     arguments: TrainingArguments
-    """By `start_ranks`, as the next one."""
+    """Set by `start_ranks`, as the next one."""
     own_plan: OwnPlan | None = None
     """A plan that is being made, on rank 0."""
     model: PreTrainedModel
-    """By `build_model`."""
+    """Set by `build_model`."""
     objective: Objective | None
-    """By `build_trainer`, as the next four; None: that of the next token."""
+    """Set by `build_trainer`, as the next four; None: the run trains next tokens."""
     measures: Sequence[Measure] = ()
     """What evaluations measure besides the loss."""
     usage: Usage
     trainer: Trainer
     plan: Plan | None = None
-    """On rank 0."""
+    """Set on rank 0."""
     start: Start
-    """By `train`, as all that follow."""
+    """Set by `train`, as all that follow."""
     preemption: Preemption
     budget: Budget
     first_step: Event
-    """To be set when the first step has ended."""
+    """Set when the first step has ended."""
     outcome: Outcome
     not_uploaded: HfdistError | None = None
     """Why the upload of the model has failed, on rank 0."""

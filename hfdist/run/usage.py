@@ -16,7 +16,7 @@ from hfdist.config.run import CostConfig
 from hfdist.energy import EnergySources, RankMeter, describe_sources, is_known, name_sources, num_devices
 from hfdist.records import RunRecord, RunRecorder
 from hfdist.records.run_file import SUMMED
-from hfdist.units import duration, energy, mass, money
+from hfdist.units import SECONDS_PER_HOUR, duration, energy, mass, money
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ _READ_SECONDS = 10.0
 _READ_SHARE = 0.05
 """Share of the time so far, after which the ranks sum again: the power of first steps says little of later ones."""
 _SOURCES = {None: "of earlier starts", "estimate": "an estimate"}
+"""Words for the source of a run's energy, where its name says too little."""
 _JOULES_PER_KWH = 3.6e6
-_SECONDS_PER_HOUR = 3600
 
 
 class Usage(TrainerCallback):
@@ -48,6 +48,7 @@ class Usage(TrainerCallback):
         self._begin_seconds = self._read_seconds = time.monotonic()
         self._joules: float | None = None
         self._watts = 0.0
+        """Power of all ranks that is expected until the next sum."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Tell each other what can be measured, and share it out. A collective."""
@@ -68,14 +69,14 @@ class Usage(TrainerCallback):
         return is_known(self._sources)
 
     def flag(self) -> int:
-        """1, of rank 0: it is time to sum again."""
+        """1 on rank 0 when it is time to sum again, else 0."""
         now = time.monotonic()
         interval = min(_READ_SECONDS, _READ_SHARE * (now - self._begin_seconds))
         is_due = self._joules is None or now - self._read_seconds > interval
         return int(self._recorder is not None and is_due)
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
-        """Sum. A collective."""
+        """Sum over the ranks. A collective."""
         self.read()
 
     def read(self) -> None:
@@ -95,7 +96,7 @@ class Usage(TrainerCallback):
         record, cost = self._recorder.record, self._cost
         if self.is_known and self._joules is not None:
             record.energy_kwh = self._joules / _JOULES_PER_KWH
-        device_hours = self._recorder.seconds / _SECONDS_PER_HOUR * num_devices(self._sources)
+        device_hours = self._recorder.seconds / SECONDS_PER_HOUR * num_devices(self._sources)
         amounts = [(cost.price_per_hour, device_hours), (cost.price_per_kwh, record.energy_kwh)]
         parts = [_times(price, amount) for price, amount in amounts if price is not None]
         known = [part for part in parts if part is not None]
@@ -104,11 +105,14 @@ class Usage(TrainerCallback):
         record.gco2e = _times(cost.gco2e_per_kwh, record.energy_kwh)
 
     def find_used(self) -> dict[str, float | None]:
-        """Give what the run has used by now of each budget; since the last sum, by the power of late."""
-        used, since_seconds = find_used(self.totals()), time.monotonic() - self._read_seconds
-        of_energy = {"max_kwh": 1.0, "max_cost": self._cost.price_per_kwh or 0.0}
-        more = {name: price * self._watts * since_seconds / _JOULES_PER_KWH for name, price in of_energy.items()}
-        return {name: None if value is None else value + more.get(name, 0.0) for name, value in used.items()}
+        """Give what the run has used by now of each budget.
+
+        The energy since the last sum is estimated from its power.
+        """
+        used = find_used(self.totals())
+        late_kwh = self._watts * (time.monotonic() - self._read_seconds) / _JOULES_PER_KWH
+        late = {"max_kwh": late_kwh, "max_cost": late_kwh * (self._cost.price_per_kwh or 0.0)}
+        return {name: None if value is None else value + late.get(name, 0.0) for name, value in used.items()}
 
     def totals(self) -> RunRecord:
         """Give the record with the figures of this moment; on rank 0."""
@@ -119,9 +123,9 @@ class Usage(TrainerCallback):
     def find_rates(self) -> dict[str, float]:
         """Give what a second uses of each budget."""
         kwh = self._watts / _JOULES_PER_KWH
-        cost = (self._cost.price_per_hour or 0.0) * num_devices(self._sources) / _SECONDS_PER_HOUR
+        cost = (self._cost.price_per_hour or 0.0) * num_devices(self._sources) / SECONDS_PER_HOUR
         cost += (self._cost.price_per_kwh or 0.0) * kwh
-        return {"max_hours": 1 / _SECONDS_PER_HOUR, "max_cost": cost, "max_kwh": kwh, "deadline": 1.0}
+        return {"max_hours": 1 / SECONDS_PER_HOUR, "max_cost": cost, "max_kwh": kwh, "deadline": 1.0}
 
     def figures(self) -> dict[str, float]:
         """Give what a training line says: totals over all starts, as far as they are known; {} on all but rank 0."""
@@ -153,7 +157,7 @@ def _times(price: float | None, amount: float | None) -> float | None:
 
 
 def _uuid(device: torch.device) -> str | None:
-    """As the driver writes it; None: not of NVIDIA."""
+    """Give the UUID of a CUDA device as its driver writes it; None: another device."""
     if device.type != "cuda":
         return None
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

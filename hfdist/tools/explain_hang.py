@@ -76,7 +76,7 @@ class Explanation:
     hint: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """Give it as JSON values."""
+        """Give the explanation as JSON values."""
         return {
             "run": self.run,
             "folder": None if self.folder is None else str(self.folder),
@@ -87,7 +87,7 @@ class Explanation:
         }
 
     def lines(self) -> Iterator[str]:
-        """Give it for people."""
+        """Give the explanation as lines for people."""
         yield self.run
         if self.rows:
             yield ""
@@ -292,7 +292,7 @@ class _Case:
     # ---- who waits for whom ----
 
     def _waits(self) -> list[Wait]:
-        """For each collective that has not ended: who is in it, and who has not come to it."""
+        """Say of each collective that has not ended who is in it, and who has not come to it."""
         found: dict[tuple[str, int, str], Wait] = {}
         for rank, pending in sorted(self._pending.items()):
             for one in pending[:1]:

@@ -234,14 +234,17 @@ def _check_loss_of_parts(kind: type, arguments: Arguments) -> None:
     raise ConfigError(what, where=where, found=found, hint="without it, or strategy.context=1")
 
 
-def check_has_logits(engine: Engine, what: str) -> None:
-    """Raise a ConfigError where the original cannot gather logits: no rank has them whole, or several have the same."""
+def check_has_logits(engine: Engine, asker: str) -> None:
+    """Raise a ConfigError where the original cannot gather logits: no rank has them whole, or several have the same.
+
+    `asker` names what needs them.
+    """
     hint = "evaluate() gives the loss; or save_model(folder), and predict with the folder's model"
     if not engine.runs_whole_model:
-        what = f"{what} needs the logits of whole sequences, and each rank has a part of them"
+        what = f"{asker} needs the logits of whole sequences, and each rank has a part of them"
         raise ConfigError(what, where="strategy.pipeline, strategy.context", hint=hint)
     if engine.loss_group is not None:
-        what = f"{what} gathers logits of all ranks, and those of a tensor group have the same"
+        what = f"{asker} gathers logits of all ranks, and those of a tensor group have the same"
         raise ConfigError(what, where="strategy.tensor", hint=hint)
 
 

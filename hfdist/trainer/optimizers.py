@@ -38,7 +38,7 @@ class OwnOptimizer:
         self._states = [(names[id(parameter)], state) for parameter, state in optimizer.state.items()]
 
     def move_to(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Give it the parameters of this model, which may be a part of the whole one."""
+        """Give the optimizer the parameters of this model, which may be a part of the whole one."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
 
         def find(tied: list[str]) -> list[nn.Parameter]:
@@ -67,7 +67,7 @@ class Optimizers:
 
     @contextmanager
     def made_for(self, engine: Engine) -> Iterator[None]:
-        """Meanwhile, what the Trainer makes as its optimizer is checked and made ready for the layout."""
+        """Check, within the block, what the Trainer makes as its optimizer, and make it ready for the layout."""
         trainer = self._training.trainer
         make = trainer.create_optimizer
         ready = trainer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else None
@@ -129,7 +129,7 @@ class Optimizers:
 
     @contextmanager
     def evaluating(self, engine: Engine) -> Iterator[None]:
-        """Meanwhile, the weights are those to be used, where an optimizer trains at others (schedule-free)."""
+        """Put in, within the block, the weights to be used, where an optimizer trains at others (schedule-free)."""
         # There is none before the first training.
         optimizer: object = self._training.trainer.optimizer
         inner = optimizer

@@ -95,6 +95,10 @@ def _check_vocabulary(rows: Sequence[Sequence[int]], model: PreTrainedModel) -> 
     for place, ids in enumerate(rows):
         wrong = [one for one in ids if not 0 <= one < size]
         if wrong:
-            what, hint = "a token is none of the model's", "the tokenizer of this model, or resize_token_embeddings"
-            found, allowed = f"{wrong[0]} in row {place}", f"0 to {size - 1}"
-            raise ConfigError(what, where=f"{_WHERE}, input_ids", found=found, allowed=allowed, hint=hint)
+            raise ConfigError(
+                "a token is none of the model's",
+                where=f"{_WHERE}, input_ids",
+                found=f"{wrong[0]} in row {place}",
+                allowed=f"0 to {size - 1}",
+                hint="the tokenizer of this model, or resize_token_embeddings",
+            )

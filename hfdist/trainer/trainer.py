@@ -31,7 +31,9 @@ from hfdist.models.probing import uses_all_parameters
 from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
 from hfdist.strategies.base import Batch, Strategy
 from hfdist.trainer import trl_trainers
-from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions, drop_old, intervals_of
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions
+from hfdist.trainer.checkpointing.log_history import drop_old
+from hfdist.trainer.checkpointing.trainer_state import intervals_of
 from hfdist.trainer.engine_setup import (
     adapt_accelerator,
     arguments_by_name,
@@ -257,7 +259,7 @@ class DistributedTrainerMixin(_Trainer):
 
     @contextmanager
     def _dealing(self, num_microbatches: int, *, is_training: bool) -> Iterator[None]:
-        """Meanwhile, loaders that the class prepares give each data rank its share of the rows."""
+        """Let loaders that the class prepares within the block give each data rank its share of the rows."""
         if self.strategy is None:
             yield
             return
@@ -510,7 +512,7 @@ class DistributedTrainerMixin(_Trainer):
         self._share_sft_metrics()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add its figures to a training line, for all trackers alike. Users may call it on one rank: no collective."""
+        """Add the figures of hfdist to a training line, for all trackers alike. No collective: one rank may call it."""
         figures, is_due = self._figures if "loss" in logs else {}, self.control.should_log
         logs |= figures
         with self.training.without_epoch():

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.task import REWARD_MODEL, TaskName
-from hfdist.data.documents.held_out import take_examples
+from hfdist.data.documents.examples import take_examples
 from hfdist.errors import ConfigError
 from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
 from hfdist.rewards import Generation, Reward, load_rewards
@@ -77,7 +77,9 @@ def _table(config: RunConfig) -> ReferenceTable:
 
 
 def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Switch dropout off, in place: answers are compared, and must not differ by chance.
+    """Switch dropout off, in place, and set a pad token if the model has none.
+
+    Answers are compared, and must not differ by chance.
 
     Raises:
         ConfigError: the model sees through from one packed answer to the next, or its positions do not begin with 0.

@@ -56,7 +56,7 @@ class PolicyGradient(Objective):
         self._task, self._rollouts = task, rollouts
         self._is_of_tokens = task.name is TaskName.grpo
         self._reference: ReferenceWeights | None = None
-        """None: there is no comparison."""
+        """The weights to compare with; None: there is no comparison."""
         self.names = ("entropy", "clipped_ratios", *(["kl"] if task.beta else []), *rollouts.names)
 
     def begin(self, training: Training) -> None:

@@ -36,7 +36,7 @@ from hfdist.trainer.training import Training
 logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
-"""In a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]."""
+"""Key of a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]."""
 _KNOWN = "known.json"
 _LOG_EVERY_SECONDS = 30.0
 
@@ -52,7 +52,7 @@ class ReferenceTable:
     def __init__(self, folder: Path, model: object) -> None:
         self._folder, self._model = folder, json.dumps(model, sort_keys=True)
         self._known: dict[int, float | None] = {}
-        """None: another rank has found it."""
+        """Log-probabilities by the key of a document; None: another rank has found it."""
         self._num_sequences: dict[str, int] = {}
         """Number of sequences all of whose documents are known, by the identity of a stream."""
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
-from hfdist.data.documents.held_out import Example
+from hfdist.data.documents.examples import Example
 from hfdist.data.stream.token_stream import DOCUMENTS
 from hfdist.rewards import Generation, Reward
 from hfdist.strategies.base import Batch, Forward

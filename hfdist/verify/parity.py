@@ -102,7 +102,7 @@ class Bounds(NamedTuple):
     """Bound for losses and weights after a resume, which does the same arithmetic once more."""
 
     def on_cpu(self, num_elements: int) -> Bounds:
-        """For norms on a CPU, and gradients that are clipped by them, of tensors of up to so many elements."""
+        """Give the bounds on a CPU: wider for norms of so many elements, and for gradients that they clip."""
         error = _NORM_ERROR * num_elements
         return self._replace(grad_norm=max(self.grad_norm, error), gradient=max(self.gradient, error))
 
@@ -128,7 +128,7 @@ class Row(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Within the bound. A difference that is not a number is not."""
+        """Whether the difference is within the bound; one that is not a number is not."""
         return self.difference <= self.bound
 
 

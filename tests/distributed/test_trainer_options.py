@@ -13,7 +13,7 @@ from transformers.trainer_utils import HPSearchBackend
 
 import hfdist
 from hfdist.errors import ConfigError
-from hfdist.trainer.checkpointing import checkpointer
+from hfdist.trainer.checkpointing import checkpointer, log_history
 from hfdist.trainer.trainer import RunOptions
 from tests.distributed.trainers import LENGTH, STEPS, history, make_model, make_trainer, on_ranks, uneven_items
 
@@ -93,7 +93,7 @@ def test_every_save_is_reported_once_before_the_training_ends(tmp_path):
 
 @on_ranks(1)
 def test_a_run_holds_the_newest_of_the_history(tmp_path):
-    checkpointer.NUM_ENTRIES = 1
+    log_history.NUM_ENTRIES = 1
     trainer = make_trainer(tmp_path, options=RunOptions(run_values={}))
     trainer.train()
     # The line at the end comes after the newest step.

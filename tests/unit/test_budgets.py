@@ -138,6 +138,15 @@ def test_a_budget_is_not_counted_from_nothing_where_the_record_is_damaged(tmp_pa
     assert caught.value.hint.startswith(f"rm {RunFolder(tmp_path).record}")
 
 
+@pytest.mark.parametrize("limit", [{}, {"limit": None}, {"limit": "soon"}, {"limit": [1]}])
+def test_a_damaged_stop_of_an_earlier_start_does_not_count(tmp_path, limit):
+    start(tmp_path, budget="max_hours", limit=1.0)
+    add_event(tmp_path, Event.budget, start=2, step=4, which="max_hours", **limit)
+    check_budgets(config(tmp_path, "train.max_hours=2"))
+    with pytest.raises(BudgetError, match="used up"):
+        check_budgets(config(tmp_path, "train.max_hours=1"))
+
+
 def test_totals_count_starts_that_were_lost(tmp_path):
     start(tmp_path, seconds=10.0, energy_kwh=1.0, cost=0.5)
     start(tmp_path, seconds=20.0, cost=0.25, gco2e=7.0)

@@ -16,7 +16,7 @@ from hfdist.config.run import Chat, EvaluateConfig
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import train_bpe
 from hfdist.topology import Topology
-from hfdist.trainer.checkpointing.checkpointer import NUM_ENTRIES, drop_old, newest_entries, newest_losses
+from hfdist.trainer.checkpointing.log_history import NUM_ENTRIES, drop_old, newest_entries, newest_losses
 from hfdist.trainer.evaluation.evaluators import num_without_improvement
 from hfdist.trainer.evaluation.generation import (
     GROUP,

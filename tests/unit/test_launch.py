@@ -171,6 +171,16 @@ def test_a_signal_between_processes_ends_the_run(monkeypatch, children, ignored,
     assert starts == [2]
 
 
+def test_processes_share_the_cores_that_they_may_use(monkeypatch):
+    """A job of a scheduler may have some cores of a machine only."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(launch, "_start_once", lambda *_: 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    launch.start_ranks(end, processes=2, max_restarts=0)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
 def test_each_process_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(launch, "count_gpus", lambda: 2)
     with pytest.raises(ConfigError, match="a GPU of its own") as caught:

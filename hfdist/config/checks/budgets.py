@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -13,11 +14,10 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import parse_time
 from hfdist.errors import BudgetError, ConfigError
 from hfdist.records import Event, RunRecord, read_lines, read_run
-from hfdist.units import count
+from hfdist.units import SECONDS_PER_HOUR, count
 
 BUDGETS = ("max_hours", "max_cost", "max_kwh", "deadline")
 """Keys of `train.*`. A deadline is seconds since 1970, as `time.time` gives them."""
-_SECONDS_PER_HOUR = 3600
 
 
 def find_limits(config: RunConfig) -> dict[str, float]:
@@ -31,7 +31,7 @@ def find_limits(config: RunConfig) -> dict[str, float]:
 
 def find_used(record: RunRecord) -> dict[str, float | None]:
     """Give what all starts of a run have used by now of each budget; None: nobody knows."""
-    hours = (record.total("seconds") or 0.0) / _SECONDS_PER_HOUR
+    hours = (record.total("seconds") or 0.0) / SECONDS_PER_HOUR
     known = {"max_cost": record.total("cost"), "max_kwh": record.total("energy_kwh")}
     return {"max_hours": hours, **known, "deadline": time.time()}
 
@@ -48,17 +48,7 @@ def check_budgets(config: RunConfig) -> None:
         return
     record = read_run(config.run.folder.path)
     if record is None:
-        path = config.run.folder.record
-        if path.exists():
-            what, allowed = "what earlier starts have used is not known", f"a {path.name} of this version of hfdist"
-            hint = f"rm {path}, to count from nothing; or another run.name"
-            raise ConfigError(what, where=str(path), found="a file that cannot be read", allowed=allowed, hint=hint)
-        deadline = limits.get("deadline")
-        if deadline is not None and deadline <= time.time():
-            what, allowed = "the deadline has passed", "a time to come, or null"
-            hint = "train.deadline=null, or a later time; without a time zone it is that of this machine"
-            found = f"{config.train.deadline}, and it is {describe('deadline', time.time(), config)}"
-            raise ConfigError(what, where="train.deadline", found=found, allowed=allowed, hint=hint)
+        _check_first_start(config, limits)
         return
     used, ended_at = find_used(record), _find_earlier_stops(config.run.folder.events)
     for name, limit in limits.items():
@@ -67,20 +57,52 @@ def check_budgets(config: RunConfig) -> None:
             raise used_up(config, name, now, record)
 
 
+def _check_first_start(config: RunConfig, limits: Mapping[str, float]) -> None:
+    """Refuse a record that cannot be read, as nobody knows then what is used, and a deadline that has passed."""
+    path = config.run.folder.record
+    if path.exists():
+        raise ConfigError(
+            "what earlier starts have used is not known",
+            where=str(path),
+            found="a file that cannot be read",
+            allowed=f"a {path.name} of this version of hfdist",
+            hint=f"rm {path}, to count from nothing; or another run.name",
+        )
+    deadline = limits.get("deadline")
+    if deadline is not None and deadline <= time.time():
+        raise ConfigError(
+            "the deadline has passed",
+            where="train.deadline",
+            found=f"{config.train.deadline}, and it is {describe('deadline', time.time(), config)}",
+            allowed="a time to come, or null",
+            hint="train.deadline=null, or a later time; without a time zone it is that of this machine",
+        )
+
+
 def check_limits(config: RunConfig) -> None:
-    """A budget stops a run, which must be able to go on; and what it limits must be known."""
+    """Refuse a budget without checkpoints, as the run could not go on, and a cost limit without prices.
+
+    Raises:
+        ConfigError: either.
+    """
     limits, cost = find_limits(config), config.cost
     if limits and config.checkpoint.every is None:
-        what, name = (
+        name = next(iter(limits))
+        raise conflict(
+            config,
+            f"train.{name} checkpoint.every",
             "a run whose budget is used up goes on from its checkpoint, and none is written",
-            next(iter(limits)),
+            allowed="null",
+            hint=f"checkpoint.every=100, or train.{name}=null",
         )
-        keys, hint = f"train.{name} checkpoint.every", f"checkpoint.every=100, or train.{name}=null"
-        raise conflict(config, keys, what, allowed="null", hint=hint)
     if "max_cost" in limits and cost.price_per_hour is None and cost.price_per_kwh is None:
-        what = "nothing is known of what the run costs"
-        keys, hint = "train.max_cost cost.price_per_hour cost.price_per_kwh", "cost.price_per_hour=2.5 (of one GPU)"
-        raise conflict(config, keys, what, allowed="null without a price", hint=hint)
+        raise conflict(
+            config,
+            "train.max_cost cost.price_per_hour cost.price_per_kwh",
+            "nothing is known of what the run costs",
+            allowed="null without a price",
+            hint="cost.price_per_hour=2.5 (of one GPU)",
+        )
 
 
 def used_up(config: RunConfig, name: str, used: float | None, record: RunRecord) -> BudgetError:
@@ -101,7 +123,10 @@ def used_up(config: RunConfig, name: str, used: float | None, record: RunRecord)
 
 
 def _enough(limit: float, used: float | None, record: RunRecord) -> float:
-    """Give a limit, of two digits, for all steps of a run with a tenth more; twice the limit where no step was done."""
+    """Give a limit for all steps of the run and a tenth more, rounded up to two digits.
+
+    Twice the limit, if no step is done.
+    """
     # Numbers as anybody may have written them.
     step, max_steps = record.step, record.max_steps
     if not used or not isinstance(step, int) or not isinstance(max_steps, int) or step <= 0:
@@ -130,7 +155,9 @@ def _find_earlier_stops(events: Path) -> Mapping[str, float]:
     stops: dict[str, float] = {}
     for event in read_lines(events):
         if event.get("event") == Event.budget.value and event.get("which") in BUDGETS:
-            limit = event["limit"]
-            seconds = parse_time(limit).timestamp() if isinstance(limit, str) else float(limit)
-            stops[event["which"]] = max(seconds, stops.get(event["which"], 0.0))
+            # A file that anybody may have written.
+            with suppress(KeyError, TypeError, ValueError):
+                given = event["limit"]
+                limit = parse_time(given).timestamp() if isinstance(given, str) else float(given)
+                stops[event["which"]] = max(limit, stops.get(event["which"], 0.0))
     return stops

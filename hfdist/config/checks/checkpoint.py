@@ -26,8 +26,8 @@ def check_checkpoints(config: RunConfig) -> None:
         allowed = "true where train.eval_every divides checkpoint.every, or false"
         # Save as often as the run evaluates, unless this misses steps of `keep_every`.
         is_missed = eval_every is None or (keep_every is not None and keep_every % eval_every != 0)
-        hint = f"train.eval_every={every}"
-        hint = hint if is_missed else f"checkpoint.every={eval_every}, or {hint}"
+        more_evaluations = f"train.eval_every={every}"
+        hint = more_evaluations if is_missed else f"checkpoint.every={eval_every}, or {more_evaluations}"
         raise conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)
     if config.checkpoint.replicate_every is not None:
         _check_replicas(config, every)

@@ -85,8 +85,8 @@ def check_source(key: str, source: SourceConfig) -> None:
         raise ConfigError(what, where=f"{key}.path", found=source.path, allowed="null", hint=hint)
     if source.kind not in _OF_PYTHON and not source.path:
         allowed, example = _PATHS[source.kind]
-        what, key = "the source has no path", f"{key}.path"
-        raise ConfigError(what, where=key, found="null", allowed=allowed, hint=f"{key}={example}")
+        hint = f"{key}.path={example}"
+        raise ConfigError("the source has no path", where=f"{key}.path", found="null", allowed=allowed, hint=hint)
     if source.kind is SourceKind.files and source.path is not None and scheme_of(source.path) is not None:
         check_address(source.path, key=f"{key}.path")
     for name in ("subset", "revision"):

@@ -53,15 +53,16 @@ def read_deepspeed_file(given: str, where: str) -> dict[str, object]:
     """Read such a file; ConfigError: there is none, or it is no JSON object of a usual size.
 
     Args:
-        given: its path.
-        where: it was given.
+        given: path of the file.
+        where: the key or argument that gave it, for messages.
     """
-    path, allowed = expand_user(given), f"a JSON object of at most {_MOST_BYTES} bytes"
+    allowed = f"a JSON object of at most {_MOST_BYTES} bytes"
     try:
-        with path.open("rb") as file:
+        with expand_user(given).open("rb") as file:
             values = read_json(file.read(_MOST_BYTES + 1), _MOST_BYTES)
     except (OSError, NotAMessageError) as error:
-        reason, cause = error.strerror if isinstance(error, OSError) else str(error), error.__cause__
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        cause = error.__cause__
         if isinstance(cause, json.JSONDecodeError):
             reason = f"no JSON: {cause.msg}, line {cause.lineno}, column {cause.colno}"
         raise ConfigError(f"the file cannot be read: {reason}", where=where, found=given, allowed=allowed) from error
@@ -72,8 +73,12 @@ def read_deepspeed_file(given: str, where: str) -> dict[str, object]:
         if key and not re.fullmatch(_KEY, key, re.ASCII):
             raise ConfigError("there is no such key", where=where, found=key, allowed="keys of DeepSpeed's config")
         if isinstance(value, str) and (re.search(r"['\\]|\$\{", value) or not value.isprintable()):
-            allowed = "text without quotes, backslashes and ${"
-            raise ConfigError("this text cannot be taken", where=f"{where}: {key}", found=value, allowed=allowed)
+            raise ConfigError(
+                "this text cannot be taken",
+                where=f"{where}: {key}",
+                found=value,
+                allowed="text without quotes, backslashes and ${",
+            )
     return values
 
 
@@ -88,10 +93,14 @@ def own_keys(values: Mapping[str, object], derived: Mapping[str, object]) -> dic
 
 
 def check_optimizer_sections(values: Mapping[str, object], config: RunConfig | None) -> None:
-    """Compare DeepSpeed's optimizer and scheduler with those of a run; None: their values are not known here.
+    """Compare DeepSpeed's optimizer and scheduler with those of a run.
+
+    Args:
+        values: the file's.
+        config: of the run; None: its values are not known here, and each derived key is refused.
 
     Raises:
-        ConfigError: they are others.
+        ConfigError: a derived key has another value.
     """
     sections = {key: values[key] for key in OPTIMIZER_SECTIONS if key in values}
     _without_owned(sections, {} if config is None else _of_optimizer(config), "")
@@ -128,6 +137,16 @@ def _of_optimizer(config: RunConfig) -> dict[str, object]:
 
 
 def _without_owned(values: Mapping[str, object], derived: object, prefix: str) -> dict[str, object]:
+    """Leave out what hfdist derives, section by section.
+
+    Args:
+        values: of a section of the file.
+        derived: what stands there in hfdist's own config, if anything.
+        prefix: the section's path, with a dot at its end; "": the whole file.
+
+    Raises:
+        ConfigError: a derived key has another value.
+    """
     kept: dict[str, object] = {}
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -135,15 +154,18 @@ def _without_owned(values: Mapping[str, object], derived: object, prefix: str) -
         if isinstance(value, Mapping):
             kept[key] = _without_owned(value, ours, f"{path}.")
         elif value != AUTO:
-            # Also a whole section in which one key is derived.
-            owner = _owner(path) or next((own for name, own in _OWNED.items() if name.startswith(f"{path}.")), None)
+            owner = _owner(path) or _owner_of_part(path)
+            is_no_device = ours is None and key == "device" and value == _ABSENT
             if owner is None:
                 kept[key] = value
-            elif value != ours and not (ours is None and value == _ABSENT and key == "device"):
-                what = "hfdist derives this DeepSpeed key, and the value is another one"
-                allowed = AUTO if ours is None else f"{AUTO}, {ours}"
-                hint = f"{path.rpartition('.')[2]}: {AUTO}, and set {owner} instead"
-                raise ConfigError(what, where=f"{PLACE}.{path}", found=value, allowed=allowed, hint=hint)
+            elif value != ours and not is_no_device:
+                raise ConfigError(
+                    "hfdist derives this DeepSpeed key, and the value is another one",
+                    where=f"{PLACE}.{path}",
+                    found=value,
+                    allowed=AUTO if ours is None else f"{AUTO}, {ours}",
+                    hint=f"{path.rpartition('.')[2]}: {AUTO}, and set {owner} instead",
+                )
     return kept
 
 
@@ -152,7 +174,13 @@ def _owner(path: str) -> str | None:
     return next((_OWNED[part] for part in _ends(path) if part in _OWNED), None)
 
 
+def _owner_of_part(path: str) -> str | None:
+    """Give the key of hfdist's for the first derived key of a section."""
+    return next((own for name, own in _OWNED.items() if name.startswith(f"{path}.")), None)
+
+
 def _ends(path: str) -> Iterator[str]:
+    """Give a path of keys, and then each section that it is in, from the inside out."""
     while path:
         yield path
         path = path.rpartition(".")[0]

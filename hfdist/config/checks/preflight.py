@@ -82,11 +82,12 @@ def _check_packages(config: RunConfig) -> None:
     ]
     for is_needed, key, value, module, package, instead in needs:
         if is_needed and importlib.util.find_spec(module) is None:
-            what, hint = (
+            raise ConfigError(
                 "this value needs a package that is not installed",
-                f"pip install {package}, or {key}={instead}",
+                where=key,
+                found=f"{value}, without {module}",
+                hint=f"pip install {package}, or {key}={instead}",
             )
-            raise ConfigError(what, where=key, found=f"{value}, without {module}", hint=hint)
 
 
 def check_model_paths(config: RunConfig) -> None:

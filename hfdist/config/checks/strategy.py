@@ -94,11 +94,11 @@ def _check_compression(config: RunConfig) -> None:
             raise conflict(config, f"strategy.compression strategy.{axis}", what, allowed="1", hint=hint)
 
 
-def _check_shared(config: RunConfig, axis: str, what: str) -> None:
-    """Check what does not go with tensor or expert ranks."""
+def _check_shared(config: RunConfig, axis: str, shared: str) -> None:
+    """Check what does not go with ranks of TENSOR or EXPERT, which share `shared`."""
     strategy, key = config.strategy, f"strategy.{axis}"
     if strategy.sharding.is_deepspeed:
-        what = f"ZeRO knows nothing of {what} that are sharded over {axis} ranks"
+        what = f"ZeRO knows nothing of {shared} that are sharded over {axis} ranks"
         keys, hint = f"strategy.sharding {key}", "strategy.sharding=fsdp2, which shards what each rank has"
         raise conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
     if axis == "expert" and config.train.compile is Compile.blocks:

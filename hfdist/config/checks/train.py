@@ -22,9 +22,13 @@ def check_train(config: RunConfig) -> None:
 def _check_length(config: RunConfig) -> None:
     train = config.train
     if train.max_steps is None and train.epochs is None:
-        where, allowed = "train.max_steps, train.epochs", "a number of steps, of passes over the data, or both"
-        what, hint = "nothing ends the run", "train.epochs=1"
-        raise ConfigError(what, where=where, found="both null", allowed=allowed, hint=hint)
+        raise ConfigError(
+            "nothing ends the run",
+            where="train.max_steps, train.epochs",
+            found="both null",
+            allowed="a number of steps, of passes over the data, or both",
+            hint="train.epochs=1",
+        )
     if train.micro_batch_size > train.global_batch_size:
         what = "a micro batch is larger than the global batch that it is a part of"
         allowed = f"<= {train.global_batch_size} (train.global_batch_size)"

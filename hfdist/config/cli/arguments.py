@@ -53,15 +53,28 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
         elif first is not None and not equals and not argument.startswith("-") and first not in values:
             name, value = first, argument
         if name not in keys or not value:
-            what = f"there is no key `{name}`" if equals and name not in keys else "this cannot be read"
-            allowed = ", ".join(f"{key}={values_of}" for key, values_of in keys.items())
-            near = nearest(name.lstrip("-").partition(".")[0], keys, cutoff=0.65)
-            hint = "--help"
-            if near is not None:
-                hint = f"--{near}" if keys[near] == FLAG else f"{near}={value or value_after(following) or '...'}"
-            raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
+            raise _misread(argument, following, keys)
         values[name] = value
     return values
+
+
+def _misread(argument: str, following: str, keys: Mapping[str, str]) -> ConfigError:
+    """Say what is wrong with an argument, and which key may be meant."""
+    name, equals, value = argument.partition("=")
+    near = nearest(name.lstrip("-").partition(".")[0], keys, cutoff=0.65)
+    if near is None:
+        hint = "--help"
+    elif keys[near] == FLAG:
+        hint = f"--{near}"
+    else:
+        hint = f"{near}={value or value_after(following) or '...'}"
+    return ConfigError(
+        f"there is no key `{name}`" if equals and name not in keys else "this cannot be read",
+        where=COMMAND_LINE,
+        found=argument,
+        allowed=", ".join(f"{key}={values_of}" for key, values_of in keys.items()),
+        hint=hint,
+    )
 
 
 def value_after(following: str) -> str | None:
@@ -73,8 +86,13 @@ def read_flag(values: Mapping[str, str], name: str) -> bool:
     """Give a value that is true or false, which is the default; ConfigError: it is neither."""
     value = values.get(name, "false")
     if value not in ("true", "false"):
-        where, near = f"{name} ({COMMAND_LINE})", nearest(value, ("true", "false"), f"{name}={{}}", cutoff=0.0)
-        raise ConfigError("no such value", where=where, found=value, allowed="true, false", hint=near)
+        raise ConfigError(
+            "no such value",
+            where=f"{name} ({COMMAND_LINE})",
+            found=value,
+            allowed="true, false",
+            hint=nearest(value, ("true", "false"), f"{name}={{}}", cutoff=0.0),
+        )
     return value == "true"
 
 
@@ -82,8 +100,12 @@ def read_number(values: Mapping[str, str], name: str, default: str) -> int:
     """Read a whole number from 1; ConfigError: the value is none."""
     text = values.get(name, default)
     if not text.isdecimal() or int(text) < 1:
-        where, allowed = f"{name} ({COMMAND_LINE})", f"a whole number >= 1, as in {name}=2"
-        raise ConfigError("no such value", where=where, found=text, allowed=allowed)
+        raise ConfigError(
+            "no such value",
+            where=f"{name} ({COMMAND_LINE})",
+            found=text,
+            allowed=f"a whole number >= 1, as in {name}=2",
+        )
     return int(text)
 
 
@@ -91,15 +113,16 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
     """Give the folder of a run.
 
     Args:
-        value: as given.
-        marks: files, of which one makes a folder that of a run.
-        key: whose value it is; None: it stands alone.
+        value: the folder, as it was given.
+        marks: names of files; a folder that holds one of them is that of a run.
+        key: the key that has this value; None: the value stands alone.
 
     Raises:
-        ConfigError: there is none, with those that are beside it.
+        ConfigError: it is no run's folder; the message names those beside it.
     """
     folder = expand_user(value)
-    where, given = (COMMAND_LINE, "") if key is None else (f"{key} ({COMMAND_LINE})", f"{key}=")
+    where = COMMAND_LINE if key is None else f"{key} ({COMMAND_LINE})"
+    given = "" if key is None else f"{key}="
     try:
         if any((folder / mark).exists() for mark in marks):
             return folder
@@ -111,23 +134,33 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
     if (folder / TRIALS).is_file() and trials:
         what = "this is the folder of a sweep, whose trials are runs"
         raise ConfigError(what, where=where, found=value, hint=f"{given}{trials[0].parent}")
+    nearby = _run_nearby(folder, marks, others)
+    raise ConfigError(
+        "there is no such run",
+        where=where,
+        found=value,
+        allowed=f"a folder with {' or '.join(map(str, marks))}{beside}",
+        hint=None if nearby is None else f"{given}{nearby}",
+    )
+
+
+def _run_nearby(folder: Path, marks: Sequence[str | Path], others: Sequence[str]) -> str | None:
+    """Give the folder of a run that may be meant: in `runs`, one of the `others` beside it, or the one it lies in."""
     in_runs = "runs" / folder
     if any((in_runs / mark).exists() for mark in marks):
-        hint: str | None = f"{given}{in_runs}"
-    else:
-        hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}", cutoff=0.75)
-        if hint is None and folder.exists() and any((folder.parent / mark).exists() for mark in marks):
-            # Such as the model in it.
-            hint = f"{given}{folder.parent}"
-    allowed = f"a folder with {' or '.join(map(str, marks))}{beside}"
-    raise ConfigError("there is no such run", where=where, found=value, allowed=allowed, hint=hint)
+        return str(in_runs)
+    beside = nearest(folder.name, others, str(folder.parent / "{}"), cutoff=0.75)
+    if beside is None and folder.exists() and any((folder.parent / mark).exists() for mark in marks):
+        # Such as the model in it.
+        return str(folder.parent)
+    return beside
 
 
 def as_config_flags(arguments: Sequence[str]) -> list[str]:
     """Write `--config FILE.yaml` out as its folder and its name.
 
     Raises:
-        ConfigError: there is no such file, or a folder or name is given as well.
+        ConfigError: there is no such file, its name is that of a shipped recipe, or the config is given twice.
     """
     written: list[str] = []
     rest = iter(arguments)
@@ -137,16 +170,32 @@ def as_config_flags(arguments: Sequence[str]) -> list[str]:
         if flag != "--config":
             written.append(argument)
             continue
-        path, where = expand_user(value if equals else next(rest, "")), f"{flag} ({COMMAND_LINE})"
+        given = value if equals else next(rest, "")
+        path, where = expand_user(given), f"{flag} ({COMMAND_LINE})"
         if path.suffix != ".yaml" or not os.path.isfile(path):
-            what, allowed = "there is no such config", "a .yaml file, such as the config.yaml of a run"
-            hint = f"rename {path.name} to {path.stem}.yaml" if path.suffix == ".yml" and os.path.isfile(path) else None
-            raise ConfigError(what, where=where, found=str(path), allowed=allowed, hint=hint)
+            raise ConfigError(
+                "there is no such config",
+                where=where,
+                found=str(path) if given else None,
+                allowed="a .yaml file, such as the config.yaml of a run",
+                hint=f"rename {path.name} to {path.stem}.yaml"
+                if path.suffix == ".yml" and os.path.isfile(path)
+                else None,
+            )
         if others:
-            what, hint = "the config is given twice", f"--config-dir {path.parent} --config-name {path.stem}"
-            raise ConfigError(what, where=where, found=f"{flag}, and {others[0]}", hint=hint)
+            raise ConfigError(
+                "the config is given twice",
+                where=where,
+                found=f"{flag}, and {others[0]}",
+                hint=f"--config-dir {path.parent} --config-name {path.stem}",
+            )
         if path.stem in RECIPES:
-            what, hint = "a file of this name hides the shipped one that it begins with", "another name for the file"
-            raise ConfigError(what, where=where, found=path.name, hint=hint)
+            raise ConfigError(
+                "a file of this name hides the shipped one that it begins with",
+                where=where,
+                found=path.name,
+                hint="another name for the file",
+            )
         written += ["--config-dir", str(path.parent), "--config-name", path.stem]
+        others.append(argument)
     return written

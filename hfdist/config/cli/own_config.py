@@ -30,33 +30,43 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
     Raises:
         ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
     """
-    path = expand_user(given)
+    given_path = expand_user(given)
     # Of what can be no path, or may not be looked at, `os` says no; pathlib raises.
-    is_dir = os.path.isdir(path)
-    run = RunFolder(path if is_dir else path.parent)
-    is_of_run = is_dir or (path == run.config and os.path.isfile(run.record))
-    if is_dir:
-        path = run.config
-    # It may be anybody's.
-    if is_of_run and os.path.isfile(path):
-        refuse_references(path)
+    is_dir = os.path.isdir(given_path)
+    run = RunFolder(given_path if is_dir else given_path.parent)
+    is_of_run = is_dir or (given_path == run.config and os.path.isfile(run.record))
+    path = run.config if is_dir else given_path
     if not os.path.isfile(path):
-        what, allowed = "there is no such config", f"a .yaml file, or a run's folder, which has a {run.config.name}"
-        beside = Path(given).parent
-        found = beside.glob(f"*/{run.config.name}") if os.path.isdir(beside) else ()
-        runs = [shlex.quote(str(other.parent)) for other in found]
-        hint = nearest(given, runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ..."
-        raise ConfigError(what, where=f"run ({COMMAND_LINE})", found=given or None, allowed=allowed, hint=hint)
+        raise _no_config(given, given_path, run)
+    if is_of_run:
+        # A run's folder may be somebody else's: its config must not refer to files or variables of ours.
+        refuse_references(path)
     recipe = _find_recipe(path, set())
     if recipe is None:
         values = read_config(path)
         if "defaults" not in values:
             refuse_config_of_others(values, display(path))
-        what = "the config does not say what it trains"
-        allowed = f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name"
-        hint = "begin it with `defaults: [finetune, _self_]`; for DPO `defaults: [tune, {override task: dpo}, _self_]`"
-        raise ConfigError(what, where=display(path), allowed=allowed, hint=hint)
+        raise ConfigError(
+            "the config does not say what it trains",
+            where=display(path),
+            allowed=f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name",
+            hint="begin it with `defaults: [finetune, _self_]`; "
+            "for DPO `defaults: [tune, {override task: dpo}, _self_]`",
+        )
     return [recipe, "--config", str(path), *others]
+
+
+def _no_config(given: str, path: Path, run: RunFolder) -> ConfigError:
+    """Say that there is no config at `path`, with the nearest run beside it."""
+    beside = path.parent.glob(f"*/{run.config.name}") if os.path.isdir(path.parent) else ()
+    runs = [shlex.quote(str(other.parent)) for other in beside]
+    return ConfigError(
+        "there is no such config",
+        where=f"run ({COMMAND_LINE})",
+        found=given or None,
+        allowed=f"a .yaml file, or a run's folder, which has a {run.config.name}",
+        hint=nearest(str(path), runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ...",
+    )
 
 
 def _find_recipe(path: Path, seen: set[Path]) -> str | None:
@@ -84,6 +94,7 @@ def _find_recipe(path: Path, seen: set[Path]) -> str | None:
 
 
 def _member(values: Mapping[str, object], section: str, name: str) -> object:
+    """Give a value of a section; None: there is no such section or value."""
     own = values.get(section)
     return own.get(name) if isinstance(own, Mapping) else None
 

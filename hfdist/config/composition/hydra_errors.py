@@ -79,7 +79,9 @@ def explain(error: Exception, request: Request) -> ConfigError:
         return ConfigError(what, where=where, found=override.text, allowed=allowed, hint=way_out)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
-        key = override.key if override is not None and f"{override.key}.".startswith(f"{key}.") else key
+        if override is not None and f"{override.key}.".startswith(f"{key}."):
+            # Hydra names the section that lacks it.
+            key = override.key
         value = None if override is None else override.value_text
         return unknown_key(key, value, _place(error, override, key, request), request)
     if cause is not None:
@@ -361,11 +363,11 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
     place = _file_place(error, request) or request.config_name
     late = re.search(r"Override '[^']+' is defined before '([^']+)'", message)
     if late:
-        what, hint = (
+        return ConfigError(
             "a line of the defaults list stands after an override",
-            f"`- {late[1]}` before the first `override`",
+            where=place,
+            hint=f"`- {late[1]}` before the first `override`",
         )
-        return ConfigError(what, where=place, hint=hint)
     return ConfigError(f"the config cannot be composed: {message}", where=place)
 
 

@@ -74,8 +74,8 @@ class Section(Generic[T]):
         Args:
             name: of a file in the folder, or the path of a file.
             own: see `options`.
-            key: that names it.
-            hint: where no name is near.
+            key: the key that names it, for messages.
+            hint: what to try where no name is near.
             others: names that the key takes, too.
 
         Raises:
@@ -86,9 +86,13 @@ class Section(Generic[T]):
         if path.is_file():
             return path
         known = sorted({*options, *others})
-        allowed = f"{', '.join(known)}, or the path of a file"
-        hint = nearest(name, known, f"{key.partition(' ')[0]}={{}}") or hint
-        raise ConfigError(f"there is no such {self._group}", where=key, found=name, allowed=allowed, hint=hint)
+        raise ConfigError(
+            f"there is no such {self._group}",
+            where=key,
+            found=name,
+            allowed=f"{', '.join(known)}, or the path of a file",
+            hint=nearest(name, known, f"{key.partition(' ')[0]}={{}}") or hint,
+        )
 
     def _merge(self, config: DictConfig, key: str, value: object, place: str) -> DictConfig:
         for name, _ in self._members(key, value):

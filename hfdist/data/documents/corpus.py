@@ -41,7 +41,7 @@ class Origin(NamedTuple):
     row: int
 
     def __str__(self) -> str:
-        """As `data.quarantine` takes it."""
+        """Write the origin as `data.quarantine` takes it."""
         return f"{self.source}:{self.shard}:{self.row}"
 
 
@@ -88,7 +88,7 @@ class Corpus:
         self.inventory = Inventory(self.shards)
         """What the files hold."""
         self.local_fingerprint = digest_of([self.fingerprint, *(shard.local_identity for _, shard in self.shards)])
-        """For this machine's caches: also changes with any file's time of change, or another version of it."""
+        """Digest for this machine's caches: it also changes with a file's time of change, or its version."""
 
     def text(self, document: int) -> str:
         """Give a document; DataError, with the file and the row, where it cannot be read."""

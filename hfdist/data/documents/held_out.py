@@ -1,13 +1,11 @@
-"""The held-out set: documents that training skips, or sources of their own, packed once; and prompts from them."""
+"""The held-out set: documents that training skips, or sources of their own, packed once."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +27,10 @@ from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 from hfdist.errors import DataError
 
-_FEWEST_TOKENS = 4
+_FORMAT = 4
+"""To be counted up when the same documents are packed into other sequences."""
+_SHARE = "data.eval_fraction"
+_EVALUATE_NOTHING = f"{_SHARE}=0, which evaluates nothing"
 _LIKELY_DOCUMENTS = 10
 """A share of so many documents on average holds some."""
 _LARGEST_SHARE = 0.5
@@ -82,7 +83,7 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     if config.keep_columns:
         settings.append("documents")
     tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
-    key = digest_of([4, corpus.local_fingerprint, tokens, *settings])
+    key = digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
     write_once(path, lambda file: np.save(file, _pack(corpus, tokenizer, config), allow_pickle=False))
     return HeldOut(load_array(path), corpus)
@@ -139,7 +140,7 @@ class _Tally:
         self.num_tokens = 0
 
     def add(self, chunk: DocumentBatch) -> DocumentBatch:
-        """Count it, and give it on."""
+        """Count the documents of a chunk, and give the chunk on."""
         self.fates.update(chunk.fates.tolist())
         self.num_tokens += int(chunk.lengths.sum())
         return chunk
@@ -159,97 +160,68 @@ class _Tally:
 
 def _nothing_held_out(corpus: Corpus, config: DataConfig, tally: _Tally) -> DataError:
     """Say why there is no sequence, by what was found, and what changes that."""
-    takes_all, none = config.eval_fraction == 1, "data.eval_fraction=0, which evaluates nothing"
-    where = (
-        ", ".join(f"data.eval_sources.{name}" for name in corpus.source_names) if takes_all else "data.eval_fraction"
-    )
-    if takes_all or (corpus.has_examples and tally.num_drawn):
-        what = "there is nothing to learn in the held-out documents"
-        found = f"{corpus.num_documents if takes_all else tally.num_drawn:,} documents: {tally}"
-        hint: str | None
-        if tally.fates[Status.too_long]:
-            hint = "a larger data.sequence_length"
-        elif tally.fates[Status.no_target]:
-            roles, hint = explain_no_targets(corpus, config)
-            found = f"{found}; {roles}" if roles else found
-        else:
-            hint = None if takes_all else none
-        return DataError(what, where=where, found=found, hint=hint)
+    if config.eval_fraction == 1 or (corpus.has_examples and tally.num_drawn):
+        return _nothing_to_learn(corpus, config, tally)
     if not tally.num_drawn:
-        what = "no document was drawn for the held-out set"
-        found = f"{config.eval_fraction:g} of {corpus.num_documents:,} documents"
-        if tally.fates[Status.bad]:
-            found = f"{found}, of which {tally.fates[Status.bad]:,} were left out as bad"
-            if tally.fates[Status.bad] == corpus.num_documents:
-                return DataError(what, where=where, found=found, hint="data.on_bad_rows=error shows what is wrong")
-        elif corpus.num_documents and not corpus.has_examples and not corpus.text(0).strip():
-            return DataError("the documents are empty", where=where, found=found, allowed="documents with text")
-        elif corpus.searches_held_out:
-            found = f"{found}, which are all alike or empty" if corpus.num_documents > 1 else found
-            return DataError(what, where=where, found=found, allowed="documents that differ", hint=none)
-        wanted = _LIKELY_DOCUMENTS / max(corpus.num_documents, 1)
-        allowed = "a share that holds some documents; 0: no held-out set"
-    else:
-        what = "the held-out documents do not fill one sequence"
-        found = f"{tally.num_drawn:,} documents of {tally.num_tokens:,} tokens"
-        wanted = 2 * config.eval_fraction * config.sequence_length / max(tally.num_tokens, 1)
-        allowed = f"data.sequence_length={config.sequence_length:,} tokens or more; 0: no held-out set"
-    hint = f"data.eval_fraction={min(wanted, _LARGEST_SHARE):.1g}, or {none}"
+        return _none_drawn(corpus, config, tally)
+    return _too_few_tokens(config, tally)
+
+
+def _nothing_to_learn(corpus: Corpus, config: DataConfig, tally: _Tally) -> DataError:
+    """Say why no held-out document has a target: of examples, or of sources that are held out as a whole."""
+    takes_all = config.eval_fraction == 1
+    found = f"{corpus.num_documents if takes_all else tally.num_drawn:,} documents: {tally}"
+    hint: str | None = None if takes_all else _EVALUATE_NOTHING
+    if tally.fates[Status.too_long]:
+        hint = "a larger data.sequence_length"
+    elif tally.fates[Status.no_target]:
+        roles, hint = explain_no_targets(corpus, config)
+        found = f"{found}; {roles}" if roles else found
+    sources = ", ".join(f"data.eval_sources.{name}" for name in corpus.source_names)
+    return DataError(
+        "there is nothing to learn in the held-out documents",
+        where=sources if takes_all else _SHARE,
+        found=found,
+        hint=hint,
+    )
+
+
+def _none_drawn(corpus: Corpus, config: DataConfig, tally: _Tally) -> DataError:
+    """Say why no document stands on the held-out side."""
+    what = "no document was drawn for the held-out set"
+    found = f"{config.eval_fraction:g} of {corpus.num_documents:,} documents"
+    if tally.fates[Status.bad]:
+        found = f"{found}, of which {tally.fates[Status.bad]:,} were left out as bad"
+        if tally.fates[Status.bad] == corpus.num_documents:
+            return DataError(what, where=_SHARE, found=found, hint="data.on_bad_rows=error shows what is wrong")
+    elif corpus.num_documents and not corpus.has_examples and not corpus.text(0).strip():
+        return DataError("the documents are empty", where=_SHARE, found=found, allowed="documents with text")
+    elif corpus.searches_held_out:
+        found = f"{found}, which are all alike or empty" if corpus.num_documents > 1 else found
+        return DataError(what, where=_SHARE, found=found, allowed="documents that differ", hint=_EVALUATE_NOTHING)
+    return DataError(
+        what,
+        where=_SHARE,
+        found=found,
+        allowed="a share that holds some documents; 0: no held-out set",
+        hint=_hint_of_share(_LIKELY_DOCUMENTS / max(corpus.num_documents, 1), _EVALUATE_NOTHING),
+    )
+
+
+def _too_few_tokens(config: DataConfig, tally: _Tally) -> DataError:
+    """Say that the text of the held-out documents is shorter than a sequence."""
+    wanted = 2 * config.eval_fraction * config.sequence_length / max(tally.num_tokens, 1)
+    return DataError(
+        "the held-out documents do not fill one sequence",
+        where=_SHARE,
+        found=f"{tally.num_drawn:,} documents of {tally.num_tokens:,} tokens",
+        allowed=f"data.sequence_length={config.sequence_length:,} tokens or more; 0: no held-out set",
+        hint=_hint_of_share(wanted, f"a smaller data.sequence_length, or {_EVALUATE_NOTHING}"),
+    )
+
+
+def _hint_of_share(wanted: float, otherwise: str) -> str:
+    """Give the share that is wanted, or what helps `otherwise` where the share would be too large."""
     if wanted > _LARGEST_SHARE:
-        hint = f"a smaller data.sequence_length, or {none}" if tally.num_drawn else none
-    return DataError(what, where=where, found=found, allowed=allowed, hint=hint)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """Token ids of a prompt, and of its continuation in the data."""
-
-    prompt: list[int]
-    reference: list[int]
-    columns: Mapping[str, object] = field(default_factory=dict)
-    """The other columns of its row, where they are kept."""
-
-
-def take_examples(held_out: object, num_examples: int) -> list[Example]:
-    """Give the first examples of a held-out set; of several sources about equally many of each.
-
-    Items have `input_ids` and `labels` of shape [tokens], and `position_ids` where they hold several documents.
-    """
-    parts = list(held_out.parts.values()) if isinstance(held_out, HeldOutSources) else [held_out]
-    shares = [num_examples // len(parts) + (place < num_examples % len(parts)) for place in range(len(parts))]
-    return [example for part, share in zip(parts, shares, strict=True) for example in islice(_examples(part), share)]
-
-
-def _examples(items: Any) -> Iterator[Example]:
-    for index in range(len(items)):
-        columns = items.columns(index) if isinstance(items, HeldOut) else iter(())
-        for ids, labels in documents_of(items[index]):
-            example, own = split_document(ids, labels), next(columns, {})
-            if example is not None:
-                yield replace(example, columns=own)
-
-
-def documents_of(item: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[int], list[int]]]:
-    """Give token ids and labels of each document of an item: where positions restart, one begins."""
-    ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
-    positions = item["position_ids"].tolist() if "position_ids" in item else [0] + [1] * (len(ids) - 1)
-    starts = [place for place, position in enumerate(positions) if position == 0]
-    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
-        yield ids[start:stop], labels[start:stop]
-
-
-def split_document(ids: Sequences[int], labels: Sequences[int]) -> Example | None:
-    """Give what comes before the first target as the prompt, and the first run of targets as the reference.
-
-    Of a document of which all is to be learned, as of plain text: its first half, and its second. None: it has no
-    target, or hardly any tokens.
-    """
-    targets = [place for place, label in enumerate(labels) if label != IGNORED]
-    if not targets or len(ids) < _FEWEST_TOKENS:
-        return None
-    first = targets[0]
-    if first <= 1:
-        # The very first token is never a target.
-        first = len(ids) // 2
-    stop = next((place for place in range(first, len(ids)) if labels[place] == IGNORED), len(ids))
-    return Example(prompt=list(ids[:first]), reference=list(ids[first:stop])) if stop > first else None
+        return otherwise
+    return f"data.eval_fraction={wanted:.1g}, or {_EVALUATE_NOTHING}"

@@ -19,6 +19,7 @@ from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import Shard
 from hfdist.data.storage.files import Contents
 from hfdist.errors import CheckpointError
+from hfdist.units import count
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ _SHOWN_FILES, _SHOWN_SPANS = 8, 4
 
 @dataclass(frozen=True)
 class _Entry:
-    """A shard."""
+    """What is noted of a shard: a line of the file."""
 
     name: str
     """Name of the shard, as SOURCE:FILE."""
@@ -61,7 +62,7 @@ class Inventory:
         return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in self._entries])
 
     def write(self, folder: Path) -> None:
-        """Note it in a ledger's folder, unless it is there."""
+        """Write the inventory into a ledger's folder, unless it is there."""
         path = _path(folder, self.digest)
         if not path.is_file():
             lines = (json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries)
@@ -101,12 +102,12 @@ class Inventory:
         """Say in which files and rows the content has changed: at most some lines, one for each file; see `check`."""
         if digest == self.digest:
             return []
-        before = read_inventory(folder, digest)
+        before = _read_entries(folder, digest)
         if before is None:
             return ["some file; what each held is not beside the checkpoint's run"]
         lines = list(self._changes({entry.name: entry for entry in before}))
         more = len(lines) - _SHOWN_FILES
-        return [*lines[:_SHOWN_FILES], f"and {more:,} files more"] if more > 0 else lines
+        return [*lines[:_SHOWN_FILES], f"and {count(more, 'more file')}"] if more > 0 else lines
 
     def _changes(self, before: dict[str, _Entry]) -> Iterator[str]:
         for entry in self._entries:
@@ -120,35 +121,31 @@ class Inventory:
         yield from (f"{name} is gone" for name in before)
 
     def _where(self, old: _Entry, entry: _Entry) -> str:
-        """The rows in which a file has changed, as far as they are known."""
+        """Give the rows in which a file has changed, as far as they are known."""
         ours, theirs = entry.contents, old.contents
         if ours is None or theirs is None or len(ours) != len(theirs):
             return ""
         shard = self._shards[entry.name]
         found = [shard.rows_of_part(part) for part in np.flatnonzero(ours != theirs).tolist()]
-        spans: list[range] = []
-        for rows in found:
-            if rows is None:
-                return ""
-            if spans and rows.start <= spans[-1].stop:
-                spans[-1] = range(spans[-1].start, rows.stop)
-            else:
-                spans.append(rows)
+        known = [rows for rows in found if rows is not None]
+        if len(known) < len(found):
+            return ""
+        spans = _merged(known)
         shown = [str(rows.start) if len(rows) == 1 else f"{rows.start} to {rows.stop - 1}" for rows in spans]
         listed = ", ".join([*shown[:_SHOWN_SPANS], *(["..."] if len(shown) > _SHOWN_SPANS else [])])
         unit = "row" if len(spans) == 1 and len(spans[0]) == 1 else "rows"
         return f", {unit} {listed}" if listed else ""
 
     def _touched(self, digest: str, folder: Path | None) -> list[str]:
-        """Names of files known to be the same in size and ends only, of which times or addresses differ."""
+        """Give the files whose times or addresses differ, and of which only sizes and ends are known to be the same."""
         if all(entry.place is None for entry in self._entries):
             return []
-        places = {entry.name: entry.place for entry in read_inventory(folder, digest) or ()}
+        places = {entry.name: entry.place for entry in _read_entries(folder, digest) or ()}
         known = [entry for entry in self._entries if entry.place is not None and entry.name in places]
         return [entry.name for entry in known if places[entry.name] != entry.place]
 
 
-def read_inventory(folder: Path | None, digest: str) -> list[_Entry] | None:
+def _read_entries(folder: Path | None, digest: str) -> list[_Entry] | None:
     """Read what was noted in a ledger's folder; None: it is not there, or damaged."""
     if folder is None:
         return None
@@ -158,6 +155,17 @@ def read_inventory(folder: Path | None, digest: str) -> list[_Entry] | None:
         return [_Entry(**{**value, "place": value["place"] and tuple(value["place"])}) for value in values]
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _merged(spans: list[range]) -> list[range]:
+    """Join ranges, in order of their starts, that touch or overlap."""
+    merged: list[range] = []
+    for span in spans:
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, span.stop)
+        else:
+            merged.append(span)
+    return merged
 
 
 def _differ(old: _Entry, entry: _Entry) -> bool:

@@ -105,7 +105,7 @@ class TokenCache:
             self._connection = None
 
     def _find(self, shard: str, rows: Sequence[int]) -> list[_Columns]:
-        """Those of the rows that are kept; sqlite3.DatabaseError where one is not as it was written."""
+        """Give the rows that are kept; sqlite3.DatabaseError: one is not as it was written."""
         connection = self._connect()
         known = connection.execute("SELECT id, used FROM shards WHERE key = ?", (shard,)).fetchone()
         if known is None:

@@ -159,7 +159,7 @@ class Documents:
         return made
 
     def _passed_over(self, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
-        """For a held-out set, find the rows that are training documents (most of them): they need no tokens."""
+        """Find the rows that a held-out set passes over without tokens: training documents, which are most of them."""
         if not self._wants_held_out:
             return {}
         digests = {row: text_digest(text) for row, text in texts.items() if isinstance(text, str)}

@@ -15,11 +15,11 @@ class Status(IntEnum):
 
     trained = 0
     held_out = 1
-    """On the other side of the held-out split."""
+    """The document is on the other side of the held-out split."""
     empty = 2
-    """It has no text."""
+    """The document has no text."""
     bad = 3
-    """It cannot be read, and `data.on_bad_rows` leaves such rows out."""
+    """The row cannot be read, and `data.on_bad_rows` leaves such rows out."""
     quarantined = 4
     """Named in `data.quarantine`: its tokens keep their places, without their values and targets."""
     too_long = 5

@@ -56,7 +56,7 @@ class LaneDocuments(NamedTuple):
 
 
 class _Items(NamedTuple):
-    """What is left of documents, as columns; nothing of those that are passed over. Each of shape [documents]."""
+    """Columns of the documents that are packed, without those that are passed over; each of shape [documents]."""
 
     numbers: Integers
     epochs: Integers

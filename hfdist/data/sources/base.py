@@ -68,7 +68,7 @@ class Shard(Protocol):
 
     @property
     def local_identity(self) -> str:
-        """For this machine's caches: with address, version and contents, also where size and ends stay alike."""
+        """Identity for this machine's caches, with address, version and contents: size and ends may stay alike."""
 
     @property
     def contents(self) -> NDArray[np.uint64] | None:

@@ -317,7 +317,7 @@ _FORMS: dict[RowFormat, _Form] = {
     RowFormat.alpaca: _Form(("instruction", "output"), ("input", "system", "history"), _from_alpaca),
     RowFormat.prompt_completion: _Form(("prompt", "completion"), ("tools",), _from_prompt),
 }
-"""In the order in which `auto` tries them; plain text comes last."""
+"""Formats in the order in which `auto` tries them; plain text comes last."""
 _FORMS_BY_NAME = _FORMS | {
     RowFormat.preference: _Form(("chosen", "rejected"), ("prompt", "tools"), _from_preference),
     RowFormat.unpaired_preference: _Form(("prompt", "completion", "label"), ("tools",), _from_unpaired),

@@ -25,8 +25,8 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _TESTS = {"test", "tests", "idle_test"}
 # Shorter answers say nothing, and longer ones are manuals.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
-# To be counted up when the same library gives other conversations.
-_CONVERSATIONS = 1
+_FORMAT = 1
+"""To be counted up when the same library gives other conversations."""
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -44,7 +44,7 @@ def open_standard_library(cache: FileCache) -> list[Shard]:
 
 def open_docstrings(cache: FileCache) -> list[Shard]:
     """Give a conversation for each function and class that has a docstring; written once into the cache."""
-    path = cache.folder / "docstrings" / f"{platform.python_version()}-{_CONVERSATIONS}.jsonl"
+    path = cache.folder / "docstrings" / f"{platform.python_version()}-{_FORMAT}.jsonl"
     lines = (json.dumps({"messages": messages}).encode() + b"\n" for messages in _conversations())
     write_once(path, lambda file: file.writelines(lines))
     rows = RowReader(format=RowFormat.messages)
@@ -66,11 +66,11 @@ def _source_files(skipped_folders: set[str]) -> Iterator[Path]:
 
 
 def _conversations() -> Iterator[list[dict[str, object]]]:
-    """The question gives name and signature, the answer is the docstring."""
+    """Give a question with name and signature, and the docstring as its answer, for each that has one."""
     for path in sorted(_source_files(_SKIPPED_FOLDERS | _TESTS)):
         module = ".".join(path.relative_to(_root()).with_suffix("").parts).removesuffix(".__init__")
         with warnings.catch_warnings():
-            # Of old escapes in strings.
+            # They are of old escapes in strings.
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
         for name, node in _definitions(tree, module):
@@ -80,7 +80,7 @@ def _conversations() -> Iterator[list[dict[str, object]]]:
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
-    """Functions and classes with their full names, in the order in which they stand."""
+    """Give functions and classes with their full names, in the order in which they stand."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Definition):
             name = f"{prefix}.{child.name}"

@@ -80,7 +80,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def one_array(batch: pa.RecordBatch, rows: RowReader) -> pa.Array:
-    """What is read of some rows, as one array for `texts_at`."""
+    """Give what is read of some rows, as one array for `texts_at`."""
     if rows.gives_examples:
         return batch.to_struct_array()
     column = batch.column(0)
@@ -424,7 +424,7 @@ def _first_byte(group: pq.RowGroupMetaData) -> int:
 
 
 def _leaves(metadata: pq.FileMetaData, columns: list[str]) -> dict[int, pq.ColumnSchema]:
-    """What is stored of some columns, by number: of a nested one each value, such as messages.list.element.role."""
+    """Give what is stored of some columns, by number: of a nested one each value, as messages.list.element.role."""
     every = {number: metadata.schema.column(number) for number in range(metadata.num_columns)}
     return {n: leaf for n, leaf in every.items() if leaf.path in columns or leaf.path.split(".")[0] in columns}
 

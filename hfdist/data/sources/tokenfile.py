@@ -117,7 +117,7 @@ class TokenFileShard:
 
     @property
     def local_identity(self) -> str:
-        """With what the files hold now."""
+        """Identity for this machine's caches, with what the files hold now."""
         return json.dumps([self.identity, *digests_of(self.contents)])
 
     @property

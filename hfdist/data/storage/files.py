@@ -49,7 +49,7 @@ class DataFile(ABC):
     """A file that is read, never written. Usable in forked processes: nothing open is kept."""
 
     url: str
-    """As it is shown to people: without user, password or signed query."""
+    """The address as it is shown to people: without user, password or signed query."""
     name: str
     """Path relative to the source."""
     size_bytes: int

@@ -44,9 +44,9 @@ class Ledger:
         self._records_files: dict[int, Path] = {}
         """Files of records, by lane; kept, as making a path takes longer than adding to the file."""
         self._pending: dict[Path, list[bytes]] = {}
-        """What is to be written to each file."""
+        """Lines that are to be written to each file."""
         self._counted: list[dict[Path, list[bytes]]] = []
-        """What is to be written to each file for each save that has begun."""
+        """Lines that each save that has begun is to write to each file."""
         self._writing = threading.Lock()
         self._num_bad_rows = 0
 

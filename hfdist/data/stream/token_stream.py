@@ -615,7 +615,7 @@ class PoolReport(NamedTuple):
     epochs: float
     """Documents begun or passed over, divided by those that are there; the audit counts the same."""
     num_documents: int
-    """Those that are there."""
+    """Number of documents in the pool."""
     filled: float
     """Share of its sequences' places that held tokens."""
 

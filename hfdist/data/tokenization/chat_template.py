@@ -380,7 +380,7 @@ class _Conversation:
         return self._template.render(messages, self._tools, asks=asks)
 
     def _bounds(self, k: int) -> tuple[int, int] | None:
-        """Between which contents of other messages message k stands; None: it is not known."""
+        """Give the contents of other messages between which message k stands; None: they are not known."""
         if self._marked is None:
             return None
         others = [n for n, message in enumerate(self._messages) if message["role"] != "system"]

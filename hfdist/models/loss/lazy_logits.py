@@ -69,7 +69,7 @@ class Rows(NamedTuple):
     targets: torch.Tensor
     """[rows], class indices."""
     per_row: tuple[LogitsOperation, ...]
-    """From the head's output to the logits."""
+    """Operations that make logits of the head's output."""
     ignore_index: int
     label_smoothing: float
     reduce: Reduce | None = None
@@ -144,7 +144,7 @@ class _Autocast(NamedTuple):
 
 
 class _DeferredLogits:
-    """In the place of a tensor [..., vocabulary]. Not a tensor, but torch's functions take it."""
+    """Stands for a tensor [..., vocabulary]: it is none, but torch's functions take it."""
 
     def __init__(
         self, head: Head, hidden: torch.Tensor, per_row: tuple[LogitsOperation, ...], autocast: _Autocast

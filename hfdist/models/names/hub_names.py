@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
@@ -51,9 +51,10 @@ _known: WeakKeyDictionary[nn.Module, HubNames] = WeakKeyDictionary()
 
 
 def find_hub_names(model: nn.Module) -> HubNames:
-    """Give the tensors of a model's files, as it was at the first call: that must see it whole, and without an adapter.
+    """Give the tensors of a model's files.
 
-    ZeRO-3 alone may have partitioned its parameters.
+    The first call must see the whole model, without an adapter; only ZeRO-3 may have partitioned its parameters. Later
+    calls give the same.
     """
     if model not in _known:
         _known[model] = _find(model)
@@ -69,28 +70,30 @@ def _find(model: nn.Module) -> HubNames:
     saved = _saved_once(model, in_state, shapes)
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
 
-    def found(convert: Callable[[_Tensors], _Tensors]) -> HubNames:
-        made = follow({name: shapes[own] for name, own in saved.items()}, convert)
+    def names_after(convert: Callable[[_Tensors], _Tensors]) -> HubNames:
+        made = follow({name: shapes[source] for name, source in saved.items()}, convert)
         blocks: dict[str, list[tuple[str, Block]]] = {}
         for name, (_, of_tensor) in made.items():
             for block in of_tensor:
-                own = saved[block.name]
-                blocks.setdefault(own, []).append((name, replace(block, name=own)))
+                source = saved[block.name]
+                blocks.setdefault(source, []).append((name, replace(block, name=source)))
         return HubNames(
             shapes={name: shape for name, (shape, _) in made.items()}, blocks=blocks, num_parameters=num_parameters
         )
 
-    as_it_is = found(lambda own: own)
+    as_it_is = names_after(lambda tensors: tensors)
     if not isinstance(model, PreTrainedModel):
         return as_it_is
     try:
-        own = found(lambda given: revert_weight_conversion(model, given))
-        with _as_made_from_config(model) as is_other:
-            others = [found(lambda given: revert_weight_conversion(model, given))] if is_other else []
+        converted = names_after(lambda tensors: revert_weight_conversion(model, tensors))
     except UnfollowedError as error:
         logger.warning("weights are saved under the names that %s has for them: %s", type(model).__name__, error)
         return as_it_is
-    return replace(own, others=tuple(one for one in (*others, as_it_is) if one.blocks != own.blocks))
+    others = [as_it_is]
+    with _as_made_from_config(model) as is_other, suppress(UnfollowedError):
+        if is_other:
+            others.insert(0, names_after(lambda tensors: revert_weight_conversion(model, tensors)))
+    return replace(converted, others=tuple(one for one in others if one.blocks != converted.blocks))
 
 
 def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -112,7 +115,7 @@ def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[s
 
 @contextmanager
 def _as_made_from_config(model: nn.Module) -> Iterator[bool]:
-    """Meanwhile, let the model seem not to be read from files; gives whether it was."""
+    """Let the model seem, within the block, not to be read from files; give whether it was."""
     # What it was read with is reverted when it is written; without that, what its class has.
     read_with = vars(model).pop("_weight_conversions", None)
     try:

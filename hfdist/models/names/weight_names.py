@@ -53,12 +53,15 @@ class NameDifferences:
             where: the key that names the model.
             name: the model, as the user named it.
             allowed: missing and unexpected names may be; other shapes are refused all the same.
-            hint: what else may be done.
+            hint: what may be done about missing and unexpected names.
         """
         if self.reshaped:
-            what = f"{len(self.reshaped)} of its weights have other shapes than those of the model"
-            hint = "without model.config.*, the architecture is the one in its config.json"
-            raise ConfigError(what, where=where, found=(name, *_first(self.reshaped)), hint=hint)
+            raise ConfigError(
+                f"{len(self.reshaped)} of its weights have other shapes than those of the model",
+                where=where,
+                found=(name, *_first(self.reshaped)),
+                hint="without model.config.*, the architecture is the one in its config.json",
+            )
         if allowed or not (self.missing or self.unexpected):
             return
         raise ConfigError(

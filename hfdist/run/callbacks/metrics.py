@@ -73,7 +73,7 @@ class TimelineWriter(TrainerCallback):
         self._steps_until -= 1
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write it, if there were three steps and they had a schedule."""
+        """Write the timeline, if there were three steps and they had a schedule."""
         record = self._engine.schedule_trace
         if record is None or not record.events or not state.is_world_process_zero:
             return

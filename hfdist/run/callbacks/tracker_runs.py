@@ -64,7 +64,7 @@ class TensorBoardRun(TensorBoardCallback):
 
 
 class _GoesOn(_Callback):
-    """For a tracker that takes nothing back: a figure of a step that is done again is not sent a second time."""
+    """A tracker that takes nothing back: it is sent no figure of a step that is done again."""
 
     tracker: ClassVar[str]
 

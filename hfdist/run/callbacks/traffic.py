@@ -39,7 +39,7 @@ class Traffic(TrainerCallback):
         self._counted_step = _COUNTED_STEP + warm_up_steps
         self._topology, self._recorder = topology, recorder
         self._step: int | None = None
-        """After how many steps the counted one begins; None: nothing is to be counted."""
+        """Number of steps before the counted one; None: nothing is to be counted."""
         self._counting: SentBytes | None = None
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:

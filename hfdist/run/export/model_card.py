@@ -76,7 +76,10 @@ def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCa
 
 
 def _emissions(config: RunConfig, record: RunRecord) -> dict[str, object] | None:
-    """As the Hub reads them, in grams; None: not known, also of the last start alone, whose figures these are."""
+    """Give the emissions of all starts in grams, as the Hub reads them.
+
+    None: they are not known, or not those of the last start, whose figures the card has.
+    """
     grams = record.total("gco2e")
     if grams is None or record.gco2e is None:
         return None

@@ -18,7 +18,12 @@ _KEY = "export.push_to"
 
 
 def check_push(export: ExportConfig) -> None:
-    """Make the repository and ask for the right to write to it, so that a run of days does not fail in the end."""
+    """Make the repository and ask for the right to write to it, so that a run of days does not fail in the end.
+
+    Raises:
+        ConfigError: there is no token, no such owner or no right to write, or the Hub is switched off.
+        ResourceError: the Hub is not reached, or is busy.
+    """
     name = export.push_to
     if name is None:
         return

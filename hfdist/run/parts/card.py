@@ -26,7 +26,7 @@ class CardPart(Part):
     """Writes the model card."""
 
     def finish(self, run: RunState) -> None:
-        """Write it into the folder of the model."""
+        """Write the card into the folder of the model."""
         found = run.outcome
         with warning_of_failure("model card"):
             # A download lies in a folder of its commit's name.

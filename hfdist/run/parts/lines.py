@@ -19,7 +19,7 @@ class TrackersPart(Part):
     joins = Joins.constructor
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
-        """They report on rank 0, but one or another on the first rank of each machine."""
+        """Give the callbacks, which report on rank 0; a few on the first rank of each machine."""
         is_first_here = run.arguments.local_process_index == 0
         return [Trackers(run.config)] if run.config.report.to and is_first_here else []
 

@@ -23,7 +23,7 @@ class TimelinePart(Part):
     """Writes the measured schedule of a pipeline."""
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
-        """Write it, if it is asked for."""
+        """Give the callback that writes the timeline, if it is asked for."""
         assert run.trainer.engine is not None
         return [TimelineWriter(run.config.run.folder, run.trainer.engine)] if run.config.report.timeline else []
 
@@ -44,7 +44,7 @@ class TrafficPart(Part):
     """Counts what each rank sends in one step."""
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
-        """Count it once no save is under way."""
+        """Give the callback that counts traffic once no save is under way."""
         trainer = run.trainer
 
         def wait() -> None:

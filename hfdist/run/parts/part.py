@@ -17,7 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Joins(Enum):
-    """When callbacks join those of the Trainer. A recipe of your own may add others between the last two."""
+    """The moment at which callbacks join those of the Trainer.
+
+    A recipe of your own may add others between the last two.
+    """
 
     constructor = auto()
     """Given to the Trainer, before its own; there is no Trainer yet."""
@@ -39,7 +42,7 @@ class Part:
         """Open what the part writes to, on rank 0; model and data are known to be right, and no rank waits."""
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
-        """Make its callbacks, and set what other parts read of them."""
+        """Make the callbacks of the part, and set what other parts read of them."""
         return ()
 
     def during(self, run: RunState) -> AbstractContextManager[object]:

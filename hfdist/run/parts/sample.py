@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from hfdist.data.documents.held_out import Example, take_examples
+from hfdist.data.documents.examples import Example, take_examples
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
 
@@ -22,7 +22,7 @@ class SamplePart(Part):
     """Logs how the model continues `report.sample_prompt`, or answers a held-out example."""
 
     def finish(self, run: RunState) -> None:
-        """Do so, unless a budget has stopped the run: it takes long."""
+        """Write the samples, unless a budget has stopped the run: it takes long."""
         if run.config.report.sample_tokens == 0 or run.budget.stopped_by is not None:
             return
         with warning_of_failure("sample"):

@@ -16,7 +16,10 @@ class TasksPart(Part):
     """Lets the harness measure `evaluate.lm_eval`."""
 
     def finish(self, run: RunState) -> None:
-        """Do so, unless a budget has stopped the run: it takes long. What fails there does not fail the run."""
+        """Measure the exported model, unless a budget has stopped the run: it takes long.
+
+        A failure of the harness does not fail the run.
+        """
         config, trainer = run.config, run.trainer
         if not config.evaluate.lm_eval or run.budget.stopped_by is not None:
             return
@@ -25,7 +28,8 @@ class TasksPart(Part):
             figures = lm_eval.figures(results)
             config.run.folder.lm_eval.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         except (lm_eval.HarnessError, OSError, KeyError) as error:
-            logger.warning("lm_eval: %s", error)
+            # KeyError: another version of the harness gives something else; the message of that is the key alone.
+            logger.warning("lm_eval: %s", f"its answer has no {error}" if isinstance(error, KeyError) else error)
             return
         # The best model may be that of an earlier step than the line says.
         trainer.log({"lm_eval/step": run.outcome.step, **figures})

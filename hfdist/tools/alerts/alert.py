@@ -37,5 +37,5 @@ class Alert(Detection):
     kind: AlertKind
 
     def to_json(self) -> dict[str, object]:
-        """Give it as JSON values, as in `events.jsonl`."""
+        """Give the alert as JSON values, as in `events.jsonl`."""
         return {"step": self.step, "kind": self.kind.value, "text": self.text, **self.figures}

@@ -33,7 +33,7 @@ class AlertCommand:
         self._threads: list[threading.Thread] = []
 
     def start(self, alert: Mapping[str, object]) -> None:
-        """Give it an alert as JSON on its standard input; this does not wait."""
+        """Start the command, with an alert as JSON on its standard input, and do not wait for it."""
         text = json.dumps(alert) + "\n"
         # A daemon: a process that ends does not wait for it.
         thread = threading.Thread(target=self._run, args=(text,), name="alert-command", daemon=True)

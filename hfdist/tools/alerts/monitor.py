@@ -25,7 +25,7 @@ _FIRST_LINES = 2
 """First lines of a start, whose times are not judged: they hold what is done only once."""
 _REPEAT_STEPS = 1000
 _END_LOOKS = 8
-"""So many looks of a detector that find nothing end an alert: then the same kind is new again."""
+"""An alert ends after so many looks that find nothing: then the same kind is new again."""
 
 
 class Monitor:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from hfdist.errors import ResourceError
+from hfdist.host_cores import usable_cores
 from hfdist.records import find_versions
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.finding import ERROR, Finding, lines, to_json
@@ -33,7 +34,7 @@ class Request:
 
     run_dir: Path
     processes: int
-    """To start; 1: this process alone, or what a launcher has started."""
+    """Processes to start; 1: none but this process, or what a launcher has started."""
     pair_seconds: float
     """How long two ranks may take to connect, and for a message."""
     as_json: bool
@@ -103,9 +104,9 @@ class Plan(TypedDict):
     """What rank 0 tells the others, once it knows who has come."""
 
     hosts: dict[str, str]
-    """By the rank."""
+    """Names of hosts by rank."""
     ranks: list[int]
-    """Those that try the links."""
+    """Ranks that try the links."""
     backends: list[str]
     mark: str | None
     """A file in rank 0's folder of runs; None: it could not be written."""
@@ -127,7 +128,7 @@ def _facts(place: LauncherPlace) -> Facts:
     has_gpu = torch.cuda.is_available() and place.local_rank < torch.cuda.device_count()
     if has_gpu:
         torch.cuda.set_device(place.local_rank)
-    cores = machine.count_cores()
+    cores = usable_cores()
     return {
         "host": platform.node(),
         "cores": cores,
@@ -167,7 +168,7 @@ def _host_of(plan: Plan) -> Callable[[int], str]:
 
 
 def _measure_all(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Rest) -> dict[str, dict[str, float] | str]:
-    """By backend, for those that rank 0 has named: a dead link would let all ranks wait."""
+    """Measure the backends that rank 0 has named, as a dead link would let all ranks wait; give figures by backend."""
     from hfdist.tools.doctor.links import measure_all
 
     return {

@@ -13,7 +13,7 @@ class Finding(NamedTuple):
     """One line."""
 
     check: str
-    """As `open files`."""
+    """Name of the check, such as `open files`."""
     level: str
     text: str
     hint: str | None = None

@@ -27,7 +27,7 @@ from hfdist.tools.doctor.pairs import SIZES_MIB, Pair
 from hfdist.topology import LauncherPlace
 
 JOIN_SECONDS = 60.0
-"""For all ranks to come."""
+"""Seconds that all ranks have to come."""
 _LATE_SECONDS = 30.0
 """What a rank may need for its other checks."""
 _LATENCY_ROUNDS = 10

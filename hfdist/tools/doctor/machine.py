@@ -118,16 +118,6 @@ def check_name(num_hosts: int) -> Finding:
     return Finding.of(check, f"{text}; interfaces: {known}", error=error, warning=looped and best is None, hint=hint)
 
 
-def count_cores() -> int:
-    """How many cores this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        return cores
-
-
 def check_threads(threads: int, cores: int, ranks: int) -> Finding:
     """Check whether the ranks of a machine would take each other's cores."""
     text = f"{ranks} rank{'s' * (ranks > 1)} x {threads} threads on {cores} cores"

@@ -11,7 +11,7 @@ from hfdist.tools.doctor.finding import ERROR, WARNING, Finding
 SIZES_MIB = (1, 16)
 _LARGEST = str(SIZES_MIB[-1])
 _LEAST_LOCAL_GBS = 0.1
-"""Within a machine: less, and its processes have no core to themselves."""
+"""A slower link within a machine means that its processes have no core to themselves."""
 _MOST_OF_ONE_STREAM_GBS = 1.0
 """What a connection of gloo fills of a faster link."""
 _MOST_OFFSET_SECONDS = 1.0
@@ -28,7 +28,7 @@ class Pair:
     hosts: tuple[str, str]
     backend: str
     error: str | None = None
-    """None: they have spoken to each other."""
+    """Why the two could not speak to each other; None: they have."""
     latency_seconds: float = 0.0
     """Seconds of a small message, one way."""
     gbs: dict[str, float] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Pair:
 
     @property
     def speed(self) -> float:
-        """At the largest size; 0: it was not measured here."""
+        """Give the speed at the largest size; 0: it was not measured here."""
         return self.gbs.get(_LARGEST, 0.0)
 
     @property
@@ -48,7 +48,7 @@ class Pair:
         return self.hosts[0] == self.hosts[1]
 
     def to_json(self) -> dict[str, object]:
-        """Give it as JSON values."""
+        """Give the pair as JSON values."""
         return asdict(self)
 
 

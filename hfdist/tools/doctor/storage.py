@@ -8,17 +8,21 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.paths import expand_user
 from hfdist.errors import first_line, printable
 from hfdist.tools.doctor.finding import Finding
 
 _GIB = 1 << 30
-_LEAST_FREE, _ENOUGH_FREE = 1 * _GIB, 20 * _GIB
+_LEAST_FREE = 1 * _GIB
+"""Bytes; with fewer no run can be saved."""
+_ENOUGH_FREE = 20 * _GIB
+"""Bytes; with fewer the checkpoints of a run may fill the disk."""
 _SLOW_SYNC_SECONDS = 1.0
+"""A probe that takes longer tells of a disk that makes saves slow."""
 _PROBE_BYTES = 1 << 20
 _HUB_SECONDS = 5.0
+"""How long an answer of the Hub is awaited."""
 
 
 def check_folders(run_dir: Path) -> list[Finding]:
@@ -47,14 +51,15 @@ def _check_folder(check: str, folder: Path, hint: str) -> Finding:
         return Finding.of(check, f"{folder} cannot hold a save: {error.strerror}", error=True, hint=hint)
     text = f"{folder}: {free / _GIB:.1f} GiB free; written, synced and renamed in {1000 * seconds:.0f} ms"
     if free < _ENOUGH_FREE:
-        hint = "free space, a smaller checkpoint.keep, or another disk"
-    elif seconds > _SLOW_SYNC_SECONDS:
-        hint = "another disk: each save waits for this one"
-    is_tight = free < _ENOUGH_FREE or seconds > _SLOW_SYNC_SECONDS
-    return Finding.of(check, text, error=free < _LEAST_FREE, warning=is_tight, hint=hint)
+        more_room = "free space, a smaller checkpoint.keep, or another disk"
+        return Finding.of(check, text, error=free < _LEAST_FREE, warning=True, hint=more_room)
+    if seconds > _SLOW_SYNC_SECONDS:
+        return Finding.of(check, text, warning=True, hint="another disk: each save waits for this one")
+    return Finding.of(check, text)
 
 
 def _save(there: Path) -> float:
+    """Save some bytes in a folder as a checkpoint is saved, and give the seconds."""
     with tempfile.TemporaryDirectory(prefix=".hfdist-doctor-", dir=there) as name:
         folder, content = Path(name), os.urandom(_PROBE_BYTES)
         begun = time.monotonic()
@@ -75,32 +80,39 @@ def _save(there: Path) -> float:
 
 def check_hub() -> Finding:
     """Ask the Hub who this is: its answer tells that it is reached, and whether it takes the token."""
-    from huggingface_hub import constants, get_session, get_token
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # its __all__ lacks it
+    from huggingface_hub import constants, get_token
 
     check, has_token = "Hub", get_token() is not None
     if constants.HF_HUB_OFFLINE:
         return Finding.of(check, "switched off (HF_HUB_OFFLINE): models and data come from this machine")
-    answer: dict[str, Any] = {"found": f"no answer within {_HUB_SECONDS:.0f} s"}
-
-    def ask() -> None:
-        url = f"{constants.ENDPOINT}/api/whoami-v2"
-        try:
-            answer["status"] = get_session().get(url, headers=build_hf_headers(), timeout=_HUB_SECONDS).status_code
-        except Exception as error:
-            answer["found"] = printable(first_line(error), 200)
-
-    # The time limit of the request does not hold for the search of the address, which may take a minute.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_HUB_SECONDS + 1)
     offline = "HF_HUB_OFFLINE=1, with models and data from `hf download` on a connected machine"
-    status = answer.get("status")
-    if status is None:
-        text = f"{constants.ENDPOINT} is not reached: {answer['found']}"
+    status = _status_of_hub()
+    if isinstance(status, str):
+        text = f"{constants.ENDPOINT} is not reached: {status}"
         return Finding.of(check, text, warning=True, hint=offline)
     if status in (401, 403) and has_token:
         return Finding.of(check, "the Hub refuses the token", error=True, hint="`hf auth login`, or another HF_TOKEN")
     if status >= 500 or status == 429:
         return Finding.of(check, f"{constants.ENDPOINT} answers {status}", warning=True, hint=f"wait, or {offline}")
     return Finding.of(check, f"{constants.ENDPOINT} answers, {'with' if has_token else 'without'} a token")
+
+
+def _status_of_hub() -> int | str:
+    """Give the status of the Hub's answer, or why there is none."""
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # its __all__ lacks it
+
+    answers: list[int | str] = []
+
+    def ask() -> None:
+        url = f"{constants.ENDPOINT}/api/whoami-v2"
+        try:
+            answers.append(get_session().get(url, headers=build_hf_headers(), timeout=_HUB_SECONDS).status_code)
+        except Exception as error:
+            answers.append(printable(first_line(error), 200))
+
+    # The time limit of the request does not hold for the search of the address, which may take a minute.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS + 1)
+    return answers[0] if answers else f"no answer within {_HUB_SECONDS:.0f} s"

@@ -58,10 +58,10 @@ class Sweep:
         return self.folder / f"trial-{trial.number:04d}"
 
     def overrides_of(self, trial: Trial, rung: int) -> list[str]:
-        """What is the trial's own, on the way to the end of a rung.
+        """Give the trial's own overrides on the way to the end of a rung.
 
         Raises:
-            CheckpointError: that at which it begins is gone.
+            CheckpointError: the checkpoint at which it begins is gone.
         """
         own = [*as_overrides(trial.values), f"run.dir={self.folder_of(trial)}"]
         if not self.has_lengths:
@@ -83,12 +83,13 @@ class Sweep:
         if self.config.sampler is Sampler.pbt:
             whole = _tokens(config)
             ends = [round(share / self.config.generations * whole) for share in range(1, self.config.generations + 1)]
-            rung = generation_of(self.config, trial.number)
+            place = generation_of(self.config, trial.number)
         else:
+            place = rung
             ends = tokens_of_rungs(self.config, trial.number, _tokens(config))
-        steps = max(1, math.ceil(ends[rung] / tokens_per_step(config)))
+        steps = max(1, math.ceil(ends[place] / tokens_per_step(config)))
         own = [f"train.max_steps={steps}"]
-        if config.optimizer.schedule is Schedule.wsd and rung < len(ends) - 1:
+        if config.optimizer.schedule is Schedule.wsd and place < len(ends) - 1:
             # So the decay would begin after the last step: that of the whole run is still to come.
             own += ["optimizer.decay_fraction=1e-9"]
         return own

@@ -16,7 +16,7 @@ from hfdist.tools.sweep.controller import Controller
 from hfdist.tools.sweep.space import as_overrides
 
 _SECONDS = 1.0
-"""Between two drawings."""
+"""Seconds between two drawings."""
 
 
 class LiveTable:
@@ -31,9 +31,9 @@ class LiveTable:
         self._console, self._metric = console, metric
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._first_seen: dict[tuple[int, int], tuple[float, int]] = {}
-        """By trial and rung: when, and its step."""
+        """Time and step at which a trial was first seen in a rung, by trial and rung."""
         self._begun: tuple[float, int] | None = None
-        """When this sweep's process has begun, and the tokens that were read by then."""
+        """Time at which this sweep's process began, and the tokens that were read by then."""
         self._drawn_at = 0.0
 
     def __enter__(self) -> LiveTable:

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
@@ -31,6 +30,7 @@ from hfdist.checkpoint import (
     restore_random_state,
     verify_together,
 )
+from hfdist.checkpoint.async_saver import SaveReport
 from hfdist.checkpoint.folder import (
     HELD_OUT_LOSS,
     by_held_out_loss,
@@ -39,11 +39,10 @@ from hfdist.checkpoint.folder import (
     remove_unfinished,
     step_name,
 )
-from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.whole import check_holds_whole
-from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
+from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.islands import IslandsConfig
 from hfdist.data import Cursor, PoolReport, report
 from hfdist.data.stream.ledger import Ledger
@@ -51,20 +50,19 @@ from hfdist.errors import CheckpointError, HfdistError
 from hfdist.models.names.hub_names import HubNames, find_hub_names
 from hfdist.models.quantize import packed_shapes
 from hfdist.records import RunFolder
+from hfdist.trainer.checkpointing.find import check_is_checkpoint, first_sound, newest_of
+from hfdist.trainer.checkpointing.log_history import newest_entries
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
+from hfdist.trainer.checkpointing.schedule_state import restore_schedule, schedule_state
+from hfdist.trainer.checkpointing.trainer_state import TRAINER_STATE
 from hfdist.trainer.hooks import overrides
 from hfdist.trainer.training import Training
 from hfdist.units import duration, size
 
 logger = logging.getLogger(__name__)
 
-TRAINER_STATE = "trainer_state.json"
-NUM_ENTRIES = 1000
-"""Evaluations that a checkpoint holds at most, and other entries; metrics.jsonl has all of them."""
-
 _WRITTEN_ANYWAY = re.compile(r"(model|pytorch_model|adapter_model)\b.*|training_args\.bin")
 """Names of weights, and of the original's pickle."""
-_SET_BY_SCHEDULES = ("lr", "betas", "momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +102,7 @@ class Checkpointer:
     def __init__(self, training: Training, options: SaveOptions) -> None:
         self._training, self._options = training, options
         self.outer: OuterState | None = None
-        """What has more to save than the engine: the island that the Trainer is; None: nothing has."""
+        """State that the engine lacks: that of the island that the Trainer is; None: the engine has all."""
         self._model_files: dict[str, bytes] | None = None
         self._is_prepared = False
         self.saver: Saver | None = None
@@ -355,19 +353,7 @@ class Checkpointer:
         if self._options.run_values is not None:
             return find_newest(self.folder)
         own = on_rank_zero(lambda: [str(path) for path in list_checkpoints(self.folder) if self._is_own(path)])
-        return self._first_sound(reversed(own))
-
-    def _first_sound(self, names: Iterable[str]) -> Path | None:
-        """Give the first of these checkpoints, alike on all ranks, that verifies. A collective."""
-        for name in names:
-            try:
-                verify_together(Path(name))
-            except CheckpointError as error:
-                if rank() == 0:
-                    logger.warning("%s is passed over: %s", name, error.what)
-            else:
-                return Path(name)
-        return None
+        return first_sound(reversed(own))
 
     # ---- waiting for a save ----
 
@@ -379,7 +365,7 @@ class Checkpointer:
 
     @contextmanager
     def waiting_at_errors(self) -> Iterator[None]:
-        """If hfdist raises an error meanwhile, let a save end first: it is worth its time."""
+        """Let a running save end before an error of hfdist leaves the block: it is worth its time."""
         try:
             yield
         except HfdistError:
@@ -397,41 +383,45 @@ class Checkpointer:
         )
 
     def flag(self) -> int:
-        """1: this rank knows of a save that has failed. Any one rank may call it."""
+        """1 if this rank knows of a save that has failed, else 0. Any one rank may call it."""
         self._report_saves()
         return int(self.saver is not None and self.saver.has_failed)
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
-        """Raise what the save has raised."""
+        """Raise the error of the save."""
         self.wait()
 
     def _report_saves(self) -> None:
         """Log the saves that have ended since the last call."""
         for saved in [] if self.saver is None else self.saver.take_reports():
             if saved.is_replica:
-                stall = self._replica_figures.get("replica/stall_seconds", 0.0) + saved.stall_seconds
-                self._replica_figures = {
-                    "replica/step": saved.step,
-                    "replica/bytes": saved.num_bytes,
-                    "replica/seconds": saved.total_seconds,
-                    "replica/stall_seconds": stall,
-                }
-                continue
-            if not self._training.trainer.is_world_process_zero():
-                continue
-            logger.info(
-                "%s: %s in %s; training stood still for %s",
-                *(saved.path.name, size(saved.num_bytes)),
-                *(duration(saved.total_seconds), duration(saved.stall_seconds)),
-            )
-            self._log(
-                {
-                    "checkpoint/step": saved.step,
-                    "checkpoint/bytes": saved.num_bytes,
-                    "checkpoint/seconds": saved.total_seconds,
-                    "checkpoint/stall_seconds": saved.stall_seconds,
-                }
-            )
+                self._note_replica(saved)
+            elif self._training.trainer.is_world_process_zero():
+                logger.info(
+                    "%s: %s in %s; training stood still for %s",
+                    saved.path.name,
+                    size(saved.num_bytes),
+                    duration(saved.total_seconds),
+                    duration(saved.stall_seconds),
+                )
+                self._log(
+                    {
+                        "checkpoint/step": saved.step,
+                        "checkpoint/bytes": saved.num_bytes,
+                        "checkpoint/seconds": saved.total_seconds,
+                        "checkpoint/stall_seconds": saved.stall_seconds,
+                    }
+                )
+
+    def _note_replica(self, saved: SaveReport) -> None:
+        """Keep the figures of a replica for the next training line, which counts the stalls of all since the last."""
+        stall = self._replica_figures.get("replica/stall_seconds", 0.0) + saved.stall_seconds
+        self._replica_figures = {
+            "replica/step": saved.step,
+            "replica/bytes": saved.num_bytes,
+            "replica/seconds": saved.total_seconds,
+            "replica/stall_seconds": stall,
+        }
 
     def replica_figures(self) -> dict[str, float]:
         """Give what a training line says of the newest replica since the last line, if there is one, on this rank."""
@@ -461,7 +451,7 @@ class Checkpointer:
             ledger.write_counted()
 
     def merged_cursor(self) -> Cursor | None:
-        """Where the whole stream stands: each data rank knows only its own lanes."""
+        """Give the cursor of the whole stream: each data rank knows only its own lanes. A collective."""
         stream = self._training.stream
         if stream is None:
             return None
@@ -471,7 +461,7 @@ class Checkpointer:
         return Cursor.merge(list(of_ranks), readers=readers)
 
     def data_reports(self) -> list[PoolReport]:
-        """How much of each pool of documents the run has read."""
+        """Say how much of each pool of documents the run has read. A collective."""
         cursor, stream = self.merged_cursor(), self._training.stream
         return [] if cursor is None or stream is None else report(cursor, stream.plan)
 
@@ -485,32 +475,14 @@ class Checkpointer:
 
     def find_start(self, asked: str | bool) -> str:
         """Give the checkpoint of this path, or for True the newest of the output folder that verifies."""
-        if asked is not True:
-            if not Path(str(asked)).is_dir():
-                what, hint = (
-                    "there is no such checkpoint",
-                    "resume_from_checkpoint=True takes the newest, if there is one",
-                )
-                raise CheckpointError(what, where="resume_from_checkpoint", found=str(asked), hint=hint)
-            if not (Path(str(asked)) / MANIFEST).is_file():
-                what, hint = "this is no checkpoint of hfdist", "resume_from_checkpoint=True, which takes the newest"
-                # The folder of a run, or of its checkpoints.
-                within = list_checkpoints(Path(str(asked))) or list_checkpoints(Path(str(asked)) / "checkpoints")
-                if within:
-                    hint = f"resume_from_checkpoint={str(within[-1])!r}"
-                if any(Path(str(asked)).glob("*.safetensors")):
-                    hint = "from_pretrained(FOLDER) for a model's folder, and train() without resume_from_checkpoint"
-                raise CheckpointError(what, where="resume_from_checkpoint", found=str(asked), hint=hint)
-            if self._options.run_values is None:
-                # A run has verified what it gives.
-                verify_together(Path(str(asked)))
-            return str(asked)
-        found = find_newest(self.folder)
-        if found is None:
-            raise CheckpointError(
-                "there is no checkpoint to go on from", where=str(self.folder), hint="train() begins anew"
-            )
-        return str(found)
+        if asked is True:
+            return str(newest_of(self.folder))
+        path = Path(str(asked))
+        check_is_checkpoint(path)
+        if self._options.run_values is None:
+            # A run has verified what it gives.
+            verify_together(path)
+        return str(path)
 
     def restore(self, path: Path) -> None:
         """Put weights, optimizer, schedule, loss scale and stream back to where `path` left them."""
@@ -561,7 +533,7 @@ class Checkpointer:
     def find_best(self) -> tuple[Path, float] | None:
         """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss. A collective."""
         losses = dict(on_rank_zero(lambda: [(str(path), loss) for path, loss in by_held_out_loss(self.folder)]))
-        found = self._first_sound(losses)
+        found = first_sound(losses)
         return None if found is None else (found, float(losses[str(found)]))
 
     def _tidy(self) -> None:
@@ -571,82 +543,3 @@ class Checkpointer:
             remove_unfinished(folder)
             if keep is not None:
                 prune(folder, keep)
-
-
-@contextmanager
-def intervals_of(checkpoint: Path, args: TrainingArguments) -> Iterator[None]:
-    """Meanwhile, give `args` the micro batch and the intervals of a checkpoint: the original warns of others."""
-    saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
-    before = {"per_device_train_batch_size": int(saved.train_batch_size or 0)}
-    before |= {name: getattr(saved, name) for name in ("logging_steps", "eval_steps", "save_steps")}
-    own = {name: getattr(args, name) for name in before}
-    vars(args).update(before)
-    try:
-        yield
-    finally:
-        vars(args).update(own)
-
-
-def newest_entries(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Give the newest `NUM_ENTRIES` evaluations and the newest `NUM_ENTRIES` other entries, in their order."""
-    kept: list[dict[str, float]] = []
-    numbers = {True: 0, False: 0}
-    for entry in reversed(log_history):
-        is_evaluation = "eval_loss" in entry
-        numbers[is_evaluation] += 1
-        if numbers[is_evaluation] <= NUM_ENTRIES:
-            kept.append(entry)
-    return kept[::-1]
-
-
-def drop_old(log_history: list[dict[str, float]]) -> None:
-    """Take older entries out of the list itself once it holds four times as many: less often than with each entry."""
-    if len(log_history) >= 4 * NUM_ENTRIES:
-        log_history[:] = newest_entries(log_history)
-
-
-def newest_losses(log_history: list[dict[str, float]]) -> list[float]:
-    """Give the held-out losses of the newest `NUM_ENTRIES` evaluations, oldest first: before a resume as after it."""
-    return [entry["eval_loss"] for entry in log_history if "eval_loss" in entry][-NUM_ENTRIES:]
-
-
-# A scheduler is Any here: that of a plateau is of another class than the others.
-
-
-def schedule_state(scheduler: Any) -> dict[str, object]:
-    """Give what `restore_schedule` needs, as JSON values. Most schedules are functions of the step alone."""
-    own = None
-    if not isinstance(scheduler, LambdaLR):
-        rates = [{k: group[k] for k in _SET_BY_SCHEDULES if k in group} for group in scheduler.optimizer.param_groups]
-        own = {"scheduler": scheduler.state_dict(), "groups": rates}
-    return {"schedule_steps": getattr(scheduler, "last_epoch", None), "schedule": own}
-
-
-def restore_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Put schedule and rates back to where `schedule_state` found them; CheckpointError: it was of another kind."""
-    steps, own = state["schedule_steps"], state.get("schedule")
-    if (own is None) != isinstance(scheduler, LambdaLR):
-        what = "the checkpoint is of a learning rate's schedule of another kind"
-        hint = "the schedule that the run began with"
-        raise CheckpointError(what, where="lr_scheduler_type", found=type(scheduler).__name__, hint=hint)
-    if own is None:
-        rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-        scheduler.last_epoch = steps
-        scheduler._last_lr = rates
-        own = {"groups": [{"lr": rate} for rate in rates]}
-    else:
-        scheduler.load_state_dict(_typed_as(scheduler.state_dict(), own["scheduler"]))
-    for group, saved in zip(scheduler.optimizer.param_groups, own["groups"], strict=True):
-        group.update(_typed_as(group, saved))
-
-
-def _typed_as(model: object, value: object) -> object:
-    """Undo what JSON does to a value that was like `model`: keys become texts, tuples lists, counters dicts."""
-    if isinstance(model, dict) and isinstance(value, dict):
-        keys = {str(key): key for key in model}
-        typed = {keys.get(key, key): _typed_as(model.get(keys.get(key, key)), own) for key, own in value.items()}
-        return typed if type(model) is dict else type(model)(typed)
-    if isinstance(model, (list, tuple)) and isinstance(value, list):
-        models = [*model, *[None] * (len(value) - len(model))]
-        return type(model)(_typed_as(*pair) for pair in zip(models, value, strict=False))
-    return value

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from hfdist.config.run import RunConfig
-from hfdist.data.documents.held_out import take_examples
+from hfdist.data.documents.examples import take_examples
 from hfdist.errors import DataError
 from hfdist.topology import Topology
-from hfdist.trainer.checkpointing.checkpointer import newest_losses
+from hfdist.trainer.checkpointing.log_history import newest_losses
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.generation import (
     GenerationMetrics,

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, 
 from hfdist.collectives import on_rank_zero
 from hfdist.config.data import ChatConfig
 from hfdist.config.run import Chat, EvaluateConfig
-from hfdist.data.documents.held_out import Example
+from hfdist.data.documents.examples import Example
 from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError
 from hfdist.errors import ConfigError
 from hfdist.plugins import load_plugin

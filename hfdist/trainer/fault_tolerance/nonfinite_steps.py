@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import TrainerState
 
 from hfdist.checkpoint import Replicas
 from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import NumericsError, printable
 from hfdist.records import RunFolder
-from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE, Checkpointer
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer
+from hfdist.trainer.checkpointing.trainer_state import read_trainer_state
 from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
 from hfdist.trainer.step.step_lines import OnRollback
 from hfdist.trainer.training import Training
@@ -282,7 +282,7 @@ class NonfiniteGuard:
         trainer, state, control = self._training.trainer, self._training.state, self._training.control
         self._checkpointer.restore(checkpoint)
         was_over = state.global_step >= state.max_steps
-        saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+        saved = read_trainer_state(checkpoint)
         for name in _STATE_OF_STEPS:
             setattr(state, name, getattr(saved, name))
         # As at a resume: the logged loss and throughput are of the steps that follow.

@@ -39,7 +39,7 @@ class Documents:
 
     @classmethod
     def of(cls, batch: Batch) -> Documents:
-        """Find them by `position_ids` and `labels` of shape [rows, tokens]."""
+        """Find the documents of a batch by `position_ids` and `labels` of shape [rows, tokens]."""
         labels, is_rejected = split_labels(batch["labels"])
         is_first = batch["position_ids"] == 0
         of_token = (is_first.flatten().cumsum(0) - 1).view(is_first.shape)
@@ -83,7 +83,7 @@ class Objective:
     names: tuple[str, ...] = ()
     """Names of the figures, which are means, in the order in which ranks add them up."""
     evaluates_itself = False
-    """Whether an evaluation is no mean of losses over the held-out batches: `evaluate` gives what it is the mean of."""
+    """Whether `evaluate` gives what an evaluation averages, in place of losses of batches."""
 
     _training: Training
 
@@ -121,9 +121,9 @@ class Objective:
         """Called with all batches of a held-out set of this data rank. A collective."""
 
     def evaluate(self, forward: Forward) -> list[float]:
-        """Give what an evaluation measures of each held-out example in place of a loss: the lower the better.
+        """Give a measure of each held-out example that replaces its loss: the lower, the better.
 
-        The same on all ranks. A collective.
+        All ranks give the same. A collective.
         """
         raise NotImplementedError
 

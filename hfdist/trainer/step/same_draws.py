@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, RandomSampler, Sampler, Sequential
 
 T = TypeVar("T")
 _States = tuple[tuple[object, ...], Any, torch.Tensor]
-"""Of `random`, numpy and torch."""
+"""States of `random`, numpy and torch."""
 
 
 def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:

@@ -184,7 +184,7 @@ class Dealing:
 
 @contextmanager
 def dealing(accelerator: Accelerator, how: Dealing) -> Iterator[None]:
-    """Meanwhile, loaders that are prepared deal each row once, in an order that is the same on all ranks."""
+    """Let loaders that are prepared within the block deal each row once, in the same order on all ranks."""
     before = accelerator.prepare_data_loader
 
     def prepare(

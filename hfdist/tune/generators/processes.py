@@ -25,10 +25,10 @@ class _Generator:
 
 
 class Processes:
-    """So many generators.
+    """Processes that generate answers.
 
     Args:
-        count: how many.
+        count: number of generators.
         command: starts one; its number, the name under which it is to connect, and the id of this process follow.
         logs: the folder for what they print.
     """

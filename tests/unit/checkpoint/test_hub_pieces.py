@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from hfdist.checkpoint import read_checkpoint
 from hfdist.checkpoint.piece import MASTER, STEP
 from hfdist.checkpoint.save_plan import OPTIMIZER_STEM
+from hfdist.models.names import hub_names
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.strides import UnfollowedError, follow
 from hfdist.strategies.pieces import list_pieces
@@ -32,6 +34,23 @@ def pieces_of(model):
 
 def emptied(pieces):
     return [replace(piece, view=torch.zeros_like(piece.view)) for piece in pieces]
+
+
+def test_names_of_another_start_that_cannot_be_followed_leave_those_of_this_one(monkeypatch, caplog):
+    model, wanted = tiny_model("mixtral", 1), find_hub_names(tiny_model("mixtral", 1))
+    revert = hub_names.revert_weight_conversion
+
+    def revert_or_mix(model, tensors):
+        """What the class has, where the model was not read with it, is no move of elements."""
+        if "_weight_conversions" in vars(model):
+            return revert(model, tensors)
+        return {name: tensor * 2 for name, tensor in tensors.items()}
+
+    # As read from files that have what its class has.
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    monkeypatch.setattr(hub_names, "revert_weight_conversion", revert_or_mix)
+    assert find_hub_names(model).shapes == wanted.shapes
+    assert not caplog.records
 
 
 def test_a_checkpoint_with_the_models_own_names_is_read(mixtral, tmp_path):

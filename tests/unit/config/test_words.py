@@ -99,6 +99,7 @@ def test_a_config_may_be_a_file(tmp_path, flag):
         (["--config", "a.yml"], "no such config"),
         (["--config", "tune.yaml"], "hides the shipped one"),
         (["--config", "a.yaml", "--config-dir", "."], "given twice"),
+        (["--config", "a.yaml", "--config=a.yaml"], "given twice"),
     ],
 )
 def test_a_config_that_cannot_be_taken_is_refused(words, what, tmp_path, monkeypatch):
@@ -158,6 +159,22 @@ def test_a_config_that_says_no_task_is_told_how(tmp_path, text):
     for first in error.value.hint.split("`")[1::2]:
         file.write_text(f"{first}\n")
         assert as_recipe(str(file))[0] in ("finetune", "tune")
+
+
+@pytest.mark.parametrize("flags", [["--config"], ["--config="]])
+def test_a_flag_without_a_file_is_not_told_of_a_folder(flags):
+    with pytest.raises(ConfigError, match="no such config") as error:
+        as_config_flags(flags)
+    assert error.value.found is None
+
+
+def test_a_run_in_the_home_folder_is_found_by_the_name_that_is_like_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").write_text("defaults: [tune]")
+    with pytest.raises(ConfigError, match="no such config") as error:
+        as_recipe("~/runs/firts")
+    assert error.value.hint == f"hfdist run {tmp_path}/runs/first"
 
 
 @pytest.mark.parametrize("arguments", [[], ["none.yaml"], ["strategy=zero2"], ["."], ["x" * 300 + "/y"]])

@@ -11,7 +11,7 @@ import pytest
 
 from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.data import open_corpus
-from hfdist.data.documents.inventory import read_inventory
+from hfdist.data.documents.inventory import _read_entries
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.storage import files as files_module
 from hfdist.data.stream.ledger import Ledger
@@ -21,6 +21,18 @@ from tests.unit.data.streams import Run, memory_config, memory_corpus
 
 ROWS = [f"{number:05d} " + "lorem ipsum " * 25 for number in range(2000)]
 EDITED = 1050
+
+
+def test_files_are_counted_as_they_are_read(tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder, num_files in ((before, 12), (after, 21)):
+        folder.mkdir()
+        for number in range(num_files):
+            (folder / f"{number}.txt").write_text("text\n")
+    noted, now = (open_corpus(files_config(str(folder), tmp_path / "cache")).inventory for folder in (before, after))
+    noted.write(tmp_path)
+    changes = now.changes_since(noted.digest, tmp_path)
+    assert changes[-1] == "and 1 more file"
 
 
 def rows_with(text):
@@ -191,9 +203,9 @@ def test_a_damaged_note_is_no_traceback(tmp_path):
     inventory = memory_corpus(config).inventory
     inventory.write(tmp_path)
     (path,) = tmp_path.glob("files-*.jsonl")
-    assert [entry.rows for entry in read_inventory(tmp_path, inventory.digest)] == [60, 30]
+    assert [entry.rows for entry in _read_entries(tmp_path, inventory.digest)] == [60, 30]
     path.write_bytes(path.read_bytes()[:-20])
-    assert read_inventory(tmp_path, inventory.digest) is None
+    assert _read_entries(tmp_path, inventory.digest) is None
 
 
 def test_parts_are_few_and_cover_a_file():

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hfdist.data.documents.held_out import Example, HeldOutSources, documents_of, split_document, take_examples
+from hfdist.data.documents.examples import Example, documents_of, split_document, take_examples
+from hfdist.data.documents.held_out import HeldOutSources
 
 _ = -100
 
@@ -19,10 +20,20 @@ def item(ids, labels, positions=None):
         ([_, _, _, 4, 5], ([1, 2, 3], [4, 5])),
         ([_, _, 3, 4, _, _, 7], ([1, 2], [3, 4])),
         ([_, 2, 3, 4, 5, 6], ([1, 2, 3], [4, 5, 6])),
+        ([_, 2, 3, 4, _, _, _, _], ([1, 2], [3, 4])),
+        ([_, 2, 3, _, _, _, 7, 8], ([1], [2, 3])),
         ([_] * 5, None),
         ([_, 2], None),
     ],
-    ids=["an answer", "of several the first", "of text the second half", "no target", "hardly a token"],
+    ids=[
+        "an answer",
+        "of several the first",
+        "of text the second half",
+        "of filled text, too",
+        "an answer to one token",
+        "no target",
+        "hardly a token",
+    ],
 )
 def test_a_prompt_and_what_is_to_be_written(labels, expected):
     example = split_document(list(range(1, len(labels) + 1)), labels)

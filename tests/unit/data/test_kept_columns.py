@@ -9,7 +9,8 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data.documents.corpus import open_corpus
-from hfdist.data.documents.held_out import build_held_out, take_examples
+from hfdist.data.documents.examples import take_examples
+from hfdist.data.documents.held_out import build_held_out
 from hfdist.data.stream.token_stream import DOCUMENTS, TokenStream
 from hfdist.data.tokenization.encoders import text_digest
 from tests.unit.data.corpora import tokenizer

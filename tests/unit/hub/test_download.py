@@ -2,13 +2,16 @@
 
 import io
 import logging
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 from transformers import AutoModelForCausalLM
 
 from hfdist.errors import ConfigError, ResourceError
+from hfdist.models.hub_client import ask
 from hfdist.models.resolve import resolve_model
 from hfdist.run.logs import set_up_logging
 from hfdist.testing import run_ranks
@@ -35,6 +38,26 @@ def fetch(tmp_path):
         return start.model
 
     return fetch
+
+
+def test_threads_that_ask_at_once_leave_the_client_as_it_was(hub):
+    session = get_session()
+    hooks, timeout = session.event_hooks, session.timeout
+    begun = threading.Event()
+
+    def take_long():
+        begun.set()
+        time.sleep(0.2)
+
+    first = threading.Thread(target=ask, args=(take_long,), kwargs={"key": "model.name", "name": NAME})
+    first.start()
+    begun.wait()
+    # Begins while the first asks, and ends after it.
+    second = threading.Thread(target=ask, args=(first.join,), kwargs={"key": "model.name", "name": NAME})
+    second.start()
+    for thread in (first, second):
+        thread.join()
+    assert (session.event_hooks, session.timeout) == (hooks, timeout)
 
 
 @pytest.mark.parametrize("folder", ["model_folder", "sharded_folder"])

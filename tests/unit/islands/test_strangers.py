@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hfdist.errors import ConfigError
+from hfdist.islands.command import reached_at
 from hfdist.messages.door import HELLO_SECONDS, MOST_STRANGERS, SECRET, knock
 from tests.unit.islands.servers import JOB, at, member, served
 
@@ -149,6 +150,12 @@ def test_who_says_nothing_makes_room_for_others(monkeypatch):
         finally:
             for one in idle:
                 one.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.0.0.1", "::1"])
+def test_a_server_says_the_address_at_which_it_listens(host):
+    assert reached_at(host) == host
+    assert {reached_at(every) for every in ("", "0.0.0.0", "::")} == {socket.gethostname()}
 
 
 def test_a_server_without_a_secret_is_for_this_machine_and_says_so(tmp_path):

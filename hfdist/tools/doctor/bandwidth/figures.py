@@ -50,7 +50,7 @@ class Figure:
         return factor * self.algorithm_gbs
 
     def to_json(self) -> dict[str, object]:
-        """Give it as JSON values."""
+        """Give the figure as JSON values."""
         return asdict(self) | {"algorithm_gbs": self.algorithm_gbs, "bus_gbs": self.bus_gbs}
 
 

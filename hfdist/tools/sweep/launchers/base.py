@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 LOG = "log.txt"
-"""In the folder of a trial: what its processes have printed."""
+"""File in the folder of a trial with what its processes have printed."""
 
 
 class LaunchedTrial(Protocol):
@@ -34,7 +34,7 @@ class Launcher(Protocol):
     """Starts trials, and finds those that run."""
 
     poll_seconds: float
-    """Between two looks at what has ended."""
+    """Seconds between two looks at what has ended."""
 
     def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> LaunchedTrial:
         """Start a trial with its own overrides in its folder, which is there; what it prints goes to `LOG`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from hfdist.host_cores import usable_cores
 from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mark
 from hfdist.topology import without_launcher
 
@@ -101,7 +102,7 @@ class LocalLauncher:
     def start(self, overrides: Sequence[str], folder: Path, *, slot: int, rung: int) -> TrialProcess:
         environment = {"CUDA_VISIBLE_DEVICES": self._devices[slot]} if self._devices else {}
         if self._slots > 1:
-            threads = max(1, (os.cpu_count() or 1) // self._slots)
+            threads = max(1, usable_cores() // self._slots)
             environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
         command = [*self._command, *overrides]
         return TrialProcess.start(command, folder, slot=slot, rung=rung, environment=environment)

@@ -1,0 +1,33 @@
+"""The file of the Trainer's own state in a checkpoint, and the settings that it brings to a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import TrainerState, TrainingArguments
+
+TRAINER_STATE = "trainer_state.json"
+
+
+def read_trainer_state(checkpoint: Path) -> TrainerState:
+    """Read the Trainer's state as a checkpoint holds it."""
+    return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+
+
+@contextmanager
+def intervals_of(checkpoint: Path, args: TrainingArguments) -> Iterator[None]:
+    """Give `args` the micro batch and the intervals of a checkpoint within the block.
+
+    So transformers does not warn that they differ.
+    """
+    saved = read_trainer_state(checkpoint)
+    of_checkpoint = {"per_device_train_batch_size": int(saved.train_batch_size or 0)}
+    of_checkpoint |= {name: getattr(saved, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+    original = {name: getattr(args, name) for name in of_checkpoint}
+    vars(args).update(of_checkpoint)
+    try:
+        yield
+    finally:
+        vars(args).update(original)
