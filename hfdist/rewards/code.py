@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 from hfdist.errors import DataError
+from hfdist.host_cores import usable_cores
 from hfdist.rewards.generation import Generation
 from hfdist.rewards.sandbox.start import WITHOUT_LANDLOCK, SandboxLimits, count_passed
 from hfdist.topology import read_launcher
@@ -43,8 +43,7 @@ def code(
         )
         return passed / num_tests
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(max(1, cores // read_launcher().local_world_size)) as pool:
+    with ThreadPoolExecutor(max(1, usable_cores() // read_launcher().local_world_size)) as pool:
         return list(pool.map(share, generations, counts))
 
 

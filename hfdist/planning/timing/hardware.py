@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from hfdist.config.hardware import CPU, Hardware, Tflops, match_device, read_hardware
 from hfdist.energy.estimates import WATTS_PER_CORE
 from hfdist.errors import ConfigError
+from hfdist.host_cores import usable_cores
 from hfdist.testing import run_ranks
 
 _GIB = 2.0**30
@@ -59,7 +59,7 @@ def measure_cpu(processes: int = 1) -> Hardware:
     num_ranks = min(processes, _MOST_RANKS)
     of_ranks = run_ranks(_measure, num_ranks, timeout_seconds=60)
     fp32, bf16, memory, kernel, link, latency = (median(values) for values in zip(*of_ranks, strict=True))
-    num_cores = os.cpu_count() or 1
+    num_cores = usable_cores()
     # Ranks were measured by their own CPU seconds, and links by the clock.
     share = min(1.0, num_cores / processes)
     of_links = min(1.0, max(num_ranks, num_cores) / processes)
