@@ -161,6 +161,10 @@ def _quantize_experts(
     found = [(module, stacks) for module in model.modules() if (stacks := find_stacks(module))]
     if not found or not run_by_products(model):
         return
+    # With PEFT, which takes a second. It would add LoRA to the bytes.
+    from hfdist.models.expert_factors import use_factors
+
+    use_factors(model)
     levels = make_levels()
     for experts, stacks in found:
         with layout.gathered(stacks.values(), writes=False):
