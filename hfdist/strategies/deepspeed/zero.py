@@ -57,7 +57,7 @@ _MOVING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class ZeroStrategy(Strategy):
     """`strategy.sharding=zero1|zero2|zero3`, through accelerate's DeepSpeed plugin."""
 
-    axes = ()
+    used_axes = ()
 
     def __init__(
         self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig, *, device_type: str
