@@ -70,7 +70,15 @@ class _HostCopy:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def reserve(self, layout: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Make the memory for copies of so many bytes and such types; nothing is done if it is there."""
+        """Make the memory for copies of so many bytes and such types beforehand."""
+        self._make(layout)
+        if self._stream is None:
+            for copy in self._copies:
+                # Else the system gives each page when it is first written, while training stands still.
+                copy.zero_()
+
+    def _make(self, layout: Sequence[tuple[int, torch.dtype]]) -> None:
+        """Nothing is done if it is there."""
         if layout == self._layout:
             return
         # Freed first: two would not always fit.
@@ -82,7 +90,7 @@ class _HostCopy:
 
     def take(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors, flattened, in one buffer. The copies before are gone."""
-        self.reserve(_layout_of(live))
+        self._make(_layout_of(live))
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         # A device copies what the steps so far have left. Only that is awaited: not what communicates beside.
@@ -103,9 +111,6 @@ def _allocate(layout: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
     sizes = [-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for num_bytes, _ in layout]
     # Page-locked, so that a device copies at full speed.
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    if not torch.cuda.is_available():
-        # Else the system gives each page when it is first written, while training stands still.
-        buffer.zero_()
     return [part[:num_bytes].view(dtype) for part, (num_bytes, dtype) in zip(buffer.split(sizes), layout, strict=True)]
 
 
@@ -139,6 +144,8 @@ class Saver:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_done = threading.Event()
         self._is_done.set()
+        self._is_reserving = False
+        """Whether the last job is no save."""
         # One for all saves: a new one may allocate in another arena of the C library, which keeps what is freed there.
         # A daemon: a process that fails ends soon, and what has no name by then is no checkpoint.
         self._thread = threading.Thread(target=_do_all, args=(self._jobs, self._is_done), name="save", daemon=True)
@@ -155,7 +162,7 @@ class Saver:
         if self._copy is not None:
             self.wait()
             _, elements, _ = self._planner.plan(pieces)
-            self._begin(partial(_reserve, self._copy, _layout_of(elements)))
+            self._begin(partial(_reserve, self._copy, _layout_of(elements)), is_reserving=True)
 
     def save(
         self,
@@ -197,16 +204,17 @@ class Saver:
             return
         self._begin(job)
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: _Job, *, is_reserving: bool = False) -> None:
         if self._thread.ident is None:
             self._thread.start()
         self._is_done.clear()
+        self._is_reserving = is_reserving
         self._jobs.put(job)
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is going on, of which other ranks may see the end earlier."""
-        return not self._is_done.is_set()
+        return not (self._is_reserving or self._is_done.is_set())
 
     @property
     def has_failed(self) -> bool:
@@ -317,7 +325,8 @@ class Saver:
 
 
 def _reserve(copy: _HostCopy, layout: Sequence[tuple[int, torch.dtype]]) -> None:
-    with suppress(RuntimeError, MemoryError):
+    # Whatever it is, the save meets it again, and says so; the thread must go on.
+    with suppress(Exception):
         copy.reserve(layout)
 
 

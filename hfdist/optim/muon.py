@@ -81,12 +81,12 @@ class Muon(torch.optim.Muon):
         state, momentum, rate = self.state[parameter], group["momentum"], float(group["lr"])
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        along = gradient.lerp(mean, momentum) if group["nesterov"] else mean
-        update = orthogonalize(along, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        momentum_buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        direction = gradient.lerp(momentum_buffer, momentum) if group["nesterov"] else momentum_buffer
+        update = orthogonalize(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rows, columns = parameter.shape[-2:]
-        longer = 0.2 * math.sqrt(max(rows, columns))
-        factor = longer if group["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+        rms_factor = 0.2 * math.sqrt(max(rows, columns))
+        factor = rms_factor if group["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
         parameter.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate * factor)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -158,7 +158,14 @@ def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[Group]:
     return list(kinds.values())
 
 
-@unset_fake_temporarily()
+@contextlib.contextmanager
+def _with_values() -> Iterator[None]:
+    """New tensors have values, whatever modes and devices a plan has set."""
+    with unset_fake_temporarily(), torch.device("cpu"):
+        yield
+
+
+@_with_values()
 def _ask_group(optimizer: torch.optim.Optimizer, group: Group) -> Answer:
     device, dtype = _place(group)
     generator = torch.Generator().manual_seed(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -137,22 +137,30 @@ def check_optimizer(config: RunConfig) -> None:
         check_optimizer_of_width(made)
 
 
+def make_over(found: ClassAndSettings, model: nn.Module, params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Make the optimizer that `find_optimizer` gave over `params` of a model, or over its groups of them.
+
+    MuonWithAdamW makes groups of its own.
+    """
+    kind, settings = found
+    made: torch.optim.Optimizer = kind()(model, **settings) if kind is MuonWithAdamW else kind(params, **settings)
+    return made
+
+
 def make_small(config: OptimizerConfig) -> torch.optim.Optimizer:
     """Make the optimizer for one small layer.
 
     Raises:
         ConfigError: as of `find_optimizer`, or a value that the class refuses.
     """
-    kind, settings = find_optimizer(config, warmup_steps=0)
-    layer = nn.Linear(4, 4)
+    found = find_optimizer(config, warmup_steps=0)
+    # Its steps are looked at, in a plan, too, which makes models without values.
+    layer = nn.Linear(4, 4, device="cpu")
     try:
-        made: torch.optim.Optimizer = (
-            kind()(layer, **settings) if kind is MuonWithAdamW else kind(layer.parameters(), **settings)
-        )
+        return make_over(found, layer, layer.parameters())
     except Exception as error:  # of the class, and so of any kind
         what = f"the optimizer refuses its settings: {first_line(error)}"
         raise ConfigError(what, where="optimizer.arguments", found=config.arguments) from error
-    return made
 
 
 def stepped_whole(config: OptimizerConfig, model: nn.Module) -> tuple[int, ...]:
@@ -164,8 +172,7 @@ def stepped_whole(config: OptimizerConfig, model: nn.Module) -> tuple[int, ...]:
     if _is_plain(config):
         return ()
     if config.name is OptimizerName.muon and config.plugin is None:
-        kind, settings = find_optimizer(config, warmup_steps=0)
-        made = kind()(model, **settings)
+        made = make_over(find_optimizer(config, warmup_steps=0), model, ())
         seen = [p for group in of_parts(made, made.param_groups)[0][1] for p in group["params"]]
     else:
         seen = [p for p in model.parameters() if p.requires_grad]

@@ -137,10 +137,9 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
         model = make_without_values(config.model, copy.deepcopy(architecture))
         # Only what is trained has gradients to compute and to send.
         TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
-        whole = stepped_whole(config.optimizer, model)
-        tensor = config.strategy.tensor
-        sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
-        return measure_size(model), sizes, describe_parts(model) if config.adapter.is_used else ""
+    whole, tensor = stepped_whole(config.optimizer, model), config.strategy.tensor
+    sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
+    return measure_size(model), sizes, describe_parts(model) if config.adapter.is_used else ""
 
 
 def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device: str) -> Sequence[RankTrace]:

@@ -41,7 +41,7 @@ from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import StateReader, list_pieces, list_shapes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Phase, Sent, StepSizes
-from hfdist.strategies.whole import ShardedParameter, WholeSteps
+from hfdist.strategies.whole import ShardedParameter, WholeSteps, gather_places
 from hfdist.topology import MODEL_AXES, PARTS, Topology
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Engine:
     """If this rank computes losses: the ranks that compute them at the same time; None: all ranks."""
 
     optimizer_sees: Reach = Reach.model
-    """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
+    """What the optimizer of this rank sees whole: the model, or each parameter."""
 
     steps_other_tensors = False
     """Whether the optimizer steps other tensors than the parameters that the user's model had."""
@@ -196,7 +196,7 @@ class Engine:
             # Of an earlier training.
             return
         shared = list(self._shared(inner))
-        self._whole_steps = WholeSteps(inner, shared) if shared else None
+        self._whole_steps = WholeSteps(inner, gather_places(shared)) if shared else None
 
     def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[Group]:
         return [g for g in optimizer.param_groups if g["params"] and needs_whole_parameters(optimizer, g)]
@@ -413,7 +413,7 @@ class Engine:
     def _held_pieces(self) -> Iterable[Piece]:
         """As if this rank's model were the whole one."""
         optimizer = None if self._optimizer is None else self._optimizer.optimizer
-        return list_pieces(self.model, optimizer, but=self._is_stepped_whole)
+        return list_pieces(self.model, optimizer, skips_state=self._is_stepped_whole)
 
     def _is_stepped_whole(self, parameter: torch.Tensor) -> bool:
         return self._whole_steps is not None and self._whole_steps.replaces(parameter)
@@ -451,7 +451,7 @@ class Strategy(Partitioning):
     Itself it is `strategy.sharding=none` without a model axis: accelerate wraps the model in DDP on several processes.
     """
 
-    axes: tuple[str, ...] = ("context", *PARTS)
+    used_axes: tuple[str, ...] = ("context", *PARTS)
     """Axes of the mesh whose ranks hold one replica between them, and which it knows how to use."""
     fractions = ShardFractions()
     asked_precision: Precision | None = None
@@ -466,7 +466,7 @@ class Strategy(Partitioning):
         self.batch = batch
         self.config = config
         for axis in MODEL_AXES:
-            if (degree := getattr(topology, axis)) > 1 and axis not in self.axes:
+            if (degree := getattr(topology, axis)) > 1 and axis not in self.used_axes:
                 # Its ranks would train, each alone, on wrong numbers.
                 what, hint = f"{type(self).__name__} does not use this axis", f"strategy.{axis}=1"
                 raise ConfigError(what, where=f"strategy.{axis}", found=degree, allowed="1", hint=hint)

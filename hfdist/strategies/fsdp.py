@@ -314,8 +314,9 @@ class ShardedEngine(Engine):
             ConfigError: it can step neither, or not with a loss scale.
         """
         inner = optimizer.optimizer
-        of_wholes = self._groups_of_wholes(inner)
-        for group in (group for group in inner.param_groups if group not in of_wholes):
+        # By identity: as values, groups with equally many tensors cannot be compared.
+        of_wholes = set(map(id, self._groups_of_wholes(inner)))
+        for group in (group for group in inner.param_groups if id(group) not in of_wholes):
             smallest = min(group["params"], key=torch.Tensor.numel, default=None)
             try:
                 if smallest is not None:

@@ -33,12 +33,12 @@ def list_pieces(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
-    but: Callable[[torch.Tensor], bool] = lambda _: False,
+    skips_state: Callable[[torch.Tensor], bool] = lambda _: False,
 ) -> Iterator[Piece]:
     """List weights, persistent buffers and optimizer state, all whole; tied weights once, under their first name.
 
     State that the optimizer has not made yet is made first, as zeros, where its first step would do so. Without an
-    optimizer there are weights only. Neither has wrappers. `but` says of which parameters no state is listed.
+    optimizer there are weights only. Neither has wrappers. `skips_state` says of which parameters no state is listed.
 
     Raises:
         CheckpointError: an optimizer that keeps what is neither a number nor a tensor.
@@ -51,7 +51,7 @@ def list_pieces(
         yield Piece(name=name, key=WEIGHT, shape=shape, start=0, view=parameter.detach())
         group = groups.get(id(parameter))
         is_stepped = group is not None and parameter.requires_grad and parameter.numel() > 0
-        if reader is not None and group is not None and is_stepped and not but(parameter):
+        if reader is not None and group is not None and is_stepped and not skips_state(parameter):
             yield from reader.pieces_of(name, group, parameter)
     yield from list_buffers(model)
 

@@ -113,8 +113,8 @@ class StepSizes:
     is_gpu: bool = True
     stepped_whole: tuple[int, ...] = ()
     """Elements of each trained parameter that the optimizer must see whole, in order."""
-    of_worst_stage: int | None = None
-    """Parameters of the pipeline rank that has most; None: as if all had equally many."""
+    worst_stage_share: float | None = None
+    """Share of the parameters that the pipeline rank with most has; None: as if all had equally many."""
 
     @property
     def forwards(self) -> int:
@@ -138,9 +138,7 @@ class Axes:
         whole = sizes.parameters - divided + divided / topology.tensor
         if topology.expert > 1:
             whole -= sizes.experts
-        if sizes.of_worst_stage is not None:
-            return whole * sizes.of_worst_stage / sizes.parameters
-        return whole * self.stages_share
+        return whole * (self.stages_share if sizes.worst_stage_share is None else sizes.worst_stage_share)
 
     def held_experts(self) -> float:
         """Elements of a rank's share of the experts; 0: they are not shared out."""
@@ -224,22 +222,22 @@ class Axes:
             )
 
     def gather_parts(self) -> Iterator[Sent]:
-        """Of parameters that must be stepped whole, what tensor and expert ranks share: see `_to_owners`."""
+        """Of parameters that must be stepped whole, what tensor and expert ranks share: see `_exchange_parts`."""
         topology, (divided, experts, _) = self.topology, self._stepped_whole()
-        yield from self._to_owners("tensor", topology.tensor, 1, divided)
-        yield from self._to_owners("expert", topology.expert, topology.tensor * topology.context, experts)
+        yield from self._exchange_parts("tensor", topology.tensor, 1, divided)
+        yield from self._exchange_parts("expert", topology.expert, topology.tensor * topology.context, experts)
 
     def gather_shards(self) -> Iterator[Sent]:
         """Of parameters that must be stepped whole, FSDP2's shards."""
         topology, (divided, experts, others) = self.topology, self._stepped_whole()
         axis, ranks = DATA if topology.replicate == 1 else SHARD, topology.shard * topology.context
-        yield from self._to_owners(axis, ranks, topology.tensor, experts + others)
-        yield from self._to_owners(f"{axis} x tensor", ranks * topology.tensor, 1, divided)
+        yield from self._exchange_parts(axis, ranks, topology.tensor, experts + others)
+        yield from self._exchange_parts(f"{axis} x tensor", ranks * topology.tensor, 1, divided)
 
     def gather_runs(self, num_elements: float) -> Iterator[Sent]:
         """Of parameters that must be stepped whole, so many elements of which ZeRO's ranks have parts, in float32."""
         ranks = self.topology.data * self.topology.context
-        yield from self._to_owners(DATA, ranks, self.topology.tensor, num_elements, item_bytes=4)
+        yield from self._exchange_parts(DATA, ranks, self.topology.tensor, num_elements, item_bytes=4)
 
     def _stepped_whole(self) -> tuple[int, int, int]:
         """Elements of what tensor ranks divide, of experts, and of all others."""
@@ -248,7 +246,7 @@ class Axes:
         divided = min(elements - experts, sizes.tensor.divided) if self.topology.tensor > 1 else 0
         return divided, experts, elements - experts - divided
 
-    def _to_owners(
+    def _exchange_parts(
         self, axis: str, size: int, stride: int, num_elements: float, item_bytes: int | None = None
     ) -> Iterator[Sent]:
         """Parts of parameters and their gradients to the owners, and the parts back."""
@@ -362,4 +360,5 @@ class Axes:
 def cut_elements(sizes: tuple[int, ...], num_parts: int) -> int:
     """Count the elements of parameters that do not lie in one part, when they lie in a row that is cut evenly."""
     part, ends = sum(sizes) / num_parts, itertools.accumulate(sizes)
-    return sum(size for size, end in zip(sizes, ends, strict=True) if (end - size) // part != (end - 1) // part)
+    places = zip(sizes, ends, strict=True)
+    return sum(size for size, end in places if size and (end - size) // part != (end - 1) // part)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfdist.checkpoint.piece import WEIGHT, Piece, view_rows
+from hfdist.checkpoint.piece import Piece, view_rows
 from hfdist.collectives import device_of, gather_json
 from hfdist.optim.muon import Group
 from hfdist.strategies.gradients.reduction import local_tensor
@@ -36,8 +37,19 @@ class ShardedParameter:
     group: dist.ProcessGroup
     own_pieces: Callable[[torch.Tensor], list[Piece]]
     """Gives this rank's pieces of the whole parameter from `held`, or those of the gradient from its gradient."""
-    places: list[list[Piece]] | None = None
-    """What each rank has of it, without memory; None: the ranks tell each other."""
+
+
+class Place(NamedTuple):
+    """Where a `Piece` of a parameter lies in it."""
+
+    start: int
+    stop: int
+    run: int = 0
+    pitch: int = 0
+
+
+Places: TypeAlias = list[list[Place]]
+"""What each rank of a group has of a parameter."""
 
 
 class WholeSteps:
@@ -47,30 +59,28 @@ class WholeSteps:
 
     Args:
         optimizer: which has no state yet.
-        shared: in the same order on each rank.
+        places: in the same order on each rank.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shared: Iterable[ShardedParameter]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, places: Mapping[ShardedParameter, Places]) -> None:
         self._shared: dict[int, list[ShardedParameter]] = defaultdict(list)
         """By the id of what is held."""
         self._owners: dict[ShardedParameter, int] = {}
-        self._places: dict[ShardedParameter, list[list[Piece]]] = {}
         self._undivided: set[ShardedParameter] = set()
         """What its owner has whole already."""
-        every = list(shared)
-        for alike in _alike(every, lambda one: one.group):
-            places = [one.places for one in alike if one.places is not None] or _gather_places(alike)
-            self._places |= dict(zip(alike, places, strict=True))
-            holders = [_find_holder(of_ranks) for of_ranks in places]
+        for alike in _alike(list(places), lambda one: one.group):
+            holders = [_find_holder(one, places[one]) for one in alike]
             self._undivided |= {one for one, holder in zip(alike, holders, strict=True) if holder is not None}
             sizes = [math.prod(one.shape) for one in alike]
             self._owners |= dict(zip(alike, _assign_owners(sizes, holders, alike[0].group.size()), strict=True))
         self._wholes: dict[ShardedParameter, nn.Parameter] = {}
         """Whole parameters that this rank owns, without memory between steps."""
-        for one in every:
+        self._places: dict[ShardedParameter, Places] = {}
+        """Of these alone: of all they would be parameters times ranks."""
+        for one, of_ranks in places.items():
             self._shared[id(one.held)].append(one)
             if self._owners[one] == one.group.rank():
-                self._wholes[one] = nn.Parameter(_outline(one))
+                self._wholes[one], self._places[one] = nn.Parameter(_outline(one)), of_ranks
         self._now: list[ShardedParameter] = []
         """What is stepped now."""
         self._replaced: list[tuple[Group, list[torch.Tensor]]] = []
@@ -180,37 +190,25 @@ def _exchange(
         view.copy_(values.view(view.shape))
 
 
-def _elements(whole: torch.Tensor, place: Piece) -> torch.Tensor:
+def _elements(whole: torch.Tensor, place: Place) -> torch.Tensor:
     return view_rows(whole.view(-1)[place.start : place.stop], place.run, place.pitch)
 
 
-def _gather_places(alike: list[ShardedParameter]) -> list[list[list[Piece]]]:
-    """Give what each rank of a group has of each parameter. A collective."""
-    own = [
-        [(piece.start, piece.view.numel(), piece.run, piece.pitch) for piece in one.own_pieces(one.held)]
-        for one in alike
-    ]
-    of_ranks = gather_json(own, alike[0].group)
-    return [
-        [[make_place(one.name, one.shape, *numbers) for numbers in of_rank[n]] for of_rank in of_ranks]
-        for n, one in enumerate(alike)
-    ]
+def gather_places(shared: list[ShardedParameter]) -> dict[ShardedParameter, Places]:
+    """Let the ranks of each group tell each other what they have of the parameters. A collective."""
+    places: dict[ShardedParameter, Places] = {one: [] for one in shared}
+    for alike in _alike(shared, lambda one: one.group):
+        own = [[(p.start, p.stop, p.run, p.pitch) for p in one.own_pieces(one.held)] for one in alike]
+        of_ranks = gather_json(own, alike[0].group)
+        for n, one in enumerate(alike):
+            places[one] = [[Place(*numbers) for numbers in of_rank[n]] for of_rank in of_ranks]
+    return places
 
 
-def make_place(name: str, shape: tuple[int, ...], start: int, numel: int, run: int = 0, pitch: int = 0) -> Piece:
-    """Give a piece of a weight that has no memory; see `Piece`."""
-    view = torch.empty(numel, device="meta")
-    return Piece(name=name, key=WEIGHT, shape=shape, start=start, run=run, pitch=pitch, view=view)
-
-
-def _find_holder(of_ranks: list[list[Piece]]) -> int | None:
+def _find_holder(one: ShardedParameter, of_ranks: Places) -> int | None:
     """Give the rank that has all of a parameter in one piece."""
-    whole = (rank for rank, places in enumerate(of_ranks) if len(places) == 1 and _is_all(places[0]))
-    return next(whole, None)
-
-
-def _is_all(place: Piece) -> bool:
-    return place.view.numel() == place.total
+    of_all = [Place(0, math.prod(one.shape))]
+    return next((rank for rank, places in enumerate(of_ranks) if places == of_all), None)
 
 
 def _assign_owners(sizes: list[int], holders: list[int | None], num_ranks: int) -> list[int]:

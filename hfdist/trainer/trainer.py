@@ -492,7 +492,8 @@ class DistributedTrainerMixin(_Trainer):
             # As the original decides it, on all ranks alike.
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self.read_figures()
-            if not self.control.should_save:
+            if self._guard.was_taken and not self.control.should_save:
+                # Not after a skipped step: an optimizer that has not begun would be given a state of zeros.
                 self.checkpointer.prepare()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         is_due = self.engine is not None and self.checkpointer.replicates_at(self.state.global_step)

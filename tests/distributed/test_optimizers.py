@@ -317,6 +317,22 @@ def test_what_a_layout_would_train_otherwise_is_refused(tmp_path):
         make_trainer(tmp_path, "zero3", EVERY["schedule-free"]).train()
 
 
+def trained_after_a_skipped_start(folder, save_strategy):
+    trainer = make_trainer(folder, "single", EVERY["keeps a number in its state"], save_strategy=save_strategy)
+    first = iter([torch.nan])
+    next(trainer.model.parameters()).register_hook(lambda gradient: gradient * next(first, 1.0))
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if entry.get("skipped")] == [1]
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@on_ranks(1, group=False)
+def test_saves_change_nothing_where_the_first_step_is_skipped(tmp_path):
+    """NAdam's state does not begin at zero, and a save's memory is made after a step."""
+    saving, without = (trained_after_a_skipped_start(tmp_path / name, name) for name in ("steps", "no"))
+    assert all(torch.equal(value, without[name]) for name, value in saving.items())
+
+
 def evaluated_with_metrics(folder, has_metrics):
     def make(model):
         return schedule_free(model) | ({"compute_metrics": lambda predictions: {}} if has_metrics else {})

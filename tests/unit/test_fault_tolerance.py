@@ -129,12 +129,28 @@ def test_a_watch_knows_when_an_evaluation_that_was_put_off_comes(tmp_path):
     watch.on_step_end(None, training.state, control)
     assert watch.progress.exempt == EVALUATING
     guard.end_step()
+    assert not guard.was_taken
     assert watch.progress.exempt is None
     watch.on_step_end(None, training.state, control)
     guard._is_finite = True
     guard.end_step()
+    assert guard.was_taken
     assert control.should_evaluate
     assert watch.progress.exempt == EVALUATING
+
+
+def test_a_step_that_looks_for_a_loss_scale_is_not_taken_though_nothing_is_wrong():
+    guard = guard_of(zero_engine(min_scale=1)[0])
+    training = guard._training
+    training.control = TrainerControl()
+    training.args, training.state = SimpleNamespace(fp16=True), TrainerState(global_step=1)
+    training.schedule = SimpleNamespace(load_state_dict=lambda state: None, optimizer=SimpleNamespace(param_groups=[]))
+    training.strategy = SimpleNamespace(topology=SimpleNamespace(data_rank=0))
+    training.trainer = SimpleNamespace(_tr_loss=torch.tensor(1.0))
+    guard.was_taken, guard._is_finite = True, False
+    assert not guard.end_step()
+    assert guard.is_sound
+    assert not guard.was_taken
 
 
 def start(port, world_size):

@@ -14,7 +14,7 @@ from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
 from hfdist.optim.muon import Joined, Muon, MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, check, check_steps_all, describe, moving_options, starts_from_zeros
-from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, values_per_weight
+from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, stepped_whole, values_per_weight
 from hfdist.strategies.pieces import StateReader
 from hfdist.trainer.optimizers import OwnOptimizer
 from tests.packages import install_package
@@ -328,6 +328,14 @@ def test_a_library_that_is_not_there_is_named(monkeypatch):
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "pipeline_zero1", "fsdp2", "tensor", "moe", "3d"])
 def test_layouts_that_gather_whole_matrices_take_muon(layout):
     check_optimizer(compose_config(["model=tiny", "optimizer.name=muon", f"strategy={layout}"]))
+
+
+@pytest.mark.parametrize(("name", "is_whole"), [("sgd", False), ("adafactor", True), ("muon", True)])
+def test_a_plan_asks_of_a_model_without_values_what_must_be_stepped_whole(name, is_whole):
+    config = compose_config(["model=tiny", f"optimizer.name={name}"]).optimizer
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        assert stepped_whole(config, model) == (16,) * is_whole
 
 
 def test_the_summary_counts_what_is_kept():

@@ -176,12 +176,14 @@ class Evaluator:
     ) -> tuple[AxisTraffic, ...]:
         sizes = replace(self.model.sizes[layout.tensor], recomputes=layout.recompute is not None)
         if len(loads) > 1:
-            sizes = replace(sizes, of_worst_stage=max(self._elements(of_rank) for of_rank in loads.values()))
+            worst = max(self._elements(of_rank) for of_rank in loads.values())
+            sizes = replace(sizes, worst_stage_share=worst / self.model.parameters)
         return traffic(strategy, sizes, devices_per_machine=self.machines.per_machine)
 
-    def _elements(self, loads: Sequence[Load]) -> int:
+    def _elements(self, loads: Sequence[Load]) -> float:
+        """Count a rank's parameters as `ModelConstants.parameters` does."""
         parts = [part for load in loads for part in parts_of(self.model, self.model.shares[1, 1], load)]
-        return round(sum(part.parameters * number for part, _, number in parts))
+        return sum(part.parameters * number for part, _, number in parts)
 
     def time(self, costs: RankCosts, strategy: Strategy) -> StepTime:
         """Give the time of a step of `costs`, with its traffic."""

@@ -31,8 +31,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
-from hfdist.optim.muon import MuonWithAdamW
-from hfdist.optim.registry import find_optimizer
+from hfdist.optim.registry import find_optimizer, make_over
 from hfdist.planning.costs import PeakMemory, RankCosts, StageCosts
 from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer, quantize_fake
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
@@ -270,18 +269,14 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer as the Trainer does: weight decay on matrices only, and a group for each mesh of DTensors."""
     model = engine.model
-    kind, settings = find_optimizer(config.optimizer, warmup_steps=0)
-    if kind is MuonWithAdamW:
-        optimizer = kind()(model, **settings)
-    else:
-        alike: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                decays = len(engine.whole_shape(parameter)) >= 2
-                alike[decays, getattr(parameter, "device_mesh", None)].append(parameter)
-        decay = config.optimizer.weight_decay
-        groups = [{"params": own, "weight_decay": decay * decays} for (decays, _), own in alike.items()]
-        optimizer = kind(groups, **settings)
+    alike: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decays = len(engine.whole_shape(parameter)) >= 2
+            alike[decays, getattr(parameter, "device_mesh", None)].append(parameter)
+    decay = config.optimizer.weight_decay
+    groups = [{"params": own, "weight_decay": decay * decays} for (decays, _), own in alike.items()]
+    optimizer = make_over(find_optimizer(config.optimizer, warmup_steps=0), model, groups)
     if sets_up:
         engine.setup(model, SimpleNamespace(optimizer=optimizer), None)
     for group in optimizer.param_groups:

@@ -28,7 +28,7 @@ from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.optim.muon import Group
 from hfdist.optim.probe import needs_whole_parameters
 from hfdist.strategies.pieces import Kept, StateReader, list_buffers
-from hfdist.strategies.whole import ShardedParameter, WholeSteps, make_place
+from hfdist.strategies.whole import Place, Places, ShardedParameter, WholeSteps
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -69,14 +69,14 @@ class _Flat:
     """First element of parameters that lie in a row in it, by identity; ZeRO-3 has parts of each on each rank."""
 
     def spans(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
-        """Give of a parameter the first element that each rank has, and how many it has."""
+        """Give of a parameter the first element that each rank has, and one past the last."""
         num_ranks, part = self.group.size(), self.stepped.numel()
         offset, total = self.offsets.get(id(parameter)), math.prod(whole_shape(parameter))
         if offset is None:
             part, offset = cast(Any, parameter).ds_tensor.ds_numel, 0
         for rank in range(num_ranks):
             start, stop = (min(max(edge * part - offset, 0), total) for edge in (rank, rank + 1))
-            yield start, stop - start
+            yield start, stop
 
 
 def list_pieces(model: nn.Module, engine: DeepSpeedEngine, wholes: WholeSteps | None = None) -> Iterator[Piece]:
@@ -88,7 +88,7 @@ def list_pieces(model: nn.Module, engine: DeepSpeedEngine, wholes: WholeSteps | 
     Args:
         model: the Hugging Face model that the engine wraps; its names are used.
         engine: a DeepSpeed engine with ZeRO 1, 2 or 3, with or without the optimizer on the CPU.
-        wholes: from `step_wholes`.
+        wholes: from `hook_steps`.
 
     Raises:
         CheckpointError: an optimizer that keeps what is neither a number nor a tensor, parameters swapped to disk, or
@@ -119,31 +119,52 @@ def list_pieces(model: nn.Module, engine: DeepSpeedEngine, wholes: WholeSteps | 
     yield from list_weights(model, but=stepped_as_weights)
 
 
-def step_wholes(model: nn.Module, zero: ZeroOptimizer) -> WholeSteps | None:
-    """Let the optimizer step whole parameters where it needs them, in the place of flat buffers with parts of them.
+def hook_steps(model: nn.Module, whole: PreTrainedModel, zero: ZeroOptimizer) -> WholeSteps | None:
+    """Let the optimizer step as on one process: whole parameters where it needs them, and none that is unused.
 
-    By hooks of the inner optimizer: its gradients are reduced, unscaled and clipped then. Where it needs none: None.
+    By hooks of the inner optimizer: its gradients are reduced, unscaled and clipped then.
+
+    Args:
+        model: of this rank; its names are used.
+        whole: tells what may be unused.
+        zero: of DeepSpeed.
+
+    Returns:
+        The steps of whole parameters; None: the optimizer needs none.
     """
+    unused = _Unused(whole, zero)
+    # It looks at what DeepSpeed steps, before whole parameters stand there, and has the last word.
+    zero.optimizer.register_step_pre_hook(unused.keep)
+    wholes = _step_wholes(model, zero)
+    zero.optimizer.register_step_post_hook(unused.put_back)
+    return wholes
+
+
+def _step_wholes(model: nn.Module, zero: ZeroOptimizer) -> WholeSteps | None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     asked: dict[int, bool] = {}
-    shared = []
+    places: dict[ShardedParameter, Places] = {}
     for flat in _flats(zero):
         options = flat.options
         if id(options) not in asked:
             asked[id(options)] = needs_whole_parameters(zero.optimizer, options)
-        shared += [_sharded(flat, p, names[id(p)]) for p in flat.parameters if asked[id(options)]]
-    return WholeSteps(zero.optimizer, shared) if shared else None
+        # Once: experts that are modules are thousands of parameters.
+        runs = {id(run.parameter): run for run in flat.runs}
+        for parameter in flat.parameters if asked[id(options)] else ():
+            one = _sharded(flat, parameter, runs.get(id(parameter)), names[id(parameter)])
+            places[one] = [[Place(*span)] * (span[0] < span[1]) for span in flat.spans(parameter)]
+    return WholeSteps(zero.optimizer, places) if places else None
 
 
-def _sharded(flat: _Flat, parameter: nn.Parameter, name: str) -> ShardedParameter:
+def _sharded(flat: _Flat, parameter: nn.Parameter, run: _Run | None, name: str) -> ShardedParameter:
     shape = whole_shape(parameter)
-    runs = [(run.start, run.offset, run.weight.numel()) for run in flat.runs if run.parameter is parameter]
 
     def own_pieces(held: torch.Tensor) -> list[Piece]:
-        views = [(start, held.detach()[offset : offset + length]) for start, offset, length in runs if length]
-        return [Piece(name=name, key=WEIGHT, shape=shape, start=start, view=view) for start, view in views]
+        if run is None or not run.weight.numel():
+            return []
+        view = held.detach()[run.offset : run.offset + run.weight.numel()]
+        return [Piece(name=name, key=WEIGHT, shape=shape, start=run.start, view=view)]
 
-    places = [[make_place(name, shape, *span)] if span[1] else [] for span in flat.spans(parameter)]
     return ShardedParameter(
         name=name,
         held=flat.stepped,
@@ -151,32 +172,35 @@ def _sharded(flat: _Flat, parameter: nn.Parameter, name: str) -> ShardedParamete
         shape=shape,
         group=flat.group,
         own_pieces=own_pieces,
-        places=places,
     )
 
 
-def pass_by_unused(model: PreTrainedModel, zero: ZeroOptimizer) -> None:
-    """Let the optimizer change no parameter that no rank has a gradient for, as in one process.
+class _Unused:
+    """Lets the optimizer change no parameter that no rank has a gradient for, as in one process.
 
     A flat buffer has zeros there, with which weight decay would move it. What may be unused a small model tells
     (`unused_parameters`); an optimizer's state of such zeros stays zeros by itself.
     """
-    kinds = unused_parameters(model)
-    if not kinds:
-        return
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    suspects: list[tuple[_Flat, list[nn.Parameter]]] = []
-    for flat in _flats(zero):
-        suspected = [p for p in flat.parameters if kind_of_name(names[id(p)]) in kinds]
-        if suspected:
-            suspects.append((flat, suspected))
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def keep(*_: object) -> None:
-        for flat, suspected in suspects:
+    def __init__(self, model: PreTrainedModel, zero: ZeroOptimizer) -> None:
+        self._suspects: list[tuple[_Flat, list[nn.Parameter]]] = []
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        kinds = unused_parameters(model) or frozenset()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for flat in _flats(zero) if kinds else ():
+            suspected = [p for p in flat.parameters if kind_of_name(names[id(p)]) in kinds]
+            if suspected:
+                self._suspects.append((flat, suspected))
+
+    def keep(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Keep what is unused of the flat buffers that are stepped now. A collective where there may be any."""
+        now = {id(held) for group in optimizer.param_groups for held in group["params"] if held.grad is not None}
+        for flat, suspected in self._suspects:
             stepped, group = flat.stepped, flat.group
-            if stepped.grad is None:
+            # Offloaded, those that are not stepped now have gradients, too.
+            if id(stepped) not in now:
                 continue
+            assert stepped.grad is not None
             parts = {id(run.parameter): slice(run.offset, run.offset + run.weight.numel()) for run in flat.runs}
             counts = [stepped.grad[parts.get(id(p), slice(0))].count_nonzero() for p in suspected]
             used = torch.stack(counts).to(device_of(group))
@@ -184,15 +208,13 @@ def pass_by_unused(model: PreTrainedModel, zero: ZeroOptimizer) -> None:
             for parameter, count in zip(suspected, used.tolist(), strict=True):
                 if not count and id(parameter) in parts:
                     part = stepped.data[parts[id(parameter)]]
-                    kept.append((part, part.clone()))
+                    self._kept.append((part, part.clone()))
 
-    def put_back(*_: object) -> None:
-        for part, before in kept:
+    def put_back(self, *_: object) -> None:
+        """Undo what the step has done to it."""
+        for part, before in self._kept:
             part.copy_(before)
-        kept.clear()
-
-    zero.optimizer.register_step_pre_hook(keep)
-    zero.optimizer.register_step_post_hook(put_back)
+        self._kept.clear()
 
 
 def list_weights(model: nn.Module, but: Collection[int] = ()) -> Iterator[Piece]:

@@ -57,7 +57,7 @@ _MOVING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class ZeroStrategy(Strategy):
     """`strategy.sharding=zero1|zero2|zero3`, through accelerate's DeepSpeed plugin."""
 
-    axes = ()
+    used_axes = ()
 
     def __init__(
         self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig, *, device_type: str
@@ -268,9 +268,7 @@ class ZeroEngine(Engine):
         if loss_scaler is not None and hasattr(loss_scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.
             loss_scaler.raise_error_at_min_scale = False
-        self._whole_steps = pieces_zero.step_wholes(self.model, own)
-        # Later, so that it has the last word.
-        pieces_zero.pass_by_unused(cast(PreTrainedModel, self.model), own)
+        self._whole_steps = pieces_zero.hook_steps(self.model, cast(PreTrainedModel, self.model), own)
         fit_buckets(own, self.model.parameters())
         return optimizer
 

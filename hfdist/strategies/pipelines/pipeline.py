@@ -267,7 +267,7 @@ class PipelineEngine(Engine):
 class PipelineStrategy(Strategy):
     """`strategy.pipeline=N`, alone or with data parallelism."""
 
-    axes = ("pipeline", *Strategy.axes)
+    used_axes = ("pipeline", *Strategy.used_axes)
     engine_class: type[PipelineEngine] = PipelineEngine
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:

@@ -57,9 +57,7 @@ class PipelineZeroEngine(PipelineEngine):
             config=self._strategy.deepspeed_config,
             dist_init_required=False,
         )
-        self._whole_steps = pieces_zero.step_wholes(self.model, self._engine.optimizer)
-        # Later, so that it has the last word.
-        pieces_zero.pass_by_unused(self._split.model, self._engine.optimizer)
+        self._whole_steps = pieces_zero.hook_steps(self.model, self._split.model, self._engine.optimizer)
         fit_buckets(self._engine.optimizer, self.model.parameters())
         self._norm = torch.zeros(())
         return DeepSpeedOptimizerWrapper(self._engine.optimizer)
@@ -116,7 +114,7 @@ class PipelineZeroEngine(PipelineEngine):
 class PipelineZeroStrategy(PipelineStrategy):
     """`strategy.pipeline=N strategy.sharding=zero1`."""
 
-    axes = ("pipeline", "context")
+    used_axes = ("pipeline", "context")
     engine_class = PipelineZeroEngine
 
     def __init__(self, *arguments: Any, device_type: str) -> None:

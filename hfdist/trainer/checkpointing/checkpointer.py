@@ -211,9 +211,11 @@ class Checkpointer:
             return
         self._is_prepared = True
         args, state = self._training.args, self._training.state
+        intervals = [state.save_steps] if args.save_strategy == SaveStrategy.STEPS else []
+        intervals += [] if self._options.replicate_every is None else [self._options.replicate_every]
         # A save at the end hinders no step, and islands make their pieces at a save.
-        saves = args.save_strategy == SaveStrategy.STEPS and state.global_step + state.save_steps < state.max_steps
-        if saves and self.saver is not None and self.outer is None:
+        hinders = any(state.global_step + every < state.max_steps for every in intervals)
+        if hinders and self.saver is not None and self.outer is None:
             self.saver.prepare(self.pieces())
 
     def replicates_at(self, step: int) -> bool:

@@ -140,6 +140,8 @@ class NonfiniteGuard:
         self._counter = SkipCounter(limits)
         self._is_finite: bool | None = None
         """Whether the step's gradients are; None: no step since the last look."""
+        self.was_taken = False
+        """Whether the last step was taken: not while a loss scale is found, either. On all ranks alike."""
         self._loss_before: torch.Tensor | None = None
         self._schedule_before: tuple[dict[str, object], list[float]] = {}, []
         self._deferred = (False, False)
@@ -147,7 +149,7 @@ class NonfiniteGuard:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the last step was taken, so that the state is worth keeping."""
+        """Whether no step was skipped since the last that was taken, so that the state is worth keeping."""
         return not self._counter.skipped
 
     def begin_step(self) -> None:
@@ -168,7 +170,6 @@ class NonfiniteGuard:
             self._schedule_before = copy.deepcopy(scheduler.state_dict()), rates
             # Optimizers pass over parameters without gradients: no moment, step count or weight decay moves.
             self._training.optimizer.zero_grad(set_to_none=True)
-            # Of parameters that are stepped as others (strategies/whole.py), too.
             self._training.model.zero_grad(set_to_none=True)
 
     def end_step(self) -> bool:
@@ -177,6 +178,7 @@ class NonfiniteGuard:
         A NumericsError says that it cannot go back, or has done so too often.
         """
         is_finite, self._is_finite = self._is_finite, None
+        self.was_taken = bool(is_finite)
         if is_finite is None:
             return False
         step = self._training.state.global_step

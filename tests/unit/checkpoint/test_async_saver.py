@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from hfdist.checkpoint import Keep, Saver, async_saver, find_newest, read_checkpoint, verify, write
 from hfdist.checkpoint.folder import step_name
@@ -48,6 +49,7 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path, gate):
     for piece in pieces:
         piece.view.fill_(-5)
     assert find_newest(tmp_path) is None
+    assert saver.is_busy
     gate.set()
     saver.wait()
     verify(tmp_path / "step-00000001")
@@ -64,27 +66,43 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path, gate):
     assert saver.take_reports() == []
 
 
-def test_memory_for_the_first_save_is_made_beforehand_where_there_is_enough(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_memory_for_the_first_save_is_made_beforehand_where_there_is_enough(tmp_path, monkeypatch, gate, error):
     allocate, calls = async_saver._allocate, []
 
     def noted(layout):
         calls.append(threading.current_thread().name)
+        assert gate.wait(20)
         if len(calls) == 1:
-            raise MemoryError
+            raise error
         return allocate(layout)
 
     monkeypatch.setattr(async_saver, "_allocate", noted)
     saver = Saver()
     saver.prepare(small_pieces())
+    # It is no save, for which a replica would be left out.
+    assert not saver.is_busy
+    gate.set()
     saver.wait()
+    assert saver._thread.is_alive()
     saver.prepare(small_pieces())
     begin(saver, tmp_path, 1, small_pieces(1))
     saver.wait()
     # The first try has found too little, and the save has used what the second has made.
     assert calls == ["save", "save"]
+    assert not saver.is_busy
     loaded = blank(small_pieces())
     read_checkpoint(tmp_path / "step-00000001", loaded)
     assert all(torch.equal(a.view, b.view) for a, b in zip(loaded, small_pieces(1), strict=True))
+
+
+def test_memory_that_is_made_while_training_stands_still_is_written_once():
+    live = [torch.ones(1000)]
+    with profile(activities=[ProfilerActivity.CPU]) as ran:
+        async_saver._HostCopy().take(live)
+    called = {event.key for event in ran.key_averages()}
+    assert "aten::copy_" in called
+    assert not called & {"aten::zero_", "aten::fill_"}
 
 
 def test_there_is_one_save_at_a_time_and_the_oldest_goes_last(tmp_path, gate):

@@ -62,6 +62,25 @@ def test_no_faster_layout_is_missed(gib):
     assert all(one.memory.use.total <= where.usable_bytes for one in found.candidates)
 
 
+def test_a_pipelines_gradients_are_as_many_beside_packed_weights():
+    """These count as fewer elements, in all parts alike."""
+
+    def packed(part):
+        return replace(part, parameters=part.parameters / 4)
+
+    ends = {"prologue": packed(MODEL.prologue), "epilogue": packed(MODEL.epilogue)}
+    of_4_bits = replace(MODEL, kinds=tuple(map(packed, MODEL.kinds)), **ends)
+    layout = Layout(data=2, pipeline=2, num_microbatches=32)
+    sent = [
+        {
+            one.axis: one.sent_bytes
+            for one in Evaluator(compose_config([*BASE]), model, machines(60)).evaluate(layout).traffic
+        }
+        for model in (MODEL, of_4_bits)
+    ]
+    assert sent[0]["data"] == pytest.approx(sent[1]["data"])
+
+
 def test_less_memory_is_never_faster():
     best = [searched(gib=gib, best=1).candidates[0].time.seconds for gib in (3.0, 60.0)]
     assert best == sorted(best, reverse=True)

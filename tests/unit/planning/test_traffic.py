@@ -11,7 +11,7 @@ from hfdist.config.strategy import Sharding
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.planning import make_plan
 from hfdist.planning.timing.traffic import step_sizes, traffic
-from hfdist.strategies.traffic import Phase
+from hfdist.strategies.traffic import Phase, cut_elements
 from tests.unit.planning.layouts import make_layout
 
 FIELDS = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
@@ -108,6 +108,11 @@ def test_experts_are_exchanged_and_their_gradients_stay_with_those_who_have_them
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     parameters = sum(p.numel() for p in model.parameters())
     assert sent["data"] == pytest.approx(4 * (parameters - experts))
+
+
+def test_what_is_cut_is_counted_also_where_a_parameter_has_no_elements():
+    assert cut_elements((0,), 2) == 0
+    assert cut_elements((4, 0, 2), 2) == 4
 
 
 def test_a_search_can_call_it_thousands_of_times(llama):
