@@ -61,7 +61,12 @@ def load_tokenizer(
 
 
 def _checked(tokenizer: object) -> PreTrainedTokenizerBase:
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and isinstance(tokenizer.eos_token_id, int | None):
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerBase)
+        and isinstance(tokenizer.eos_token_id, int | None)
+        # For a folder without such files, transformers makes one that knows no text.
+        and len(tokenizer) > len(set(tokenizer.all_special_ids))
+    ):
         return tokenizer
     raise ValueError("its files make no tokenizer")
 

@@ -106,6 +106,13 @@ class TestArchitecture:
         with pytest.raises(ConfigError, match="no causal language model"):
             load_architecture(ModelConfig(name=str(tmp_path)), tokenizer, sequence_length=16)
 
+    def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
+        # transformers makes a tokenizer of it that knows nothing but its special tokens.
+        AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
+        config = ModelConfig(tokenizer=TokenizerConfig(name=str(tmp_path)))
+        with pytest.raises(ConfigError, match="make no tokenizer"):
+            load_tokenizer(config, corpus_id="", texts=lambda _: (), cache_dir=tmp_path)
+
     def test_a_folder_without_a_config_is_named(self, tokenizer, tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_architecture(ModelConfig(name=str(tmp_path)), tokenizer, sequence_length=16)
