@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -15,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hfdist.config.model import AdapterPart
 from hfdist.errors import ConfigError
+from hfdist.models.partitioning import whole_shape
 
 _KEY = "adapter.target_parts"
 _MIXES_TOKENS = re.compile(r"attn|attention|mamba|conv|recurrent|temporal|delta|rwkv|lstm|mixer", re.IGNORECASE)
@@ -53,7 +55,7 @@ def find_matrices(model: PreTrainedModel) -> list[Matrix]:
             found += [
                 Matrix(f"{name}.{own}", part, False)
                 for own, parameter in module.named_parameters(recurse=False)
-                if len(_shape(parameter)) == dimensions and "bias" not in own
+                if len(whole_shape(parameter)) == dimensions and "bias" not in own
             ]
     return found
 
@@ -208,13 +210,8 @@ def _own_parameters(layer: nn.Module) -> Iterator[torch.Tensor]:
     return (p for name, p in layer.named_parameters() if p.requires_grad and not name.startswith(_WRAPPED[1:]))
 
 
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    # ZeRO-3 has partitioned it, and keeps its shape so.
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _numel(parameter: torch.Tensor) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    return math.prod(whole_shape(parameter))
 
 
 def _words(parts: Collection[AdapterPart]) -> str:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 from transformers import TrainingArguments
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Give the shape of a parameter that ZeRO-3 may have partitioned, and so left empty."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class Partitioning:

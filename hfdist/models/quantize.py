@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
 from hfdist.models.packed_experts import find_stacks, list_packed, make_levels, pack_experts
-from hfdist.models.partitioning import Partitioning
+from hfdist.models.partitioning import Partitioning, whole_shape
 from hfdist.models.stacked_experts import run_by_products
 
 logger = logging.getLogger(__name__)
@@ -178,8 +178,7 @@ def _tell_what_is_left(model: PreTrainedModel) -> None:
     packed, left = packed_shapes(model), Counter[str]()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter not in packed:
-            # ZeRO-3 has partitioned it, and keeps its size so.
-            left[re.sub(r"\.\d+(?=\.|$)", ".*", name)] += getattr(parameter, "ds_numel", parameter.numel())
+            left[re.sub(r"\.\d+(?=\.|$)", ".*", name)] += math.prod(whole_shape(parameter))
     whole = left.total() + sum(math.prod(shape) for shape in packed.values())
     largest = ", ".join(f"{name} ({size / whole:.0%})" for name, size in left.most_common(3))
     share = left.total() / whole

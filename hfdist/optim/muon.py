@@ -35,10 +35,7 @@ class Joined(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Step each of them once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for part, groups in of_parts(self, self.param_groups):
             # Each time: whoever loads or wraps an optimizer puts others in their place.
             part.param_groups, part.state = groups, self.state
@@ -67,10 +64,7 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Step all that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -115,6 +109,13 @@ def orthogonalize(
         found = torch.baddbmm(found, powers, found, beta=first)
     found = found.view(wide.shape)
     return found.mT if is_tall else found
+
+
+def _loss_of(closure: Callable[[], object] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 class MuonWithAdamW:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hfdist.checkpoint.piece import NUMBER, STEP, TRAINED, WEIGHT, Piece
 from hfdist.errors import CheckpointError
+from hfdist.models.partitioning import whole_shape
 from hfdist.optim.muon import Group
 from hfdist.optim.probe import (
     is_plain_number,
@@ -67,7 +68,7 @@ def list_buffers(model: nn.Module) -> Iterator[Piece]:
 def list_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Give the whole shape of all that `list_pieces` lists of a whole model without an optimizer, by name."""
     # ZeRO-3 partitions parameters while the model is made.
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    shapes = {name: whole_shape(p) for name, p in model.named_parameters()}
     return shapes | {piece.name: piece.shape for piece in list_buffers(model)}
 
 

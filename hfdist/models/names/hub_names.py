@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hfdist.models.names.strides import Block, UnfollowedError, follow
+from hfdist.models.partitioning import whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,7 @@ def find_hub_names(model: nn.Module) -> HubNames:
 
 def _find(model: nn.Module) -> HubNames:
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    # ZeRO-3 leaves an empty parameter.
-    shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in tensors.items()}
+    shapes = {name: whole_shape(tensor) for name, tensor in tensors.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     in_state = {name: names[id(t)] for name, t in model.state_dict(keep_vars=True).items() if id(t) in names}
     saved = _saved_once(model, in_state, shapes)

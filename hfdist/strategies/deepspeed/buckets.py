@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hfdist.strategies.deepspeed.pieces_zero import whole_shape
+from hfdist.models.partitioning import whole_shape
 
 if TYPE_CHECKING:
     from hfdist.strategies.deepspeed.pieces_zero import ZeroOptimizer

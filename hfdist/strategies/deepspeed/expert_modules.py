@@ -7,10 +7,13 @@ other in gathers of different experts. DeepSpeed calls what it gathers at once a
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
 from torch import nn
+
+from hfdist.models.partitioning import whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ def gather_experts_together(model: nn.Module) -> None:
     largest = 0
     for name in leaves:
         module = model.get_submodule(name)
-        sizes = [getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters()]
+        sizes = [math.prod(whole_shape(p)) * p.element_size() for p in module.parameters()]
         largest = max(largest, sum(sizes))
     logger.info(
         "ZeRO-3: experts are modules of their own here, so all of a block are gathered together: %.1f MiB at a time",

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
 from hfdist.collectives import device_of
 from hfdist.errors import CheckpointError
+from hfdist.models.partitioning import whole_shape
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.optim.muon import Group
 from hfdist.optim.probe import needs_whole_parameters
@@ -317,11 +318,6 @@ def _held_weight(name: str, parameter: Any) -> tuple[int, torch.Tensor]:
     # The last shares are filled up to equal length.
     start = min(dist.get_rank(parameter.ds_process_group) * share.ds_numel, parameter.ds_numel)
     return start, share.detach()[: parameter.ds_numel - start]
-
-
-def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Give the shape of a parameter that ZeRO-3 may have partitioned."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _check_not_drifted(name: str, stepped: torch.Tensor, weight: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
+from hfdist.models.partitioning import whole_shape
 from hfdist.optim.probe import Reach, moving_options
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hfdist.strategies.base import Engine, Strategy, check_no_scalars
@@ -274,7 +275,7 @@ class ZeroEngine(Engine):
 
     def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Under ZeRO-3, which partitions parameters, as DeepSpeed notes it."""
-        return pieces_zero.whole_shape(parameter)
+        return whole_shape(parameter)
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Working weights; under ZeRO-3 the small ones, which stay whole on every rank between steps."""
