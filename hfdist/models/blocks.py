@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -197,9 +198,21 @@ def _offloading(
 
 def _contexts() -> object:
     # For one block's forward, and for its repetition.
-    watch = _Watch()
-    watch.beneath, repetition = create_selective_checkpoint_contexts(_policy(watch))
+    choice = _Choice()
+    beneath, repetition = create_selective_checkpoint_contexts(_policy(choice))
+    watch = _Watch(beneath, choice)
     return watch, repetition
+
+
+@dataclass
+class _Choice:
+    """What the policy says of the last operation.
+
+    Apart from `_Watch`: a policy that knew its watch would be a circle, and kept outputs would wait for the garbage
+    collector.
+    """
+
+    keeps_output: bool = False
 
 
 class _Watch(TorchDispatchMode):
@@ -210,10 +223,11 @@ class _Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    beneath: Any  # torch's own mode, whose class is private
+
+    def __init__(self, beneath: object, choice: _Choice) -> None:
         super().__init__()
-        self.beneath: Any = None  # torch's own mode, whose class is private
-        self.keeps_output = False
+        self.beneath, self._choice = beneath, choice
         self._kept: set[StorageWeakRef] = set()
 
     @classmethod
@@ -255,9 +269,9 @@ class _Watch(TorchDispatchMode):
                     allowed="all",
                     hint="train.recompute=all",
                 )
-        self.keeps_output = False
+        self._choice.keeps_output = False
         output = operation(*args, **kwargs)
-        if self.keeps_output:
+        if self._choice.keeps_output:
             self._kept |= _storages(output)
         return output
 
@@ -266,7 +280,7 @@ def _storages(values: object) -> set[StorageWeakRef]:
     return {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
 
-def _policy(watch: _Watch) -> Callable[..., CheckpointPolicy]:
+def _policy(choice: _Choice) -> Callable[..., CheckpointPolicy]:
     products: Counter[bool] = Counter()
     kept = {getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)}
     # Of packed documents; there once its module was imported.
@@ -282,7 +296,7 @@ def _policy(watch: _Watch) -> Callable[..., CheckpointPolicy]:
             # Counted apart in the forward and in its repetition, so that both decide alike.
             products[context.is_recompute] += 1
             is_kept = products[context.is_recompute] % 2 == 1
-        watch.keeps_output = is_kept
+        choice.keeps_output = is_kept
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

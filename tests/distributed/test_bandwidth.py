@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import platform
+import socket
 import subprocess
 import sys
 
@@ -19,17 +20,16 @@ from tests.cluster.machines import INTERFACE, NoMachinesError, two_machines
 
 pytestmark = pytest.mark.distributed
 
-PORT = 29500  # of a machine that nobody else is on
 LINK_GBS = 0.025
 """10^9 bytes a second: slow, beside what a loaded machine reaches within itself."""
 
 
-def be_rank(rank, world_size, machine, address, folder, request):
+def be_rank(rank, world_size, machine, address, port, folder, request):
     sys.stdout = sys.stderr = (folder / f"said-{rank}").open("w", buffering=1)
     # All on one machine, each as if it had one alone.
     local_size = 2 if machine is not None else 1
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_size), WORLD_SIZE=str(world_size),
-                      LOCAL_WORLD_SIZE=str(local_size), MASTER_ADDR=address, MASTER_PORT=str(PORT))  # fmt: skip
+                      LOCAL_WORLD_SIZE=str(local_size), MASTER_ADDR=address, MASTER_PORT=str(port))  # fmt: skip
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     forget_parent()
     code = 0
@@ -51,7 +51,11 @@ def be_rank(rank, world_size, machine, address, folder, request):
 def start(machines, address, folder, request, world_size):
     """Give the exit codes of the ranks, and what rank 0 has said."""
     begin = multiprocessing.get_context("fork").Process
-    arguments = (address, folder, request)
+    # Other tests run beside this one.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = (address, port, folder, request)
     ranks = [begin(target=be_rank, args=(n, world_size, of, *arguments)) for n, of in enumerate(machines)]
     for rank in ranks:
         rank.start()

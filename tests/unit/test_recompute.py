@@ -1,6 +1,8 @@
 """Blocks are compiled where that works; selective checkpointing repeats less than all of a block, to the same bits."""
 
+import gc
 import logging
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -58,6 +60,35 @@ def test_keeps_attention_and_half_of_the_products():
     repeated = again.products - once.products
     assert repeated >= 2 * 7 - 2
     assert repeated * 0.3 <= some.products - once.products <= repeated * 0.6
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_what_is_kept_goes_with_the_step_and_not_with_the_garbage_collector(recompute):
+    made, noted = [], (torch.ops.aten.mm, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            if function.overloadpacket in noted:
+                first = output if isinstance(output, torch.Tensor) else output[0]
+                made.append(weakref.ref(first.untyped_storage()))
+            return output
+
+    model = llama(attn_implementation="sdpa").train()
+    checkpoint_blocks(model, recompute)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()  # what is made once and stays
+    model.zero_grad()
+    gc.collect()
+    gc.disable()
+    try:
+        with Note():
+            model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        model.zero_grad()
+        left = sum(one() is not None for one in made)
+    finally:
+        gc.enable()
+    assert len(made) > 20
+    assert left == 0
 
 
 class Recorded(saved_tensors_hooks):

@@ -1,13 +1,15 @@
 """Counts what a step holds and costs, operation by operation, on fake tensors and on real ones alike.
 
 A storage counts from the operation that makes it to the moment when nothing refers to it any more, whoever lets it go:
-Python, autograd, or FSDP2, which resizes storages by itself. The peak is the most of all moments, never an estimate
-from a few. On fake tensors, what comes from whole numbers alone (masks, positions, targets) is computed for real, so
-that a model that asks how many there are gets its answer.
+Python, autograd, or FSDP2, which resizes storages by itself. The garbage collector does not run meanwhile: its moments
+depend on what else the process has made, and two traces of a step must be equal. The peak is the most of all moments,
+never an estimate from a few. On fake tensors, what comes from whole numbers alone (masks, positions, targets) is
+computed for real, so that a model that asks how many there are gets its answer.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -224,6 +226,9 @@ class Trace(TorchDispatchMode):
             finally:
                 trace._is_shape_only = before
 
+        if gc.isenabled():
+            gc.disable()
+            self._patches.callback(gc.enable)
         # FSDP2 frees what it has gathered so, and no operation tells it. Private to nobody: the method is public.
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
         # Private: DTensors find the shapes of what they give on whole tensors without memory, which look like the

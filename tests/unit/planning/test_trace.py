@@ -1,5 +1,6 @@
 """What a step holds, operation by operation: on fake tensors as on real ones, and in any layout."""
 
+import gc
 import inspect
 
 import pytest
@@ -32,6 +33,22 @@ def step(model, trace):
         trace.phase = Phase.optimizer
         optimizer.step()
     return [trace.peak_of(phase) for phase in Phase], [trace.costs(phase) for phase in Phase]
+
+
+def test_what_a_circle_holds_does_not_depend_on_the_garbage_collector():
+    trace, threshold = Trace(), gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        with trace:
+            circle = [torch.zeros(2**20)]
+            circle.append(circle)
+            del circle
+            others = [[number] for number in range(1000)]
+            assert trace.held.activations == 4 * MIB
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)
+    assert len(others) == 1000
 
 
 def test_fake_tensors_hold_and_cost_what_real_ones_do():
