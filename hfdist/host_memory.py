@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+from hfdist.cgroup import read_group_file, read_group_limit
 
 
 class GroupMemory(NamedTuple):
@@ -39,44 +38,16 @@ def usable_bytes(processes: int = 1) -> float:
 
 def group_memory() -> GroupMemory | None:
     """Read the memory of this process's cgroup; None: it has no limit."""
-    limit = of_cgroup("memory.max", "memory.limit_in_bytes")
+    limit = read_group_limit("memory.max", "memory.limit_in_bytes", "memory")
     if limit is None:
         return None
-    used = of_cgroup("memory.current", "memory.usage_in_bytes") or 0
+    used = read_group_limit("memory.current", "memory.usage_in_bytes", "memory") or 0
     of_files = _counted("memory.stat", "memory.stat", "inactive_file")
     return GroupMemory(limit, used, of_files, _counted("memory.events", "memory.oom_control", "oom_kill"))
 
 
-def of_cgroup(name: str, old_name: str, controller: str = "memory") -> int | None:
-    """Read a limit of this process's cgroup; None: there is none."""
-    text = _read(name, old_name, controller)
-    return int(text) if text is not None and text.isdecimal() and int(text) < 1 << 60 else None
-
-
 def _counted(name: str, old_name: str, key: str) -> int:
     """Give a number of a file with one on each line; 0: it is not there."""
-    numbers = dict(line.partition(" ")[::2] for line in (_read(name, old_name, "memory") or "").splitlines())
+    numbers = dict(line.partition(" ")[::2] for line in (read_group_file(name, old_name, "memory") or "").splitlines())
     value = numbers.get(key, "")
     return int(value) if value.isdecimal() else 0
-
-
-def _read(name: str, old_name: str, controller: str) -> str | None:
-    try:
-        groups = [line.split(":", 2) for line in _OWN_CGROUP.read_text().splitlines()]
-    except OSError:
-        return None
-    for _, controllers, path in groups:
-        if controllers == "":
-            # Inside a container its own group is at the top.
-            places = [Path(f"{_CGROUPS}{path}") / name, _CGROUPS / name]
-        elif controller in controllers.split(","):
-            root = _CGROUPS / controller
-            places = [Path(f"{root}{path}") / old_name, root / old_name]
-        else:
-            continue
-        for place in places:
-            try:
-                return place.read_text().strip()
-            except OSError:
-                continue
-    return None

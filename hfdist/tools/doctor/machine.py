@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from hfdist.host_memory import group_memory, of_cgroup
+from hfdist.cgroup import read_group_limit
+from hfdist.host_memory import group_memory
 from hfdist.launch.address import is_loopback, own_interfaces
 from hfdist.tools.doctor.finding import Finding
 from hfdist.units import size
@@ -72,7 +73,7 @@ def _check_open_files() -> Finding:
 
 def _check_processes() -> Finding:
     soft, _ = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NPROC))
-    own_limit = of_cgroup("pids.max", "pids.max", controller="pids")
+    own_limit = read_group_limit("pids.max", "pids.max", "pids")
     least = min(soft, own_limit if own_limit is not None else soft)
     who = "a cgroup" if own_limit is not None and own_limit < soft else "the user"
     text = f"{who} may have {least} processes and threads" if least < 1 << 30 else "any number"

@@ -453,8 +453,8 @@ def test_the_control_group_is_read(tmp_path, monkeypatch):
     own = tmp_path / "own"
     own.write_text("1:name=x:/\n0::/\n")
     write(tmp_path, max="1048576000", current="524288000", events="oom 3\noom_kill 2")
-    monkeypatch.setattr("hfdist.host_memory._CGROUPS", tmp_path)
-    monkeypatch.setattr("hfdist.host_memory._OWN_CGROUP", own)
+    monkeypatch.setattr("hfdist.cgroup._ROOT", tmp_path)
+    monkeypatch.setattr("hfdist.cgroup._OWN", own)
     assert "uses 500 MiB of 1,000 MiB, its processes killed for memory so far: 2" in system_memory()
     write(tmp_path, max="max")
     assert "group" not in system_memory()
