@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import hfdist.errors
 from hfdist.errors import ConfigError, HfdistError, first_line
+from hfdist.secrets import mask_secrets
 
 _READ_BYTES = 1 << 16
 _LONGEST_PART = 2_000
@@ -121,12 +122,13 @@ def _be_child(do: Callable[[], object], writer: int, limits: Limits) -> NoReturn
         answer = {"kind": "MemoryError"}
     except HfdistError as error:
         kinds = [kind.__name__ for kind in type(error).__mro__ if hasattr(hfdist.errors, kind.__name__)]
-        said = {part: text and text[:_LONGEST_PART] for part, text in error.texts().items()}
+        # Masked first: half of a secret has no secret's shape.
+        said = {part: text and mask_secrets(text)[:_LONGEST_PART] for part, text in error.texts().items()}
         answer = {"kind": kinds[0], **said}
     except OSError as error:
         answer = {"kind": "OSError", "number": str(error.errno or 0), "what": error.strerror or first_line(error)}
     except BaseException as error:  # a library's own, as of Rust's panics, too
-        answer = {"kind": "Exception", "what": f"{type(error).__name__}: {first_line(error)}"[:500]}
+        answer = {"kind": "Exception", "what": mask_secrets(f"{type(error).__name__}: {first_line(error)}")[:500]}
     finally:
         with suppress(BaseException):
             os.write(writer, json.dumps(answer).encode())

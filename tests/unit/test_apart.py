@@ -58,6 +58,15 @@ def test_however_long_an_error_it_arrives():
     assert "\x01" in caught.value.what
 
 
+@pytest.mark.parametrize("kind", [ValueError, ConfigError])
+def test_a_secret_is_masked_before_an_error_is_cut(kind):
+    token = "hf_" + "aB3" * 12
+    for length in (480, 1_980):
+        with pytest.raises(ConfigError) as caught:
+            do_apart(fails(kind("x" * length + " " + token)), **FILE)
+        assert "hf_" not in caught.value.what
+
+
 def test_errors_of_ours_are_raised_as_they_are():
     error = ResourceError("the disk", where="here", found=3, allowed="more", hint="another")
     with pytest.raises(ResourceError) as caught:
