@@ -62,9 +62,8 @@ class FileCache:
             )
         self._files.mkdir(parents=True, exist_ok=True)
         path = self._files / remote.key
-        descriptor = None
-        while descriptor is None:
-            descriptor = self._pin(path, remote) or self._download(path, remote)
+        while (descriptor := self._pin(path, remote)) is None and (descriptor := self._download(path, remote)) is None:
+            pass
         try:
             # When it was used last, for the eviction. Not the system's own stamp, which may lag by milliseconds.
             # Another user's copy keeps its time.

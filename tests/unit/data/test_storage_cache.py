@@ -250,3 +250,27 @@ def test_an_error_does_not_wait_for_what_nobody_takes_any_more():
         list(thread_map(fail_at_once, range(5000)))
 
     assert len(called) < 1000
+
+
+class Small:
+    url, size_bytes, key = "http://h/small", 3, "small"
+
+    def fetch_into(self, file):
+        file.write(b"abc")
+
+
+def test_a_process_without_a_standard_input_keeps_no_lock(tmp_path):
+    """There the first file that is opened has number 0."""
+    cache = FileCache(tmp_path, 100)
+
+    def fetch_often():
+        os.close(0)
+        for _ in range(2):
+            with cache.fetch(Small()) as path:
+                assert path.read_bytes() == b"abc"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+
+    with forked(fetch_often) as process:
+        process.join()
+        assert process.exitcode == 0
