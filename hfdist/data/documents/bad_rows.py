@@ -16,8 +16,9 @@ _MOST_TRIED = 16
 
 def find_all_bad(shard: Shard) -> DataError | None:
     """Give the error of the first row, with a hint, if none of the first rows can be read."""
-    num_rows = min(shard.runs[0], _MOST_TRIED) if shard.runs and not hasattr(shard, "token_columns") else 0
-    rows = list(shard.read(range(num_rows)))
+    # Of one run: the first that has rows.
+    num_rows = 0 if hasattr(shard, "token_columns") else min(next(filter(None, shard.runs), 0), _MOST_TRIED)
+    rows = list(shard.read(range(num_rows))) if num_rows else []
     bad = [row for row in rows if isinstance(row, BadRow)]
     if not bad or len(bad) < len(rows):
         return None

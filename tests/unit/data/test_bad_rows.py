@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hfdist.config.composition.compose import compose_config
@@ -89,3 +91,12 @@ def test_no_command_is_given_for_a_packed_file(tmp_path):
     with pytest.raises(DataError) as caught:
         read(path)
     assert caught.value.hint == "rows as JSON objects, a line each"
+
+
+def test_a_first_run_without_rows_is_passed_over(tmp_path):
+    schema = pa.schema([("text", pa.string())])
+    with pq.ParquetWriter(tmp_path / "rows.parquet", schema) as writer:
+        for rows in ([], ["a"]):
+            writer.write_table(pa.table({"text": rows}, schema=schema))
+    with pytest.raises(DataError, match="fewer documents than lanes"):
+        read(tmp_path / "rows.parquet", lanes=2)
