@@ -59,7 +59,7 @@ class Inventory:
     @cached_property
     def digest(self) -> str:
         """Digest of all that does not depend on the machine: name, rows, identity and contents of each shard."""
-        return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in self._entries])
+        return _digest_of(self._entries)
 
     def write(self, folder: Path) -> None:
         """Write the inventory into a ledger's folder, unless it is there."""
@@ -152,9 +152,14 @@ def _read_entries(folder: Path | None, digest: str) -> list[_Entry] | None:
     try:
         lines = _path(folder, digest).read_bytes().splitlines()
         values = [json.loads(line) for line in lines]
-        return [_Entry(**{**value, "place": value["place"] and tuple(value["place"])}) for value in values]
+        entries = [_Entry(**{**value, "place": value["place"] and tuple(value["place"])}) for value in values]
     except (OSError, ValueError, TypeError, KeyError):
         return None
+    return entries if _digest_of(entries) == digest else None
+
+
+def _digest_of(entries: Sequence[_Entry]) -> str:
+    return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in entries])
 
 
 def _merged(spans: list[range]) -> list[range]:
