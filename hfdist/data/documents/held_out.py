@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig, cache_dir
-from hfdist.data.cache import digest_of, load_array, write_once
+from hfdist.data.cache import cached_array, digest_of
 from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.first_examples import explain_no_targets
 from hfdist.data.documents.token_reader import Documents, open_token_cache
@@ -85,8 +85,7 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
     key = digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
-    write_once(path, lambda file: np.save(file, _pack(corpus, tokenizer, config), allow_pickle=False))
-    return HeldOut(load_array(path), corpus)
+    return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config)), corpus)
 
 
 def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:

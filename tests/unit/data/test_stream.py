@@ -342,6 +342,10 @@ class TestHeldOut:
         assert tokenizer().decode(start) in text
         again = build_held_out(corpus, tokenizer(), config)
         assert all(torch.equal(held_out[k]["input_ids"], again[k]["input_ids"]) for k in range(len(again)))
+        (kept,) = (Path(config.cache_dir) / "held_out").glob("*.npy")
+        kept.write_bytes(kept.read_bytes()[:-100])
+        anew = build_held_out(corpus, tokenizer(), config)
+        assert all(torch.equal(held_out[k]["input_ids"], anew[k]["input_ids"]) for k in range(len(anew)))
 
     def test_it_is_packed_anew_without_what_is_quarantined(self, tmp_path):
         config = memory_config(tmp_path, eval_sequences=10_000)
