@@ -44,6 +44,7 @@ from hfdist.data.sources.tokenfile import (
     read_meta,
     sizes_of,
 )
+from hfdist.data.storage.files import digests_of
 from hfdist.data.stream.workers import Vitals, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, text_digest, token_dtype, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, HfdistError, ResourceError
@@ -139,7 +140,6 @@ class _Job:
         self._digest = self._encoders.digest(examples=False)
         has_examples = any(shard.gives_examples for _, shard in shards)
         self._encoding = self._encoders.digest(examples=has_examples)
-        self._made_by = [VERSION, self._digest, token_dtype(tokenizer, examples=has_examples), self._encoding]
         self.dtype = token_dtype(tokenizer, examples=has_examples)
         self._files = _group(shards)
 
@@ -204,7 +204,7 @@ class _Job:
             digest.update(values.data)
         origins = _origins(self._files[number])
         record = FileRecord(name_of(number), len(digests), int(offsets[-1]), digest.hexdigest(), origins, bad_rows)
-        _write_json(self._record_path(number), {"made_by": self._made_by, "record": asdict(record)})
+        _write_json(self._record_path(number), {"made_by": self._made_by(number), "record": asdict(record)})
         return record
 
     def _find(self, number: int) -> FileRecord | None:
@@ -214,10 +214,15 @@ class _Job:
             values = read_json(path)
             record = parse_record(values["record"], number)
             present = [file.stat().st_size for file in paths_of(self._folder, record.name)]
-            is_ours = values["made_by"] == self._made_by and record.origins == _origins(self._files[number])
+            is_ours = values["made_by"] == self._made_by(number) and record.origins == _origins(self._files[number])
         except (DataError, KeyError, TypeError, ValueError, OSError):
             return None
         return record if is_ours and present == list(sizes_of(record, self.dtype)) else None
+
+    def _made_by(self, number: int) -> list[object]:
+        """Give what decides the tokens of a file; its origins know no more of their files than sizes and ends."""
+        contents = [digests_of(shard.contents) for _, shard in self._files[number]]
+        return [VERSION, self._digest, self.dtype, self._encoding, contents]
 
     def _record_path(self, number: int) -> Path:
         return self._folder / f"{name_of(number)}.json"

@@ -15,14 +15,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from hfdist.config.data import BadRows
+from hfdist.config.data import BadRows, SourceKind
+from hfdist.data import open_corpus
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.tokenfile import check_tokenizer, open_token_shards
 from hfdist.data.tokenization.encoders import Encoder, text_digest, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, ResourceError
 from hfdist.models.tokenizer import train_bpe
-from tests.unit.data.corpora import texts, tokenizer
+from tests.unit.data.corpora import files_config, texts, tokenizer
 
 KEY = "data.sources.tokens.path"
 
@@ -39,7 +40,7 @@ class Texts:
         self.name = name
         self.identity = self.local_identity = f"identity of {name}"
         self.runs = runs or [len(rows)]
-        self.rows_at_once, self.gives_examples = 3, False
+        self.rows_at_once, self.gives_examples, self.contents = 3, False, None
         self._rows, self._seconds = list(rows), seconds
 
     def read(self, rows):
@@ -282,3 +283,35 @@ def test_no_folder_names_the_key(tmp_path):
     with pytest.raises(ConfigError) as caught:
         open_shards(tmp_path / "nowhere")
     assert caught.value.where == KEY
+
+
+def test_a_file_that_was_edited_since_an_interruption_is_tokenized_anew(tmp_path):
+    """Also where size and ends are as before."""
+    bad = BadRow(DataError("by the test"))
+    shards = [("a", Texts("a", ["before"] * 300)), ("b", Texts("b", [bad] * 300))]
+    shards[0][1].contents = np.array([1], dtype=np.uint64)
+    with pytest.raises(DataError, match="by the test"):
+        write(shards, tmp_path)
+    edited = [("a", Texts("a", ["after"] * 300)), ("b", Texts("b", ["b"] * 300))]
+    edited[0][1].contents = np.array([2], dtype=np.uint64)
+    write(edited, tmp_path)
+    assert open_shards(tmp_path)[0].read([0]) == ["after"]
+
+
+def test_a_quarantined_document_of_a_token_file_is_not_drawn_for_the_held_out_set(tmp_path):
+    """As in a run that reads the text."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()[:9]))
+    few = {"eval_fraction": 1e-9, "lanes": 1}
+    write(open_corpus(files_config(str(tmp_path / "rows.jsonl"), tmp_path, **few)).shards, tmp_path / "tokens")
+
+    def held_out(kind, path, *quarantine):
+        config = files_config(str(path), tmp_path, quarantine=list(quarantine), **few)
+        config.sources["files"].kind = kind
+        found = open_corpus(config)
+        return [n for n, text in enumerate(texts()[:9]) if found.is_held_out(text_digest(text))]
+
+    [first] = held_out(SourceKind.files, tmp_path / "rows.jsonl")
+    assert held_out(SourceKind.tokens, tmp_path / "tokens") == [first]
+    both = held_out(SourceKind.files, tmp_path / "rows.jsonl", f"files:rows.jsonl:{first}")
+    assert len(both) == 2
+    assert held_out(SourceKind.tokens, tmp_path / "tokens", f"files:00000:{first}") == both
