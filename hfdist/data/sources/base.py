@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,14 @@ _MOST_EXPANSION = 1000
 
 
 class ContentError(DataError):
-    """What a row or a file holds cannot be read as documents; what happens then is `data.on_bad_rows`."""
+    """What a row or a file holds cannot be read as documents; what happens then is `data.on_bad_rows`.
+
+    `text_column` is a column that may hold the texts, where none has the name that was asked for.
+    """
+
+    def __init__(self, what: str, *, text_column: str | None = None, **parts: Any) -> None:
+        super().__init__(what, **parts)
+        self.text_column = text_column
 
 
 @dataclass(frozen=True)
@@ -124,14 +131,15 @@ class FileShard:
     def _ends(self) -> NDArray[np.int64]:
         return np.cumsum(np.array(self.runs, dtype=np.int64))
 
-    def _cached_index(self, cache_dir: Path, make: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    def _cached_index(self, cache_dir: Path, make: Callable[[], NDArray[np.int64]], *keys: str) -> NDArray[np.int64]:
         """Give what `make` finds in the file, or raises as ContentError, from the cache where it is there.
 
-        A second start needs no look at the file, which may have to be fetched from far away.
+        A second start needs no look at the file, which may have to be fetched from far away. `keys` of the config are
+        those that the hint of a ContentError may name: another source reads the same file under others.
         """
         # Identity alone is of the ends of a file, so that another version is another entry.
-        key = hashlib.blake2b(self.local_identity.encode(), digest_size=16).hexdigest()
-        path, refusal = cache_dir / "index" / f"{key}.npy", cache_dir / "index" / f"{key}.json"
+        name, refused = (_short_hash("\0".join((self.local_identity, *more))) for more in ((), keys))
+        path, refusal = cache_dir / "index" / f"{name}.npy", cache_dir / "index" / f"{refused}.json"
 
         def make_or_refuse() -> NDArray[np.int64]:
             # Else it is not there, or damaged.
@@ -140,12 +148,15 @@ class FileShard:
             try:
                 return make()
             except ContentError as error:
-                found = None if error.found is None else str(error.found)
-                told = {"what": error.what, "where": error.where, "allowed": error.allowed, "hint": error.hint}
-                write_atomically(refusal, json.dumps(told | {"found": found}).encode())
+                told = error.texts() | {"text_column": error.text_column}
+                write_atomically(refusal, json.dumps(told).encode())
                 raise
 
         return cached_array(path, make_or_refuse)
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def spans_of_part(starts: NDArray[np.int64], file: DataFile, part: int) -> tuple[int, int]:

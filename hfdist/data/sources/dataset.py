@@ -95,7 +95,8 @@ def open_hub(
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             dataset = _saved(folder, config)
         else:
-            dataset = datasets.load_dataset(config.path, config.subset, split=config.split, revision=config.revision)
+            path = str(folder) if folder.is_dir() else config.path
+            dataset = datasets.load_dataset(path, config.subset, split=config.split, revision=config.revision)
     # RuntimeError: a dataset that is a script, which the library no longer runs. KeyError, TypeError: a damaged
     # description.
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hfdist.config.data import BadRows, DataConfig, SourceKind
 from hfdist.data.sources.base import ContentError, Shard
 from hfdist.data.sources.dataset import open_hub
-from hfdist.data.sources.rows import NoTextError, RowReader
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
 from hfdist.data.sources.tables import ArrowShard, ParquetShard
 from hfdist.data.sources.text import JsonLinesShard, TextShard
@@ -86,11 +86,12 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_b
                 continue
             opened = ContentError("the file is there twice", where=file.url, found=first.url)
         if on_bad is BadRows.error:
-            if isinstance(opened, NoTextError) and opened.column is not None:
+            if opened.text_column is not None:
                 # Of all files at once: another one may have another column.
                 others = [one for _, one in all_opened]
-                columns = [one.column for one in (opened, *others) if isinstance(one, NoTextError) and one.column]
-                has_asked = bool(shards) or any(not isinstance(one, ContentError) for one in others)
+                refused = [opened, *(one for one in others if isinstance(one, ContentError))]
+                columns = [one.text_column for one in refused if one.text_column is not None]
+                has_asked = bool(shards) or len(refused) <= len(others)
                 opened.hint = rows.name_texts(columns, has_asked=has_asked)
             skip = "data.on_bad_rows=skip leaves the file out"
             # Of one file alone, nothing would be left.

@@ -76,7 +76,7 @@ def _from_alpaca(row: Mapping[str, object]) -> dict[str, object]:
     """Alpaca's `instruction`, `input` and `output`, earlier turns in `history`; only the last answer is learned."""
     messages = []
     for n, turn in enumerate(_list(row.get("history") or [], "history")):
-        if not isinstance(turn, Sequence) or len(turn) != 2:
+        if not isinstance(turn, list) or len(turn) != 2:
             _refuse("an earlier turn is no pair", f"history[{n}]", turn, "[instruction, output]")
         for role, text in zip(("user", "assistant"), turn, strict=True):
             messages.append({"role": role, "content": _text(text, f"history[{n}]")})
@@ -94,6 +94,7 @@ def _from_prompt(row: Mapping[str, object]) -> dict[str, object]:
         return {"prompt": prompt, "completion": completion}
     for name in ("prompt", "completion"):
         _check_answer(row[name], name)
+    prompt, completion = _as_messages(prompt), _as_messages(completion)
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     messages = [_message(item, f"prompt[{n}]") for n, item in enumerate(asked)]
@@ -146,8 +147,8 @@ def _from_unpaired(row: Mapping[str, object]) -> dict[str, object]:
 
 def _from_prompt_alone(row: Mapping[str, object]) -> dict[str, object]:
     """A prompt, as text or as messages."""
-    prompt = _parsed(row["prompt"])
-    return _from_prompt({**row, "completion": "" if isinstance(prompt, str) else []})
+    prompt = _as_messages(row["prompt"])
+    return _from_prompt({**row, "prompt": prompt, "completion": "" if isinstance(prompt, str) else []})
 
 
 def split_columns(text: str) -> tuple[str, str]:
@@ -285,6 +286,13 @@ def _parsed(value: object) -> object:
     return parsed if isinstance(parsed, list | dict) else value
 
 
+def _as_messages(value: object) -> object:
+    """Messages, also where they come as JSON; all else as it is: a text may be JSON of something else."""
+    parsed = _parsed(value)
+    is_conversation = isinstance(parsed, list) and parsed and all(isinstance(item, dict) for item in parsed)
+    return parsed if is_conversation else value
+
+
 def _list(value: object, where: str) -> list[object]:
     value = _parsed(value)
     if not isinstance(value, list):
@@ -333,14 +341,6 @@ _NO_TEXTS = (*_NUMBERS, "url", "source", "time", "timestamp", "date", "created",
 _TEXT_COLUMNS = ("content", "body", "raw_text", "raw_content", "document", "article", "passage", "story", "code")
 """Columns that hold the text in many datasets."""
 _TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Trainer takes rows of input_ids and labels"
-
-
-class NoTextError(ContentError):
-    """A file or row has no text column; `column` may be meant, and None: no other one is text."""
-
-    def __init__(self, what: str, *, column: str | None, **parts: Any) -> None:
-        super().__init__(what, **parts)
-        self.column = column
 
 
 @dataclass(frozen=True)
@@ -473,7 +473,7 @@ class RowReader:
             as_text = "" if hint is None else f"; as text: {hint}"
             column, hint = None, f"hfdist finetune learns from conversations, with the same model and data{as_text}"
         what, allowed = f"there is no column {self.text}", ", ".join(present)
-        return NoTextError(what, where=where, allowed=allowed, hint=hint, column=column)
+        return ContentError(what, where=where, allowed=allowed, hint=hint, text_column=column)
 
     def name_texts(self, columns: Iterable[str], *, has_asked: bool) -> str:
         """Write the override that names the text columns of several files; `has_asked`: one has what is asked for."""

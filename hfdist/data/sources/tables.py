@@ -207,7 +207,7 @@ class ArrowShard(FileShard):
     def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
         super().__init__(file, identity, gives_examples=rows.gives_examples)
         self._rows = rows
-        self._starts, num_rows = self._cached_index(cache.folder, self._index)
+        self._starts, num_rows = self._cached_index(cache.folder, self._index, rows.section, rows.columns_key)
         self.runs: Sequence[int] = num_rows.tolist()
         self.rows_at_once = rows_held_at_once(file.size_bytes, sum(self.runs))
 

@@ -128,7 +128,7 @@ class JsonLinesShard(_IndexedShard):
     def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
         super().__init__(file, identity, cache, gives_examples=rows.gives_examples)
         self._rows = rows
-        self._set_starts(self._cached_index(cache.folder, self._index))
+        self._set_starts(self._cached_index(cache.folder, self._index, rows.section, rows.columns_key))
         self.rows_at_once = rows_held_at_once(int(self._starts[-1]), self.runs[0])
 
     def _index(self) -> NDArray[np.int64]:
@@ -246,7 +246,8 @@ class _Unpacked:
 
     def __init__(self, packed: DataFile, size_bytes: int, codec: str) -> None:
         self.url, self.size_bytes = packed.url, size_bytes
-        self.key = key_of(packed.url, packed.version, str(packed.size_bytes), "unpacked")
+        # Not of its address, which may be a relative path: two folders may have files of one size and time.
+        self.key = key_of(packed.key, "unpacked")
         self._packed, self._codec = packed, codec
 
     def fetch_into(self, file: BinaryIO) -> None:

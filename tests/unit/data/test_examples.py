@@ -232,6 +232,11 @@ BAD = {
         "[{'type': 'text', 'text': 'a'}, {'type': 'image'}]",
     ),
     "a number": ({"instruction": "a", "output": 3}, "no text: output", "3"),
+    "a turn that is no pair": (
+        {"instruction": "a", "output": "b", "history": ["ab"]},
+        r"no pair: history\[0\]",
+        "'ab'",
+    ),
     "a weight": (
         {"conversations": [{"from": "gpt", "value": "m", "weight": 0.5}]},
         r"neither that a turn is learned.*conversations\[0\]",

@@ -1,5 +1,7 @@
 """Rows of preferences as tokens: two documents in one example, whose targets say which answer they are of."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -107,12 +109,22 @@ def test_conversations(tokenizer, row):
 
 @pytest.mark.parametrize(
     ("prompt", "said"),
-    [("red cat", ["red", "cat", "<end>"]), ([USER], ["<user>", "red", "cat", "<assistant>", "<end>"])],
+    [
+        ("red cat", ["red", "cat", "<end>"]),
+        ([USER], ["<user>", "red", "cat", "<assistant>", "<end>"]),
+        (json.dumps([USER]), ["<user>", "red", "cat", "<assistant>", "<end>"]),
+    ],
 )
 def test_a_prompt_alone_asks_and_its_answer_is_the_end(tokenizer, prompt, said):
     tokens = encode(tokenizer, {"prompt": prompt}, RowFormat.prompt)
     assert words(tokenizer, marks.ids_of(tokens)) == said
     assert marks.are_targets(tokens).tolist() == [False] * (len(said) - 1) + [True]
+
+
+@pytest.mark.parametrize("prompt", ["[1, 2]", '{"a": 1}', "[]"])
+def test_a_prompt_that_is_json_of_something_else_is_text(prompt):
+    row = RowReader(format=RowFormat.prompt).read({"prompt": prompt}, where="x")
+    assert json.loads(row) == {"prompt": prompt, "completion": ""}
 
 
 def test_an_answer_that_was_not_liked_is_rejected(tokenizer):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import os
 import tracemalloc
 
 import datasets
@@ -449,3 +450,33 @@ def test_a_folder_of_splits_is_refused_with_one_of_them(tmp_path):
         open_shards(str(tmp_path / "saved"), tmp_path / "cache")
     assert caught.value.hint.endswith("saved/train")
     assert open_shards(str(tmp_path / "saved" / "train"), tmp_path / "cache")
+
+
+def test_hints_are_those_of_the_source_that_asks_at_each_start(data, cache):
+    for name, column in (("a", "content"), ("b", "body")):
+        (data / f"{name}.jsonl").write_text(f'{{"{column}": "text"}}\n')
+    config = files_config(str(data), cache)
+    for name in ("files", "files", "other"):
+        config.sources = {name: next(iter(config.sources.values()))}
+        with pytest.raises(ContentError) as caught:
+            find_shards(name, config, cache)
+        assert caught.value.hint.startswith(f"'data.sources.{name}.text=[content,body]'")
+
+
+def test_unpacked_copies_of_like_files_in_two_folders_are_two(tmp_path, cache, monkeypatch):
+    """Of one relative path, size and time, as files out of an archive may be."""
+    for word in ("first", "other"):
+        path = tmp_path / word / "data" / "a.jsonl.gz"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(gzip.compress(f'{{"text": "{word}"}}\n'.encode(), mtime=0))
+        os.utime(path, (1, 1))
+        monkeypatch.chdir(tmp_path / word)
+        assert read_all(open_shards("data", cache)) == [word]
+
+
+def test_a_folder_of_data_files_in_the_home_folder(data, cache, monkeypatch):
+    monkeypatch.setenv("HOME", str(data))
+    (data / "rows").mkdir()
+    (data / "rows" / "train.jsonl").write_text('{"text": "a"}\n')
+    config = SourceConfig(kind=SourceKind.hub, path="~/rows")
+    assert open_hub("x", config, cache_dir=cache).read([0]) == ["a"]
