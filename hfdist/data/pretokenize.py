@@ -44,7 +44,7 @@ from hfdist.data.sources.tokenfile import (
     read_meta,
     sizes_of,
 )
-from hfdist.data.storage.files import digests_of
+from hfdist.data.storage.identity import digests_of
 from hfdist.data.stream.workers import Vitals, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, text_digest, token_dtype, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, HfdistError, ResourceError

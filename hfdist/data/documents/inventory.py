@@ -17,7 +17,7 @@ import numpy as np
 from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import Shard
-from hfdist.data.storage.files import Contents
+from hfdist.data.storage.identity import Contents
 from hfdist.errors import CheckpointError
 from hfdist.units import count
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from hfdist.atomic_write import write_atomically
 from hfdist.data.cache import cached_array
 from hfdist.data.sources.document_batch import TokenColumns
-from hfdist.data.storage.files import DataFile, digests_of, is_in_identity, part_bytes
+from hfdist.data.storage.files import DataFile
+from hfdist.data.storage.identity import digests_of, is_in_identity, part_bytes
 from hfdist.errors import DataError, ResourceError, first_line
 
 MOST_ROW_BYTES = 64 << 20

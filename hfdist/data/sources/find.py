@@ -16,15 +16,10 @@ from hfdist.data.sources.tables import ArrowShard, ParquetShard
 from hfdist.data.sources.text import JsonLinesShard, TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import (
-    MOST_BYTES,
-    DataFile,
-    LocalFile,
-    find_files,
-    identify_all,
-    read_contents,
-    thread_map,
-)
+from hfdist.data.storage.files import DataFile, LocalFile
+from hfdist.data.storage.find import find_files
+from hfdist.data.storage.identity import MOST_BYTES, identify_all, read_contents
+from hfdist.data.threads import thread_map
 from hfdist.errors import DataError
 from hfdist.processes.startup import counted
 

@@ -18,7 +18,8 @@ from hfdist.data.sources.base import Shard
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.text import JsonLinesShard, TextShard
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import LocalFile, identify_all, read_contents
+from hfdist.data.storage.files import LocalFile
+from hfdist.data.storage.identity import identify_all, read_contents
 
 # Not part of the library itself, or not there on every installation.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}

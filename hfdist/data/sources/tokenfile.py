@@ -30,7 +30,8 @@ from hfdist.data.cache import load_array
 from hfdist.data.marks import ids_of
 from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
 from hfdist.data.sources.document_batch import TokenColumns
-from hfdist.data.storage.files import MOST_BYTES, LocalFile, digests_of, read_contents
+from hfdist.data.storage.files import LocalFile
+from hfdist.data.storage.identity import MOST_BYTES, digests_of, read_contents
 from hfdist.errors import ConfigError, DataError, first_line
 
 VERSION = 1

@@ -13,7 +13,7 @@ from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, Sou
 from hfdist.data import open_corpus
 from hfdist.data.documents.inventory import _read_entries
 from hfdist.data.pretokenize import pretokenize
-from hfdist.data.storage import files as files_module
+from hfdist.data.storage import identity
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError
 from tests.unit.data.corpora import files_config, tokenizer, write_rows
@@ -108,7 +108,7 @@ def begin(tmp_path, kind="jsonl"):
 @pytest.fixture(autouse=True)
 def files_that_were_just_written_count_as_old(monkeypatch):
     """So that what a first start has found is kept, as it would be a few seconds later."""
-    monkeypatch.setattr(files_module, "_RECENT_NS", 0)
+    monkeypatch.setattr(identity, "_RECENT_NS", 0)
 
 
 @pytest.mark.parametrize(("kind", "keeps_times"), [("jsonl", False), *((kind, True) for kind in WRITERS)])
@@ -213,5 +213,5 @@ def test_a_damaged_note_is_no_traceback(tmp_path):
 
 def test_parts_are_few_and_cover_a_file():
     for size in (1, 4096, 4097, 4 << 20, (4 << 20) + 1, 10**12):
-        assert -(-size // files_module.part_bytes(size)) <= 1024
-    assert files_module.part_bytes(4 << 20) == 4096
+        assert -(-size // identity.part_bytes(size)) <= 1024
+    assert identity.part_bytes(4 << 20) == 4096

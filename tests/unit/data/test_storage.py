@@ -3,13 +3,16 @@
 import logging
 import os
 import random
+import resource
 import time
 
 import pytest
 
 from hfdist.config.checks.urls import redact
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import find_files, identify, identify_all
+from hfdist.data.storage.files import LocalFile
+from hfdist.data.storage.find import find_files
+from hfdist.data.storage.identity import identify, identify_all, read_contents
 from hfdist.data.storage.network import Network, Retries
 from hfdist.errors import ConfigError, DataError
 from tests.unit.data.servers import Cut
@@ -94,6 +97,49 @@ class TestFinding:
         copies = find(tmp_path / "copy", cache)
         assert identify_all(files, "text") == identify_all(copies, "text")
         assert identify(files[0], "text") != identify(files[0], "other")
+
+
+def test_a_file_address_is_explained_as_its_path_is(cache, tmp_path):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "rows.csv").write_text("text\n1\n")
+    for path in (tmp_path / "a b", tmp_path / "a b" / "rows.csv", tmp_path / "none.csv"):
+        told = []
+        for address in (path, f"file://{path}".replace(" ", "%20")):
+            with pytest.raises(ConfigError) as caught:
+                find(address, cache)
+            told.append(caught.value.texts())
+        assert told[0] == told[1]
+        assert (told[0]["hint"] is None) == (path.name == "none.csv")
+
+
+def test_a_file_whose_name_looks_like_a_glob(cache, tmp_path):
+    for name in ("a[1].txt", "a1.txt"):
+        (tmp_path / "x[y]").mkdir(exist_ok=True)
+        (tmp_path / "x[y]" / name).write_text(name)
+        assert contents(find(tmp_path / "x[y]" / name, cache)) == {name: name.encode()}
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    file = LocalFile(tmp_path / "a.txt", "a.txt")
+    free, limits = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(DataError, match="Too many open files") as caught:
+            read_contents([file], tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.where == file.url
+
+
+def test_an_address_is_said_once(web, cache):
+    web.files["/a.txt"] = b"a"
+    [file] = find(f"{web.url}/a.txt", cache)
+    web.faults["/a.txt"] = [404] * 100
+    with pytest.raises(DataError) as caught:
+        identify(file, "text")
+    assert caught.value.what == "cannot be read: HTTP 404, after 1 attempt"
 
 
 def test_names_in_a_listing_lead_nowhere(web, cache, tmp_path):

@@ -17,8 +17,9 @@ import pytest
 
 from hfdist.data import cache as array_cache
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import find_files, thread_map
+from hfdist.data.storage.find import find_files
 from hfdist.data.storage.network import Network, Retries
+from hfdist.data.threads import thread_map
 from hfdist.errors import ResourceError
 from tests.unit.data.servers import Slow
 
