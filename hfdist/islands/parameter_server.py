@@ -183,8 +183,6 @@ class ParameterServer:
         if not worker.has_all(worker.segments):
             return
         if self._store is not None:
-            if any(tuple(own) != self._store.segments.get(rank) for rank, own in worker.segments.items()):
-                raise NotAMessageError("it has other parameters")
             self._admit([worker])
             return
         there = [one for one in self._workers.values() if one.has_all(one.contents)]
@@ -194,13 +192,21 @@ class ParameterServer:
         newest = max(there, key=lambda one: one.step)
         self._step, self._state = newest.step, newest.state
         self._store = ParameterStore(self._optimizer, self._max_norm, newest.segments, newest.contents, newest.updates)
-        self._say(f"islands {', '.join(str(one.island.index) for one in there)} train from step {newest.step}")
-        self._admit(there)
+        admitted = self._admit(there)
+        self._say(f"islands {', '.join(str(one.island.index) for one in admitted)} train from step {newest.step}")
 
-    def _admit(self, workers: Sequence[_Worker]) -> None:
+    def _admit(self, workers: Sequence[_Worker]) -> list[_Worker]:
+        """Let islands train that have the parameters of the store, and end the others; give those that train."""
+        assert self._store is not None
+        admitted = []
         for worker in workers:
+            if {rank: tuple(own) for rank, own in worker.segments.items()} != self._store.segments:
+                self._end(worker.island, "it has other parameters")
+                continue
             worker.trains, worker.contents, worker.step = True, {}, self._step
-        self._answer(workers, with_slots=True)
+            admitted.append(worker)
+        self._answer(admitted, with_slots=True)
+        return admitted
 
     def _push(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
         step = message.integer("push", least=1, most=min(self._max_steps, worker.step + 1))

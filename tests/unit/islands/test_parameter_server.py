@@ -276,3 +276,16 @@ def test_an_optimizer_that_a_server_cannot_step_is_refused(name):
 def test_a_job_without_a_learning_rate_is_refused():
     with pytest.raises(ConfigError, match="no rate"):
         check_job(Message(optimizer=plain(OptimizerConfig(lr=None))))
+
+
+def test_who_has_other_parameters_does_not_begin_with_the_others():
+    """Else a rank that only one island has would be answered on both, and nobody would go on."""
+    with served() as (address, lines):
+        one, two = (Worker(address, index, 0) for index in range(2))
+        message = {"segments": [["bias", [2], 0, 0, 0, 2]], "step": 0, "updates": 0, "state": {}, "may_begin": True}
+        two._member.send(message, np.array(START, np.float32).tobytes())
+        assert one.begin(step=1) == START
+        until(lambda: "island 1 has left: it has other parameters" in lines)
+        one.step = 1
+        one.push(1.0)
+        assert one.take() == [0.0, 1.0]
