@@ -18,7 +18,7 @@ from benchmarks.growth.training import heap_bytes
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.data import TokenStream, open_corpus
 from hfdist.data.sources.tokenfile import META, TOKENIZER, VERSION, FileRecord, Meta, OriginShard, name_of, paths_of
-from hfdist.data.tokenization.encoders import tokenizer_digest
+from hfdist.data.tokenization.text_encoder import tokenizer_digest
 from hfdist.models.tokenizer import train_bpe
 
 MICRO_BATCH_SIZE, SEQUENCE_TOKENS, LANES = 4, 256, 8

@@ -46,7 +46,8 @@ from hfdist.data.sources.tokenfile import (
 )
 from hfdist.data.storage.identity import digests_of
 from hfdist.data.stream.workers import Vitals, keep_arrays
-from hfdist.data.tokenization.encoders import Encoders, text_digest, token_dtype, tokenizer_digest
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.text_encoder import text_digest, token_dtype, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, HfdistError, ResourceError
 from hfdist.failures import is_full_disk
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from hfdist.config.paths import expand_user
 from hfdist.config.task import SCORE
-from hfdist.data.tokenization.encoders import Encoder
+from hfdist.data.tokenization.text_encoder import Encoder
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.weight_names import read_names

@@ -22,8 +22,9 @@ from hfdist.data.order.shuffle import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
-from hfdist.data.sources.rows import RowReader, split_columns, texts_in
-from hfdist.data.tokenization.encoders import text_digest
+from hfdist.data.sources.formats import split_columns, texts_in
+from hfdist.data.sources.rows import RowReader
+from hfdist.data.tokenization.text_encoder import text_digest
 from hfdist.errors import ConfigError, DataError
 from hfdist.topology import read_launcher
 

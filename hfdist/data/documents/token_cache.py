@@ -26,7 +26,7 @@ from hfdist.data.sources.base import TokenRow
 
 logger = logging.getLogger(__name__)
 
-# Part of every key. To be counted up when `encoders.Encoder` gives other tokens for the same text and tokenizer.
+# Part of every key. To be counted up when `text_encoder.Encoder` gives other tokens for the same text and tokenizer.
 _TOKENIZING = 1
 
 _APPLICATION = 0x68666474  # says in the file's header whose it is

@@ -18,8 +18,9 @@ from hfdist.data.marks import are_targets
 from hfdist.data.order.records import Status
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
 from hfdist.data.sources.document_batch import DocumentBatch
-from hfdist.data.sources.rows import split_columns
-from hfdist.data.tokenization.encoders import Encoders, text_digest
+from hfdist.data.sources.formats import split_columns
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.text_encoder import text_digest
 from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)

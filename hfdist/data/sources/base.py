@@ -56,7 +56,7 @@ class TokenRow:
     tokens: NDArray[np.int32]
     """Its tokens, with the end-of-text token at the end; shape [tokens]. May be a read-only view."""
     text_digest: int
-    """`encoders.text_digest` of its text: decides whether it is held out."""
+    """`text_digest` of its text: decides whether it is held out."""
 
 
 class Shard(Protocol):
@@ -70,7 +70,7 @@ class Shard(Protocol):
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 
     gives_examples: bool
-    """Whether texts are examples in canonical JSON: see `rows.py`."""
+    """Whether texts are examples in canonical JSON: see `formats.py`."""
     rows_at_once: int
     """How many rows of a run to ask for together; 1 where one row costs no more alone."""
 

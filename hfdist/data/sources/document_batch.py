@@ -22,7 +22,7 @@ class TokenColumns(NamedTuple):
     lengths: NDArray[np.int64]
     """Tokens of each row, the end-of-text token at its end included."""
     digests: NDArray[np.uint64]
-    """`encoders.text_digest` of each text: decides whether it is held out."""
+    """`text_digest` of each text: decides whether it is held out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

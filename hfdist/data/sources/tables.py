@@ -31,7 +31,8 @@ from hfdist.data.sources.base import (
     rows_held_at_once,
 )
 from hfdist.data.sources.columns import Column, Kind
-from hfdist.data.sources.rows import RowReader, without_nulls
+from hfdist.data.sources.formats import without_nulls
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile
 from hfdist.errors import first_line

@@ -5,7 +5,7 @@
              00000.tokens          documents end to end, little-endian uint16 or uint32; of examples, uint32
                                with the complements of context tokens
              00000.index.npy       int64, shape [rows + 1]: where each document begins
-             00000.digests.npy     uint64, shape [rows]: `encoders.text_digest` of each text
+             00000.digests.npy     uint64, shape [rows]: `text_digest` of each text
 
 A file holds one shard of the corpus, or several small ones, row for row and in runs as they were, so that a run that
 reads tokens has the order of one that reads the text.

@@ -12,7 +12,7 @@ from hfdist.data.documents.corpus import open_corpus
 from hfdist.data.documents.examples import take_examples
 from hfdist.data.documents.held_out import build_held_out
 from hfdist.data.stream.token_stream import DOCUMENTS, TokenStream
-from hfdist.data.tokenization.encoders import text_digest
+from hfdist.data.tokenization.text_encoder import text_digest
 from tests.unit.data.corpora import tokenizer
 
 TIME = datetime(2026, 1, 1)

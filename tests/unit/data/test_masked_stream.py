@@ -16,7 +16,8 @@ from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import Status
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS
 from hfdist.data.pretokenize import pretokenize
-from hfdist.data.tokenization.encoders import Encoders, text_digest
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.text_encoder import text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
 from hfdist.run.summary import preview, survey

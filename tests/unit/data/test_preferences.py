@@ -12,7 +12,8 @@ from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import make_records
 from hfdist.data.packing.sequence import IGNORED, Sequence
 from hfdist.data.sources.base import BadRow
-from hfdist.data.sources.rows import RowReader, texts_in
+from hfdist.data.sources.formats import texts_in
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.trainer.step.objective import Documents
 from hfdist.tune.preference import are_pairs

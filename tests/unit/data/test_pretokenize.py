@@ -20,7 +20,7 @@ from hfdist.data import open_corpus
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.tokenfile import check_tokenizer, open_token_shards
-from hfdist.data.tokenization.encoders import Encoder, text_digest, tokenizer_digest
+from hfdist.data.tokenization.text_encoder import Encoder, text_digest, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, ResourceError
 from hfdist.models.tokenizer import train_bpe
 from tests.unit.data.corpora import files_config, texts, tokenizer

@@ -28,7 +28,8 @@ from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.tables import ParquetShard
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
-from hfdist.data.tokenization.encoders import Encoder, Encoders, plain_backend, tokenizer_digest
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.text_encoder import Encoder, plain_backend, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, ResourceError
 from tests.unit.data.corpora import (
     WRITERS,

@@ -20,7 +20,7 @@ from hfdist.data import Cursor, TokenStream, build_held_out, count_steps, open_c
 from hfdist.data.order.records import Status
 from hfdist.data.stream import token_stream
 from hfdist.data.stream.workers import Vitals, system_memory
-from hfdist.data.tokenization.encoders import Encoder, text_digest
+from hfdist.data.tokenization.text_encoder import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
 from hfdist.verify.audit.exactly_once import LedgerSums
 from tests.unit.data.corpora import texts, tokenizer
@@ -103,7 +103,7 @@ def test_second_epochs_and_second_runs_tokenize_nothing(tmp_path, monkeypatch):
     def refuse(self, texts):
         raise AssertionError("it tokenizes again")
 
-    monkeypatch.setattr("hfdist.data.tokenization.encoders.Encoder.encode", refuse)
+    monkeypatch.setattr("hfdist.data.tokenization.text_encoder.Encoder.encode", refuse)
     for _ in range(5):
         first.step()
     # Other lanes and another seed read other blocks: tokens are kept by row.
