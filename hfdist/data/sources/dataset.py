@@ -15,9 +15,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from hfdist.config.data import DataConfig, SourceConfig
 from hfdist.config.paths import expand_user
 from hfdist.data.cache import digest_of
+from hfdist.data.sources.arrow_columns import check_schema, hash_table, made, one_array, texts_at
 from hfdist.data.sources.base import BadRow, ContentError, damage, rows_held_at_once
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.sources.tables import check_schema, hash_table, made, one_array, texts_at
 from hfdist.data.storage.files import LocalFile
 from hfdist.data.storage.identity import MOST_BYTES, Contents, cached_contents, digests_of, part_rows
 from hfdist.errors import ConfigError, DataError, first_line

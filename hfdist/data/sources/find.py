@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfdist.config.data import BadRows, DataConfig, SourceKind
+from hfdist.data.sources.arrow_file import ArrowShard
 from hfdist.data.sources.base import ContentError, Shard
 from hfdist.data.sources.dataset import open_hub
+from hfdist.data.sources.parquet_file import ParquetShard
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
-from hfdist.data.sources.tables import ArrowShard, ParquetShard
 from hfdist.data.sources.text import JsonLinesShard, TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
 from hfdist.data.storage.filecache import FileCache
@@ -82,15 +83,11 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_b
             opened = ContentError("the file is there twice", where=file.url, found=first.url)
         if on_bad is BadRows.error:
             if opened.text_column is not None:
-                # Of all files at once: another one may have another column.
                 others = [one for _, one in all_opened]
-                refused = [opened, *(one for one in others if isinstance(one, ContentError))]
-                columns = [one.text_column for one in refused if one.text_column is not None]
-                has_asked = bool(shards) or len(refused) <= len(others)
-                opened.hint = rows.name_texts(columns, has_asked=has_asked)
-            skip = "data.on_bad_rows=skip leaves the file out"
+                opened.hint = _name_texts(opened.text_column, [*shards, *others], rows)
             # Of one file alone, nothing would be left.
             if len(files) > 1:
+                skip = "data.on_bad_rows=skip leaves the file out"
                 opened.hint = f"{opened.hint}, or {skip}" if opened.hint else skip
             raise opened
         logger.warning("%s is left out: %s", file.url, opened.what)
@@ -99,6 +96,13 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_b
         found = f"{len(left_out)} left out; the first: {left_out[0]}"
         raise DataError("no file of the source can be read", where=key, found=found, hint=f"{key}=OTHER_FILES")
     return shards
+
+
+def _name_texts(column: str, others: Sequence[Shard | ContentError], rows: RowReader) -> str:
+    """Write the override for all files at once: another file may have another column, or the one that was asked for."""
+    refused = [one for one in others if isinstance(one, ContentError)]
+    columns = [column, *(one.text_column for one in refused if one.text_column is not None)]
+    return rows.name_texts(columns, has_asked=len(refused) < len(others))
 
 
 def _open(file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> Shard:

@@ -19,13 +19,13 @@ from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind
 from hfdist.data import TokenStream, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order import shuffle
-from hfdist.data.sources import tables
+from hfdist.data.sources import parquet_file
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, ContentError, damage
 from hfdist.data.sources.columns import Column
 from hfdist.data.sources.dataset import DatasetShard, open_hub
 from hfdist.data.sources.find import SUFFIXES
+from hfdist.data.sources.parquet_file import ParquetShard
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.sources.tables import ParquetShard
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
 from hfdist.data.tokenization.encoders import Encoders
@@ -358,9 +358,9 @@ def test_small_row_groups_are_decoded_once_though_read_in_small_blocks(data, cac
     rows = numbered(data, 3000, row_group_size=500)
     (shard,) = open_shards(str(data), cache)
     decoded = []
-    decode = tables.ParquetShard._decode
+    decode = ParquetShard._decode
     monkeypatch.setattr(
-        tables.ParquetShard, "_decode", lambda *args, **named: decoded.append(args[-1]) or decode(*args, **named)
+        ParquetShard, "_decode", lambda *args, **named: decoded.append(args[-1]) or decode(*args, **named)
     )
     for first in np.random.default_rng(0).permutation(300) * 10:
         assert shard.read(range(first, first + 10)) == rows[first : first + 10]
@@ -375,7 +375,7 @@ def test_what_is_kept_decoded_is_bounded_whatever_the_dictionaries(data, cache, 
     before = pa.total_allocated_bytes()
     for number, shard in enumerate(open_shards(str(data), cache)):
         assert shard.read([7]) == [f"{number} {7:020d}"]
-    assert tables.recent.num_bytes <= 64 << 20
+    assert parquet_file.recent.num_bytes <= 64 << 20
     assert pa.total_allocated_bytes() - before < 100 << 20
 
 

@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict
 from pyarrow import feather, ipc
 
 from hfdist.config.data import BadRows, RowFormat, SourceConfig, SourceKind
-from hfdist.data.sources import base, tables, text
+from hfdist.data.sources import base, parquet_file, text
 from hfdist.data.sources.base import BadRow, ContentError
 from hfdist.data.sources.dataset import DatasetShard, open_hub
 from hfdist.data.sources.find import find_shards
@@ -209,7 +209,7 @@ class TestBombs:
     @pytest.mark.parametrize("of", ["nulls", "one letter"])
     def test_a_table_of_few_bytes_that_takes_much_memory(self, data, cache, monkeypatch, of):
         """A billion nulls are a few bytes in a file, and so is a page that is all one letter."""
-        monkeypatch.setattr(tables, "_MOST_DECODED_BYTES", 1 << 20)
+        monkeypatch.setattr(parquet_file, "_MOST_DECODED_BYTES", 1 << 20)
         kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
         nulls = pa.array([[{"role": None, "content": None}] * 200_000], kind)
         table = pa.table({"messages": nulls} if of == "nulls" else {"text": ["x" * (4 << 20)]})

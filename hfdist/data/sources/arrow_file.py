@@ -1,0 +1,94 @@
+"""Arrow files and streams, which `datasets` and feather write: an index of their record batches, read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import ipc
+
+from hfdist.data.sources.arrow_columns import check_schema, made, one_array, texts_at
+from hfdist.data.sources.base import BadRow, FileShard, damage, rows_held_at_once
+from hfdist.data.sources.rows import RowReader
+from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.files import DataFile
+
+_FILE_MARK = b"ARROW1\0\0"
+"""Bytes at the start of a file, which is a stream between them and a footer."""
+_END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class ArrowShard(FileShard):
+    """One file. It is memory-mapped, so that only the pages of the columns that are asked for are ever read."""
+
+    def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
+        super().__init__(file, identity, gives_examples=rows.gives_examples)
+        self._rows = rows
+        self._starts, num_rows = self._cached_index(cache.folder, self._index, rows.section, rows.columns_key)
+        self.runs: Sequence[int] = num_rows.tolist()
+        self.rows_at_once = rows_held_at_once(file.size_bytes, sum(self.runs))
+
+    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
+        """Give the texts of rows; all in one record batch."""
+        batch, first = self._run_of(rows[0])
+        try:
+            with self._file.local() as path, self._open(path) as (source, reader):
+                found = _batch_at(int(self._starts[batch]), source, reader)
+                checked = pa.RecordBatch.from_arrays([_checked(column) for column in found.columns], found.schema.names)
+                places = [row - first for row in rows]
+                read = texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url)
+                texts = [made(text) for text in read]
+        except (pa.ArrowException, OSError, EOFError, StopIteration, IndexError) as error:
+            where = f"{self._file.url}, record batch {batch}"
+            texts = [BadRow(damage("the file is damaged", error, where=where))] * len(rows)
+        return texts
+
+    def _index(self) -> NDArray[np.int64]:
+        """Find where each record batch starts and how many rows it has; shape [2, batches]."""
+        batches: list[tuple[int, int]] = []
+        try:
+            with self._file.local() as path, self._open(path) as (source, reader):
+                place = source.tell()
+                for batch in reader:
+                    batches.append((place, batch.num_rows))
+                    place = source.tell()
+                # A stream that is cut between two batches looks as if it ended there.
+                source.seek(place)
+                if source.read(len(_END_MARK)) != _END_MARK:
+                    raise EOFError("it ends before its end mark")
+        except (pa.ArrowException, OSError, EOFError) as error:
+            raise damage("not a whole arrow file", error, where=self._file.url) from error
+        return np.array([batch for batch in batches if batch[1]], dtype=np.int64).reshape(-1, 2).T.copy()
+
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[tuple[pa.MemoryMappedFile, ipc.RecordBatchStreamReader]]:
+        """Map the file and read its schema; the reader goes on from wherever the mapped file is set."""
+        with pa.memory_map(str(path)) as source:
+            start = len(_FILE_MARK) if source.read(len(_FILE_MARK)) == _FILE_MARK else 0
+            source.seek(start)
+            schema = ipc.read_schema(source)
+            columns = check_schema(schema, self._rows, where=self._file.url)
+            places = [schema.names.index(name) for name in columns]
+            source.seek(start)
+            yield source, ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=places))
+
+
+def _batch_at(offset: int, source: pa.MemoryMappedFile, reader: ipc.RecordBatchStreamReader) -> pa.RecordBatch:
+    """Read the record batch there; where dictionaries stand between batches, by way of all before it."""
+    if not any("dictionary<" in str(kind) for kind in reader.schema.types):
+        source.seek(offset)
+    while source.tell() < offset:
+        reader.read_next_batch()
+    return reader.read_next_batch()
+
+
+def _checked(column: pa.Array) -> pa.Array:
+    """Give the column once its offsets are known to lie inside its buffers: Arrow itself trusts them."""
+    binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    # As bytes, because one row that is no UTF-8 does not spoil the others.
+    (column.view(binary[column.type]) if column.type in binary else column).validate(full=True)
+    return column
