@@ -1,12 +1,12 @@
 """Checkpoints by parameter name: plain safetensors and JSON that any layout can write and read."""
 
 from hfdist.checkpoint.async_saver import Saver
+from hfdist.checkpoint.export import export_model
 from hfdist.checkpoint.folder import Keep, find_newest, prune, verify_together
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state
 from hfdist.checkpoint.read import read_checkpoint, read_state
 from hfdist.checkpoint.replicas import Replicas
-from hfdist.checkpoint.write import export_model
 
 __all__ = [
     "Keep",

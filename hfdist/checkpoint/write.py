@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,13 +21,11 @@ from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.columns import join_columns
 from hfdist.checkpoint.manifest import Manifest, Part, hash_file, read_hashes, write_hashes, write_json
 from hfdist.checkpoint.memories import Memories, move_parts
-from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
-from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Planner, SavePlan, WriteItem
+from hfdist.checkpoint.save_plan import INDEX_FILE, SavePlan, WriteItem
 from hfdist.collectives import gloo_group, on_all_ranks, rank
 from hfdist.errors import NumericsError, ResourceError
 from hfdist.failures import is_full_disk
-from hfdist.models.names.hub_names import HubNames
 
 PART_BYTES = 256 * 2**20
 """A longer run is hashed in several parts, so that the ranks that verify it later can share the work."""
@@ -39,9 +35,6 @@ CHUNK_BYTES = 4 * 2**20
 
 FLUSH_BYTES = 16 * 2**20
 """The disk begins with so many bytes while the next are hashed and written."""
-
-_UNFINISHED_EXPORT = re.compile(r"\.hfdist-export-[0-9a-f]{8}")
-_MODEL_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 _Write = tuple[WriteItem, torch.Tensor]
 """A place, and the elements for it."""
@@ -63,36 +56,6 @@ class Contents:
         """Give the manifest of a checkpoint, from the hashes of the files that a single process has written."""
         shared = {name: file.num_bytes for name, file in self.plan.files.items()}
         return Manifest(step=step, files=shared | {part.file: part.num_bytes for part in written}, parts=written)
-
-
-def export_model(
-    folder: Path,
-    pieces: Iterable[Piece],
-    write_model_files: Callable[[Path], None],
-    *,
-    stem: str = MODEL_STEM,
-    names: HubNames | None = None,
-) -> None:
-    """Write the weights alone as a Hub folder, and replace an older model in it; other files stay. A collective.
-
-    Of the pieces, optimizer state is left out. `write_model_files` is called on rank 0; `stem` and `names` are
-    those of `Planner`.
-
-    Raises:
-        CheckpointError, ResourceError: as for `write_folder`.
-    """
-    plan, elements, _ = Planner(weights_only=True, stem=stem, names=names).plan(pieces)
-    contents = Contents(plan=plan, elements=elements, write_files=write_model_files)
-    write_folder(contents, folder, lambda: _unfinished_export(folder), lambda made, _: _move_into(made, folder))
-
-
-def replace_model(folder: Path, write_files: Callable[[Path], object]) -> None:
-    """Let `write_files` write a Hub model and put it into `folder`, complete or not at all, from this process alone."""
-    unfinished = _unfinished_export(folder)
-    with _removed_on_failure(unfinished):
-        unfinished.mkdir()
-        write_files(unfinished)
-        _move_into(unfinished, folder)
 
 
 def write_folder(
@@ -130,7 +93,7 @@ def write_folder(
     def lay_out() -> list[Part]:
         if not memories.leads:
             return []
-        with _removed_on_failure(unfinished, memories), _room_for(num_bytes, parent):
+        with removed_on_failure(unfinished, memories), _room_for(num_bytes, parent):
             if num_bytes > shutil.disk_usage(parent).free:
                 raise _no_room(parent, num_bytes)
             return _lay_out(unfinished, contents, is_sparse=memories.count > 1)
@@ -147,7 +110,7 @@ def write_folder(
     headers = sum(len(file.header) for file in plan.files.values())
     num_bytes = headers + sum(begun[number][1] for number in memories.held())
     small = _parts(on_all_ranks(lay_out, group))[0]
-    with _removed_on_failure(unfinished, memories):
+    with removed_on_failure(unfinished, memories):
         of_ranks = _parts(on_all_ranks(write_own, group))
         if memories.count > 1:
             _spread(unfinished, small, of_ranks, memories, between)
@@ -225,7 +188,8 @@ def _no_room(folder: Path, num_bytes: int) -> ResourceError:
 
 
 @contextlib.contextmanager
-def _removed_on_failure(path: Path, memories: Memories | None = None) -> Iterator[None]:
+def removed_on_failure(path: Path, memories: Memories | None = None) -> Iterator[None]:
+    """Remove what is not finished if the block fails; on the first rank of each memory, or of all."""
     try:
         yield
     except Exception:
@@ -237,34 +201,6 @@ def _removed_on_failure(path: Path, memories: Memories | None = None) -> Iterato
 def list_files(folder: Path) -> list[str]:
     """Give the relative paths of all files below `folder`."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-
-
-def _unfinished_export(folder: Path) -> Path:
-    """Make `folder`, and a name in it for what is not complete yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        # The folder may be the user's own, with other hidden folders in it.
-        if _UNFINISHED_EXPORT.fullmatch(path.name):
-            # By an export that was killed.
-            shutil.rmtree(path, ignore_errors=True)
-    return folder / f".hfdist-export-{secrets.token_hex(4)}"
-
-
-def _move_into(unfinished: Path, folder: Path) -> None:
-    folders.sync_tree(unfinished)
-    names = sorted(list_files(unfinished), key=lambda name: (name == INDEX_FILE, name))
-    has_shards = INDEX_FILE in names
-    for old in folder.iterdir():
-        # Loading prefers a single file to an index: an older form of the model must not stay beside the new. Of shards
-        # that are replaced in part, no model can be loaded, rather than one of two: the index comes last.
-        if _MODEL_FILES.fullmatch(old.name) and (has_shards or old.name not in names):
-            old.unlink()
-    folders.sync(folder)
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (unfinished / name).replace(folder / name)
-    shutil.rmtree(unfinished)
-    folders.sync(folder)
 
 
 # ---- this rank's elements, hashed on the way to the disk ----

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from hfdist.checkpoint.export import export_model
 from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.piece import WEIGHT
-from hfdist.checkpoint.write import export_model
 from hfdist.collectives import on_rank_zero
 from hfdist.config.strategy import ContextMethod, Sharding
 from hfdist.data.packing.sequence import IGNORED

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hfdist.checkpoint.write import replace_model
+from hfdist.checkpoint.export import replace_model
 from hfdist.config.model import ModelConfig
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.trainer.checkpointing.model_files import write_hub_files
