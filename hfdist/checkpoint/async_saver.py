@@ -55,7 +55,7 @@ class SaveReport(NamedTuple):
     stall_seconds: float
     """Seconds for which training stood still; the wait for a save before that was not done is included."""
     total_seconds: float
-    """Seconds from the wish to save until the checkpoint had its name."""
+    """Seconds from the begin of the save until the checkpoint had its name."""
     is_replica: bool = False
     """Whether it is in memory, and not on the disk."""
 
@@ -78,7 +78,7 @@ class _HostCopy:
                 copy.zero_()
 
     def _make(self, layout: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Nothing is done if it is there."""
+        """Make the memory, unless it is there."""
         if layout == self._layout:
             return
         # Freed first: two would not always fit.
@@ -107,7 +107,7 @@ def _layout_of(live: Sequence[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
 
 
 def _allocate(layout: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Views of one new buffer."""
+    """Give views of one new buffer."""
     sizes = [-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for num_bytes, _ in layout]
     # Page-locked, so that a device copies at full speed.
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())

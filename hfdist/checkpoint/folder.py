@@ -59,18 +59,18 @@ def step_name(step: int) -> str:
 
 
 def original_name(step: int) -> str:
-    """The same as the original Trainer names it, which its users' code looks for."""
+    """Name of the checkpoint after `step` as the original Trainer has it, for which code of its users looks."""
     return f"checkpoint-{step}"
 
 
 def step_of(name: str) -> int:
-    """The step in a checkpoint's name of either form; -1: it is the name of something else."""
+    """Give the step in the name of a checkpoint, in either form; -1: it is the name of something else."""
     match = STEP_NAME.fullmatch(name)
     return -1 if match is None else int(match[1])
 
 
 def temporary(path: Path) -> Path:
-    """A name beside `path` for what is not finished yet, or is about to go."""
+    """Give a name beside `path` for what is not finished yet, or is about to be removed."""
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 

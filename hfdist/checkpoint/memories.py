@@ -73,7 +73,7 @@ class Memories:
         return self.of_rank[rank()]
 
     def ranks(self, memory: int) -> list[int]:
-        """The ranks that share a folder; the first makes it."""
+        """Give the ranks that share a folder; the first makes it."""
         return [number for number, own in enumerate(self.of_rank) if own == memory]
 
     @property
@@ -82,7 +82,7 @@ class Memories:
         return rank() == self.ranks(self.own)[0]
 
     def held(self) -> list[int]:
-        """The ranks whose shares are kept in this rank's folder."""
+        """Give the ranks whose shares are kept in this rank's folder."""
         return [number for number, own in enumerate(self.of_rank) if own in {self.own, (self.own - 1) % self.count}]
 
     def list_for_all(self, parts: Sequence[Sequence[Part]]) -> list[Transfer]:

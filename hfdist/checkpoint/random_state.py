@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 _NUMPY_WORDS = 624
 """Number of words in the state of numpy's Mersenne twister."""
 
-
 RANDOM_STEM = "training_state/rng-"
 
 
@@ -39,7 +38,7 @@ class RandomState:
         self._python = random.getstate()
 
     def to_bytes(self) -> bytes:
-        """The content of this rank's file."""
+        """Give the content of this rank's file."""
         _, numpy_words, numpy_position, has_gauss, cached_gauss = self._numpy
         version, python_words, python_gauss = self._python
         tensors = {

@@ -19,11 +19,11 @@ from hfdist.atomic_write import write_atomically
 S = TypeVar("S", bound=np.generic)
 
 _HASH_BYTES = 16
-# Larger ones are mapped: a corpus may have more files than a process may have mappings.
 _LARGEST_LOADED_BYTES = 1 << 20
+"""Larger arrays are mapped; not all, as a corpus may have more files than a process may have mappings."""
 _READ_BYTES = 1 << 22
-# numpy parses a file's header as Python, and until 3.13 two threads that do so may raise SystemError (cpython#106905).
 _HEADER = threading.Lock()
+"""Held while numpy parses a file's header as Python: before 3.13 two threads may raise SystemError (cpython#106905)."""
 
 
 def digest_of(values: Sequence[object]) -> str:
@@ -32,7 +32,7 @@ def digest_of(values: Sequence[object]) -> str:
 
 
 def write_once(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Let `write` fill a file, unless it is there. One process of this machine does so, and the others wait."""
+    """Let `write` fill a file that is not there, in one process of this machine, while the others wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.is_file():

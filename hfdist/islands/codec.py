@@ -54,7 +54,7 @@ def encode(codec: Codec, values: torch.Tensor) -> bytes:
 
 
 def decode(codec: Codec, content: bytes, num_elements: int) -> torch.Tensor:
-    """Give the numbers again, as float32 of shape [n].
+    """Give the numbers that `encode` was given, rounded, as float32 of shape [n].
 
     Raises:
         ValueError: the bytes are not of so many numbers.

@@ -59,7 +59,7 @@ class Participants:
 
 
 def make_member(config: IslandsConfig, job: Mapping[str, object], addresses: list[str]) -> Member:
-    """Make that of this rank. A collective.
+    """Make the connection of this rank, without connecting. A collective.
 
     Args:
         config: `islands.*`.
@@ -79,8 +79,8 @@ class Member:
         address: HOST:PORT of the server.
         secret: that all islands and their server know; empty: none.
         hello: what the server must know of this rank: island, rank, start.
-        more: the same of rank 0, for who knows the secret: job, addresses.
-        timeout_seconds: how long a server is looked for that does not answer.
+        more: what rank 0 adds for a server that has proven to know the secret: job, addresses.
+        timeout_seconds: for which a server is tried that does not answer.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Member:
 
 
 def _refusal(answer: Mapping[str, object]) -> ConfigError:
-    """Say what the server has answered."""
+    """Make the error of a rank that the server has refused."""
     key, allowed = answer.get("key"), answer.get("allowed")
     return ConfigError(
         str(answer["refused"]),
@@ -190,7 +190,7 @@ def _refusal(answer: Mapping[str, object]) -> ConfigError:
 
 
 class _Connection:
-    """Its threads read and beat."""
+    """A connection, with a thread that reads and one that beats."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class _Connection:
             thread.start()
 
     def send(self, message: Mapping[str, object], payload: bytes = b"") -> None:
-        """Send it, if there is a connection."""
+        """Send a message and what follows it, if there is a connection."""
         try:
             with self._lock:
                 self._socket.sendall(write_message(message, len(payload)))

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class Status(IntEnum):
-    """Whether a document was trained on, or why not."""
+    """The fate of a document: whether it was trained on, or why not."""
 
     trained = 0
     held_out = 1
@@ -21,29 +21,38 @@ class Status(IntEnum):
     bad = 3
     """The row cannot be read, and `data.on_bad_rows` leaves such rows out."""
     quarantined = 4
-    """Named in `data.quarantine`: its tokens keep their places, without their values and targets."""
+    """The row is named in `data.quarantine`: its tokens keep their places, without their values and targets."""
     too_long = 5
-    """Longer than a sequence, and `data.too_long` leaves such documents out."""
+    """The document is longer than a sequence, and `data.too_long` leaves such documents out."""
     no_target = 6
-    """An example of which no token is a target, or none that `data.too_long` has left."""
+    """The document is an example without a target, or without one that `data.too_long` has left."""
 
 
 RECORD = np.dtype(
     [
-        ("sequence", "<i8"),  # counted in the lane
-        ("document", "<i8"),  # canonical number
+        ("sequence", "<i8"),
+        ("document", "<i8"),
         ("first_token", "<i4"),
-        ("num_tokens", "<i4"),  # 0: passed over
-        ("of_tokens", "<i4"),  # all that the document has
+        ("num_tokens", "<i4"),
+        ("of_tokens", "<i4"),
         ("epoch", "<u4"),
         ("pool", "<u2"),
         ("fate", "<u2"),
     ]
 )
-"""36 bytes, the form of the ledger's files."""
+"""A record of 36 bytes, as the ledger's files have it.
+
+sequence      number of the sequence among those of its lane
+document      canonical number
+first_token   place of the piece's first token in the document
+num_tokens    tokens of the piece; 0: the document is passed over
+of_tokens     tokens of the whole document
+epoch, pool   of the document
+fate          its `Status`
+"""
 
 Records = NDArray[np.void]
-"""Shape [pieces], of dtype RECORD."""
+"""Array of RECORD, of shape [pieces]."""
 
 
 def make_records(num_records: int, **columns: ArrayLike) -> Records:
@@ -55,12 +64,13 @@ def make_records(num_records: int, **columns: ArrayLike) -> Records:
 
 
 def join(records: Sequence[Records]) -> Records:
-    """Concatenate records: a copy. `numpy.concatenate` would compare their fields first."""
+    """Concatenate contiguous arrays of records: a copy."""
+    # `numpy.concatenate` would compare their fields first.
     return np.frombuffer(bytearray().join([one.data for one in records]), dtype=RECORD)
 
 
 def chain(digest: int, records: Records) -> int:
-    """Digest of a lane's records so far: that before `records` and these; both in [0, 2**64)."""
+    """Give the digest of a lane after `records`, from the one before them. Digests are in [0, 2**64)."""
     joined = digest.to_bytes(8, "little") + records.tobytes()
     return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")
 

@@ -23,9 +23,8 @@ from hfdist.data.storage.identity import digests_of, is_in_identity, part_bytes
 from hfdist.errors import DataError, ResourceError, first_line
 
 MOST_ROW_BYTES = 64 << 20
-# What each lane may hold of its block. Each lane reads runs of its own, and a run may have a million rows: only a part
-# of it can be kept decoded.
 HELD_BYTES = 2 << 20
+"""Bytes of decoded rows that a lane may hold. Each lane reads runs of its own, which may have a million rows."""
 MOST_ROWS_AT_ONCE = 1024
 _SHOWN_BYTES = 80
 _MOST_EXPANSION = 1000
@@ -168,7 +167,7 @@ def spans_of_part(starts: NDArray[np.int64], file: DataFile, part: int) -> tuple
 
 
 def rows_held_at_once(num_bytes: int, num_rows: int) -> int:
-    """How many rows of the mean size to read together, so that a lane holds about `HELD_BYTES`."""
+    """Give the number of rows of a file to read together, so that a lane holds about `HELD_BYTES`."""
     return min(max(HELD_BYTES * num_rows // max(num_bytes, 1), 1), MOST_ROWS_AT_ONCE)
 
 

@@ -27,7 +27,7 @@ _TESTS = {"test", "tests", "idle_test"}
 # Shorter answers say nothing, and longer ones are manuals.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
 _FORMAT = 1
-"""To be counted up when the same library gives other conversations."""
+"""Version of what is made of the same library."""
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -37,9 +37,9 @@ def open_standard_library(cache: FileCache) -> list[Shard]:
     root = _root()
     files = [LocalFile(path, path.relative_to(root).as_posix()) for path in _source_files(_SKIPPED_FOLDERS)]
     files.sort(key=lambda file: file.name)
-    # Some of its tests are deliberately badly encoded.
     read_contents(files, cache.folder)
     pairs = zip(files, identify_all(files, ""), strict=True)
+    # Some tests of the library are badly encoded on purpose.
     return [TextShard(file, identity, cache, errors="replace") for file, identity in pairs]
 
 
@@ -71,7 +71,7 @@ def _conversations() -> Iterator[list[dict[str, object]]]:
     for path in sorted(_source_files(_SKIPPED_FOLDERS | _TESTS)):
         module = ".".join(path.relative_to(_root()).with_suffix("").parts).removesuffix(".__init__")
         with warnings.catch_warnings():
-            # They are of old escapes in strings.
+            # Of old escapes in strings.
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
         for name, node in _definitions(tree, module):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -218,7 +219,7 @@ def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
             where="model.tokenizer",
             found=f"one with the digest {digest}",
             allowed=f"the one with the digest {made_with}",
-            hint=f"model.tokenizer.name={path}/{TOKENIZER}",
+            hint=shlex.quote(f"model.tokenizer.name={path}/{TOKENIZER}"),
         )
     if meta.encoding not in (made_with, examples_digest):
         raise ConfigError(

@@ -27,8 +27,8 @@ _CREDENTIALS = {
     "http": "credentials for the host in ~/.netrc",
 }
 _CONNECT_SECONDS, _SILENCE_SECONDS = 10, 30
-# What tells the content apart, in the terms of the stores; the first that is there counts.
 _VERSIONS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "Last-Modified")
+"""What stores call that which changes with the content; the first one that a store tells is the version."""
 
 
 class RangeError(Exception):
@@ -53,7 +53,7 @@ class Retries:
     """No attempt starts later than this after the first."""
 
     def run(self, action: Callable[[], T], address: str) -> T:
-        """Give what `action` gives, or raises on purpose.
+        """Call `action` until it gives a result, or raises an HfdistError or a RangeError.
 
         DataError: no answer after the last attempt, or one that trying again does not change (403, 404). OSError: a
         full disk.
@@ -87,7 +87,7 @@ class Network:
     _opened: dict[tuple[int, str], AbstractFileSystem] = field(default_factory=dict, repr=False, compare=False)
 
     def ask(self, address: str, question: Callable[[AbstractFileSystem], T]) -> T:
-        """Put a question to the file system that `address` names, with retries and without its listings of before."""
+        """Put a question to the file system that `address` names, with retries and without its cache of listings."""
 
         def ask_once() -> T:
             store = self._store(address)
