@@ -85,6 +85,8 @@ class TestArchitecture:
             ({"vocab_size": 10}, "model.config.vocab_size", "model.config.vocab_size=300"),
             ({"max_position_embeddings": 8}, "data.sequence_length", "data.sequence_length=8"),
             ({"num_attention_heads": 5}, "model.config", "not a multiple"),
+            # No more numbers are tried than models have heads.
+            ({"num_attention_heads": 10**12}, "model.config", "model.config.num_attention_heads=32"),
         ],
     )
     def test_mistakes_in_fields(self, tokenizer, fields, where, hint):
