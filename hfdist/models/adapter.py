@@ -446,7 +446,9 @@ def _no_target(model: PreTrainedModel, key: str, name: str) -> ConfigError:
     linear = [n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
     layers = list(dict.fromkeys(linear))
     allowed = f"{', '.join(layers)} (its linear layers), {ALL_LINEAR}, or another module's name"
-    hint = nearest(name, layers, f"{key}=[{{}}]")
+    # A pattern is of whole names.
+    form = f"'{key}=\".*{{}}\"'" if key == "adapter.target_pattern" else f"{key}=[{{}}]"
+    hint = nearest(name, layers, form)
     return ConfigError("the model has no layer of this name", where=key, found=name, allowed=allowed, hint=hint)
 
 
