@@ -15,7 +15,8 @@ from torch import nn
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, first_line, nearest
-from hfdist.optim.muon import MuonWithAdamW, of_parts
+from hfdist.optim.joined import groups_by_optimizer
+from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, check, state_after_step
 from hfdist.optim.width import check_optimizer_of_width
 from hfdist.plugins import load_plugin
@@ -173,7 +174,7 @@ def stepped_whole(config: OptimizerConfig, model: nn.Module) -> tuple[int, ...]:
         return ()
     if config.name is OptimizerName.muon and config.plugin is None:
         made = make_over(find_optimizer(config, warmup_steps=0), model, ())
-        seen = [p for group in of_parts(made, made.param_groups)[0][1] for p in group["params"]]
+        seen = [p for group in groups_by_optimizer(made, made.param_groups)[0][1] for p in group["params"]]
     else:
         seen = [p for p in model.parameters() if p.requires_grad]
         seen = seen if ask(make_small(config)).reach is Reach.parameter else []

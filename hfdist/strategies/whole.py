@@ -19,7 +19,7 @@ from torch import nn
 
 from hfdist.checkpoint.piece import Piece, view_rows
 from hfdist.collectives import device_of, gather_json
-from hfdist.optim.muon import Group
+from hfdist.optim.joined import Group
 from hfdist.strategies.gradients.reduction import local_tensor
 
 
