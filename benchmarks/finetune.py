@@ -86,7 +86,7 @@ def _train(options: argparse.Namespace) -> Run:
     from transformers import AutoTokenizer
 
     from hfdist.config.train import Recompute
-    from hfdist.models.blocks import checkpoint_blocks
+    from hfdist.models.recompute import checkpoint_blocks
 
     folder = Path(options.folder)
     (trained,) = options.trained
