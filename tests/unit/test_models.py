@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, ResourceError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
 from hfdist.models.experts import num_chosen_experts, num_experts
 from hfdist.models.flops import find_peak_flops, flops_per_token, measure_size, num_parameters
@@ -68,6 +68,13 @@ class TestTokenizer:
         with pytest.raises(ConfigError) as caught:
             load_tokenizer(config, corpus_id="", texts=lambda _: [], cache_dir=tmp_path)
         assert caught.value.where == "model.tokenizer.name"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "tokenizers").write_text("a file in the place of the folder")
+    with pytest.raises(ResourceError, match="the cache cannot be written") as caught:
+        load_tokenizer(ModelConfig(type="llama"), corpus_id="x", texts=lambda _: TEXTS, cache_dir=tmp_path)
+    assert caught.value.where == "data.cache_dir"
 
 
 class TestArchitecture:
