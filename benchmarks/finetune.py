@@ -70,7 +70,7 @@ def _write_model(folder: Path, options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hfdist.config.data import DataConfig, cache_dir
-    from hfdist.models.resolve import convert_gguf
+    from hfdist.models.gguf import convert_gguf
     from tests.smollm2 import find_smollm2
 
     converted = convert_gguf(find_smollm2(), cache_dir(DataConfig()), key="model.name")

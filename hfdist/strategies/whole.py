@@ -171,7 +171,7 @@ def _gradient(one: ShardedParameter) -> torch.Tensor:
 
 
 def _outline(one: ShardedParameter) -> torch.Tensor:
-    """Something of the whole shape, without memory for it."""
+    """Give a tensor of the whole shape, without memory for it."""
     return local_tensor(one.held).new_empty(1).expand(one.shape)
 
 

@@ -266,7 +266,7 @@ def test_settings_are_those_of_the_class():
     check_optimizer(compose_config(["optimizer.name=sgd", "optimizer.arguments={momentum: 0.9, nesterov: true}"]))
     assert refusal("optimizer.name=sgd", "optimizer.arguments.momentun=0.9").hint == "optimizer.arguments.momentum=0.9"
     assert refusal("optimizer.name=sgd", "optimizer.arguments.lr=0.9").hint == "optimizer.lr=..."
-    assert refusal("optimizer.arguments={betas: [0.9, 0.9]}").hint == "optimizer.beta1 and optimizer.beta2=..."
+    assert refusal("optimizer.arguments={betas: [0.9, 0.9]}").hint == "optimizer.beta1=... optimizer.beta2=..."
     assert "Invalid momentum value" in refusal("optimizer.name=sgd", "optimizer.arguments.momentum=-1").what
 
 
