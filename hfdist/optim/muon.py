@@ -72,7 +72,7 @@ def orthogonalize(
 
 
 class MuonWithAdamW:
-    """Makes the optimizer of a model: an optimizer factory of transformers, which must be a class.
+    """Makes the optimizer of a model, as `optimizer_cls_and_kwargs` of a Trainer wants it.
 
         hfdist.Trainer(..., optimizer_cls_and_kwargs=(hfdist.MuonWithAdamW, {"lr": 3e-4}))
 
@@ -80,6 +80,7 @@ class MuonWithAdamW:
     are a stack of matrices: each expert's is orthogonalized by itself, and `gate_up_proj` as the one matrix that it is.
     """
 
+    # transformers takes only a class for a factory, and calls an instance of it: see `is_optimizer_factory`.
     def __call__(
         self,
         model: nn.Module,
