@@ -70,7 +70,7 @@ def _write_model(folder: Path, options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hfdist.config.data import DataConfig, cache_dir
-    from hfdist.models.resolve import convert_gguf
+    from hfdist.models.gguf import convert_gguf
     from tests.smollm2 import find_smollm2
 
     converted = convert_gguf(find_smollm2(), cache_dir(DataConfig()), key="model.name")
@@ -86,7 +86,7 @@ def _train(options: argparse.Namespace) -> Run:
     from transformers import AutoTokenizer
 
     from hfdist.config.train import Recompute
-    from hfdist.models.blocks import checkpoint_blocks
+    from hfdist.models.recompute import checkpoint_blocks
 
     folder = Path(options.folder)
     (trained,) = options.trained

@@ -17,9 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import hfdist
 from hfdist.config.composition.compose import compose_config
-from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
+from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.flops import flops_per_token, measure_size, peak_flops
 from hfdist.models.loss import choose_loss
+from hfdist.models.recompute import checkpoint_blocks
 from hfdist.trainer.trainer import RunOptions
 
 OURS = "hfdist"

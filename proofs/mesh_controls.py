@@ -17,7 +17,7 @@ from hfdist.strategies.fsdp import FsdpEngine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.strategies.tensor import plan
 from hfdist.testing import run_ranks
-from hfdist.verify.parity import Row
+from hfdist.verify.certificate import Row
 from proofs.mesh_runs import LAYOUTS, MIDDLE, SINGLE, checkpoint, compare_cell, read_course, train_families
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from hfdist.strategies.parallel_plans import make_plans
-from hfdist.verify.parity import Row
+from hfdist.verify.certificate import Row
 from proofs.mesh_controls import CONTROLS, is_seen, run_control
 from proofs.mesh_runs import (
     BOUNDS,

@@ -6,7 +6,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from hfdist.models.resolve import convert_gguf
+from hfdist.models.gguf import convert_gguf
 
 
 def find_smollm2() -> Path:

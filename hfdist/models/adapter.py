@@ -35,6 +35,8 @@ _WHOLE = Partitioning()
 # PEFT is imported only if the config asks for an adapter: the import takes a second.
 
 WEIGHTS = "adapter_model.safetensors"
+NAME = "default"
+"""PEFT's name of a model's only adapter; in files it is left out."""
 
 _WHOLE_MODEL = "it works on the model as a whole, not in its layers"
 _BETWEEN_STEPS = "it wants to be called between steps, to choose anew what is trained"
@@ -63,7 +65,6 @@ _REFUSED_FIELDS = {
     "velora_config": "it keeps what it has learned of the first batch on each rank",
 }
 
-# Our keys, and what PEFT's classes call them.
 _FIELDS = {
     "rank": ("r",),
     "alpha": ("lora_alpha", "alpha", "{type}_alpha"),
@@ -72,12 +73,14 @@ _FIELDS = {
     "dora": ("use_dora",),
     "modules_to_save": ("modules_to_save",),
 }
+"""Keys of `adapter`, and the fields of PEFT's classes that they set."""
 _PLAIN_LORA = "peft.LoraConfig(target_modules='all-linear')"
-# Values of init_lora_weights; all but the first three look at the model's weights.
 _STARTS = (True, False, "gaussian", "pissa", "olora", "orthogonal", "mica")
-# Types that gather the partitioned weights that they need by themselves, layer by layer.
+"""Values of `init_lora_weights`; all but the first three look at the model's weights."""
 _GATHERING = ("LORA", "PSOFT", "TRAINABLE_TOKENS")
+"""Types that gather the partitioned weights that they need by themselves, layer by layer."""
 _SET_HERE = ("target_modules", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision")
+"""Fields that hfdist sets."""
 
 
 def check_adapter(config: AdapterConfig, model: ModelConfig, layout: Partitioning = _WHOLE) -> None:
@@ -202,10 +205,8 @@ def _check_arguments(config: AdapterConfig, class_name: str, fields: set[str]) -
             key = "targets" if name == "target_modules" else key
             raise ConfigError(what, where=where, found=value, hint=f"set adapter.{key} instead")
         if name not in fields:
-            what, hint = (
-                f"PEFT's {class_name} has no such field",
-                nearest(name, fields, f"adapter.arguments.{{}}={value}"),
-            )
+            what = f"PEFT's {class_name} has no such field"
+            hint = nearest(name, fields, f"adapter.arguments.{{}}={value}")
             raise ConfigError(what, where=where, found=value, allowed=f"a field of {class_name}", hint=hint)
 
 
@@ -228,10 +229,8 @@ def check_adapted(model: Any, layout: Partitioning, *, where: str) -> None:
         _check_peft_config(peft_config, layout, where=where, field=where, hint=_PLAIN_LORA)
     used = {NAME} | {name for layer in layers for name in layer.active_adapters}
     if NAME not in configs or len(used) > 1:
-        what, found = (
-            "one adapter is trained and saved, under PEFT's own first name",
-            ", ".join(sorted({*configs} | used)),
-        )
+        what = "one adapter is trained and saved, under PEFT's own first name"
+        found = ", ".join(sorted({*configs} | used))
         hint = "peft.get_peft_model(model, config), which gives it this name; merge others into the model before"
         raise ConfigError(what, where=where, found=found, allowed=NAME, hint=hint)
     _check_tied(model, where)
@@ -291,10 +290,6 @@ def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, 
             )
         values[name] = value
     return values
-
-
-NAME = "default"
-"""PEFT's name of a model's only adapter; in files it is left out."""
 
 
 def add_adapter(
@@ -446,7 +441,9 @@ def _no_target(model: PreTrainedModel, key: str, name: str) -> ConfigError:
     linear = [n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
     layers = list(dict.fromkeys(linear))
     allowed = f"{', '.join(layers)} (its linear layers), {ALL_LINEAR}, or another module's name"
-    hint = nearest(name, layers, f"{key}=[{{}}]")
+    # A pattern is of whole names.
+    form = f"'{key}=\".*{{}}\"'" if key == "adapter.target_pattern" else f"{key}=[{{}}]"
+    hint = nearest(name, layers, form)
     return ConfigError("the model has no layer of this name", where=key, found=name, allowed=allowed, hint=hint)
 
 

@@ -31,6 +31,8 @@ from hfdist.models.hub_client import reading_from_hub
 
 _LARGE_CONFIG = 1 << 20
 """Bytes; those of models have some thousands."""
+_MOST_HEADS = 256
+"""The most attention heads that a hint proposes; each number is tried."""
 
 
 def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool = False) -> PreTrainedConfig:
@@ -278,11 +280,11 @@ def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> No
 
 
 def _nearest_heads(kind: str, fields: dict[str, Any]) -> str | None:
-    """The number of attention heads next to the one given with which the config's class takes the fields."""
+    """Propose the number of attention heads nearest to the given one with which the config's class takes the fields."""
     heads = fields.get("num_attention_heads")
     if not isinstance(heads, int) or isinstance(heads, bool):
         return None
-    for candidate in sorted(range(1, 2 * abs(heads) + 2), key=lambda number: abs(number - heads)):
+    for candidate in sorted(range(1, _MOST_HEADS + 1), key=lambda number: abs(number - heads)):
         if candidate % (fields.get("num_key_value_heads") or 1) == 0:
             with contextlib.suppress(TypeError, ValueError, StrictDataclassError):
                 AutoConfig.for_model(kind, **{**fields, "num_attention_heads": candidate})

@@ -26,7 +26,8 @@ from hfdist.errors import ConfigError, first_line
 from hfdist.models.architecture import count_heads
 from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
 from hfdist.models.experts import first_number
-from hfdist.models.probing import scores_sequences, shrink
+from hfdist.models.probing import scores_sequences
+from hfdist.models.shrink import shrink
 
 BOUND = 1e-5
 """Largest difference in float32, relative to the largest element; documents that see each other make 1e-2 and more."""

@@ -101,7 +101,7 @@ def _check_names(names: NameDifferences, config: ModelConfig, trained: Trainable
     if is_lost:
         hint = "adapter=none, or a model that is whole: who opens the adapter could not have what is drawn here"
     name = trained.base.name or config.name
-    names.check(where="model.name", name=str(name), allowed=config.allow_missing and not is_lost, hint=hint)
+    names.check(where="model.name", name=str(name), may_differ=config.allow_missing and not is_lost, hint=hint)
 
 
 def _safely(config: ModelConfig) -> dict[str, object]:

@@ -39,7 +39,7 @@ _Mask = torch.Tensor | None
 """A mask of tokens x tokens; or [borders], with a window [window, borders]: all rows are alike and in the same memory,
 so that compiled code knows the window without reading a value."""
 _Attended = tuple[torch.Tensor, torch.Tensor | None]
-"""[sequences, tokens, heads, size], and weights that nobody has."""
+"""Outputs [sequences, tokens, heads, size], and weights of attention, which no implementation here gives."""
 
 
 def dense_name(name: str) -> str:
@@ -191,6 +191,7 @@ def _in_one_call(
     window: int | None,
     scaling: float | None,
 ) -> torch.Tensor:
+    """Attention of all documents by torch's kernel; gives [sequences, tokens, heads, size]."""
     batch_size, num_heads, num_tokens, size = query.shape
     value_size = value.shape[-1]
     if value_size < size:
@@ -225,6 +226,7 @@ def _attend_to_each(
     window: int | None,
     more: dict[str, Any],
 ) -> torch.Tensor:
+    """Attention of one document after the other; gives [sequences, tokens, heads, size]."""
     batch_size, _, num_tokens, _ = states[0].shape
     bias = more.pop("position_bias", None)
     sequences = []

@@ -73,12 +73,12 @@ def attention_width(block: PreTrainedConfig) -> int:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak operations a second of one device in bf16, or None where it is not known (a CPU, for one)."""
+    """Give the peak operations a second of a device in bf16; None: it is not known, as of a CPU."""
     return find_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def find_peak_flops(name: str) -> float | None:
-    """The same by torch's name of the device, such as `NVIDIA H100 80GB HBM3`; None: not a known whole one."""
+    """Give the peak of a device by torch's name, such as `NVIDIA H100 80GB HBM3`; None: it is not known, or a part."""
     hardware = match_device(name)
     return None if hardware is None else hardware.half_flops
 

@@ -101,7 +101,7 @@ class PackedStack:
 
 
 def make_levels() -> torch.Tensor:
-    """Make what scales of 8 bits stand for: bitsandbytes computes it once, and gives copies."""
+    """Make the table of what scales of 8 bits stand for, [256]: bitsandbytes computes it once, and gives copies."""
     _, state = _library().quantize_blockwise(torch.zeros(1))
     levels: torch.Tensor = state.code
     return levels
@@ -133,17 +133,20 @@ def _times_packed(
     kind: str,
     turns: bool,
 ) -> torch.Tensor:
-    """Multiply rows by the matrices of their experts, or where it `turns` by the transposed ones.
+    """Multiply rows by the matrices of their experts.
 
     Args:
         rows: [tokens, in], sorted by expert.
         ends: [experts], where those of each expert end; what follows them gives zeros.
-        codes: [experts, bytes], from `PackedStack.open`, as `scales` of [experts, blocks].
-        scales: see there.
-        shape: of a matrix.
-        dtype: in which it is dequantized.
+        codes: [experts, bytes], from `PackedStack.open`.
+        scales: [experts, blocks], from there, too.
+        shape: shape of a matrix.
+        dtype: type in which a matrix is dequantized.
         kind: bitsandbytes' name of the type of 4 bits.
-        turns: see there.
+        turns: whether matrices are transposed.
+
+    Returns:
+        [tokens, out].
     """
     output, begin = rows.new_zeros(len(rows), shape[0 if turns else 1]), 0
     for expert, end in enumerate(ends.tolist()):

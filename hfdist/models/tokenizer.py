@@ -15,7 +15,8 @@ from hfdist.apart import do_apart
 from hfdist.config.model import ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
-from hfdist.models.resolve import make_once, resolve_tokenizer
+from hfdist.models.once import make_once
+from hfdist.models.resolve import resolve_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,70 +1,30 @@
-"""Several optimizers stepped as one, and one that is made so: Muon for matrices, AdamW for everything else."""
+"""Muon for matrices and stacks of them, and the optimizer that steps all else by AdamW."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-Group = dict[str, Any]
-"""A group of parameters, as torch's optimizers have them: `params`, and settings."""
+from hfdist.optim.joined import Group, Joined, run_closure
 
-_PART = "part"
-"""Key in a group of parameters: which of the optimizers steps it."""
-
-
-class Joined(torch.optim.Optimizer):
-    """Groups and state are kept here, so that schedules, checkpoints and DeepSpeed see one optimizer.
-
-    Args:
-        parts: at least one; their groups may be empty.
-    """
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self.parts = list(parts)
-        for number, part in enumerate(self.parts):
-            for group in part.param_groups:
-                group[_PART] = number
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        for part in self.parts:
-            self.state.update(part.state)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Step each of them once."""
-        loss = _loss_of(closure)
-        for part, groups in of_parts(self, self.param_groups):
-            # Each time: whoever loads or wraps an optimizer puts others in their place.
-            part.param_groups, part.state = groups, self.state
-            part.step()
-        return loss
-
-    def __repr__(self) -> str:
-        return " and ".join(type(part).__name__ for part in self.parts)
-
-
-def of_parts(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tuple[torch.optim.Optimizer, list[Group]]]:
-    """Give the optimizers that step these groups, each with its own; of one alone, all."""
-    if not isinstance(optimizer, Joined):
-        return [(optimizer, groups)]
-    return [
-        (part, [group for group in groups if group[_PART] == number]) for number, part in enumerate(optimizer.parts)
-    ]
+_ADAMW_RMS = 0.2
+"""Root mean square of AdamW's updates, which Muon's get with `match_rms_adamw` (Liu et al. 2025, arXiv:2502.16982)."""
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon for stacks of matrices, too: those of the last two dimensions are stepped each by itself.
+    """torch's Muon (Jordan et al. 2024) for stacks of matrices, too: each matrix of a stack is stepped by itself.
 
-    To each it does what torch's class does to a matrix, but for how kernels round.
+    The update of a matrix is that of torch's class, but for how kernels round.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Step all that has a gradient."""
-        loss = _loss_of(closure)
+        """Step each parameter that has a gradient."""
+        loss = run_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -79,7 +39,7 @@ class Muon(torch.optim.Muon):
         direction = gradient.lerp(momentum_buffer, momentum) if group["nesterov"] else momentum_buffer
         update = orthogonalize(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rows, columns = parameter.shape[-2:]
-        rms_factor = 0.2 * math.sqrt(max(rows, columns))
+        rms_factor = _ADAMW_RMS * math.sqrt(max(rows, columns))
         factor = rms_factor if group["adjust_lr_fn"] == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
         parameter.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate * factor)
 
@@ -111,13 +71,6 @@ def orthogonalize(
     return found.mT if is_tall else found
 
 
-def _loss_of(closure: Callable[[], object] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
 class MuonWithAdamW:
     """Makes the optimizer of a model, as `optimizer_cls_and_kwargs` of a Trainer wants it.
 
@@ -127,6 +80,7 @@ class MuonWithAdamW:
     are a stack of matrices: each expert's is orthogonalized by itself, and `gate_up_proj` as the one matrix that it is.
     """
 
+    # transformers takes only a class for a factory, and calls an instance of it: see `is_optimizer_factory`.
     def __call__(
         self,
         model: nn.Module,
@@ -138,40 +92,41 @@ class MuonWithAdamW:
         adjust_lr_fn: str | None = "match_rms_adamw",
         **of_muon: Any,
     ) -> Joined:
-        """Make it.
+        """Make the optimizer of a model.
 
         Args:
             model: whole, or a rank's part of it.
-            lr: of both; `adjust_lr_fn` makes Muon's steps about as long as AdamW's, so that one rate fits both.
-            weight_decay: of all matrices.
+            lr: learning rate of both; `adjust_lr_fn` makes Muon's steps about as long as AdamW's, so that one fits.
+            weight_decay: decay of all matrices.
             betas: AdamW's.
             eps: AdamW's.
-            adjust_lr_fn: of `torch.optim.Muon`, and so are the following.
-            of_muon: momentum, nesterov, ns_coefficients, ns_steps.
+            adjust_lr_fn: see `torch.optim.Muon`.
+            of_muon: further arguments of `torch.optim.Muon`: momentum, nesterov, ns_coefficients, ns_steps.
         """
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        stacked, looked_up = set(map(id, stacks_of_experts(model))), embeddings_and_head(model)
-        # Under ZeRO-3, parameters are empty but for their share.
-        num_dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trained}
-
-        def is_matrix(parameter: nn.Parameter) -> bool:
-            # Others of three dimensions, such as convolutions, are no stacks.
-            of_matrix = 3 if id(parameter) in stacked else 2
-            return num_dimensions[id(parameter)] == of_matrix and id(parameter) not in looked_up
-
-        matrices, others = [p for p in trained if is_matrix(p)], [p for p in trained if not is_matrix(p)]
+        stacked, apart = set(map(id, stacks_of_experts(model))), embeddings_and_head(model)
+        matrices: list[nn.Parameter] = []
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                # Under ZeRO-3, parameters are empty but for their share.
+                num_dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+                # Others of three dimensions, such as convolutions, are no stacks.
+                is_matrix = num_dimensions == (3 if id(parameter) in stacked else 2) and id(parameter) not in apart
+                (matrices if is_matrix else decayed if num_dimensions >= 2 else others).append(parameter)
         adamw: list[Group] = [
-            {"params": [p for p in others if num_dimensions[id(p)] >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in others if num_dimensions[id(p)] < 2], "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
-        # Muon's constructor counts dimensions, which a share of a matrix has not. So it gets the matrices after it.
+        # Muon's constructor counts dimensions, of which ZeRO-3's share of a matrix has one. So it is made with a
+        # stand-in, and gets the matrices afterwards.
         muon = Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **of_muon)
         muon.param_groups[0]["params"] = matrices
         return Joined([muon, torch.optim.AdamW(adamw, lr=lr, betas=betas, eps=eps)])
 
 
 def stacks_of_experts(model: nn.Module) -> Iterator[nn.Parameter]:
-    """List the parameters that have a dimension for the experts: transformers calls classes of such modules so."""
+    """List the parameters with a dimension for the experts: transformers names the classes of such modules Experts."""
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             yield from module.parameters(recurse=False)

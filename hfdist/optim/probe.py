@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hfdist.errors import ConfigError, first_line
-from hfdist.optim.muon import Group, Joined, of_parts
+from hfdist.optim.joined import Group, Joined, groups_by_optimizer
 
 _SHAPE = (96, 64)
 """The tensor that is stepped: large enough for optimizers that quantize large tensors alone, in blocks."""
@@ -129,7 +129,7 @@ def _state_of_construction(
 ) -> dict[torch.Tensor, dict[str, object]]:
     """The state that its constructor makes, as Adagrad's does; most make none before their first step."""
     state: dict[torch.Tensor, dict[str, object]] = {}
-    for part, own in of_parts(optimizer, groups):
+    for part, own in groups_by_optimizer(optimizer, groups):
         # A constructor with other arguments than the settings of a group cannot be asked.
         with contextlib.suppress(Exception):
             state |= type(part)([copy.copy(group) for group in own], **part.defaults).state

@@ -15,7 +15,8 @@ from torch import nn
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, first_line, nearest
-from hfdist.optim.muon import MuonWithAdamW, of_parts
+from hfdist.optim.joined import groups_by_optimizer
+from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, check, state_after_step
 from hfdist.optim.width import check_optimizer_of_width
 from hfdist.plugins import load_plugin
@@ -26,13 +27,13 @@ ClassAndSettings = tuple[Callable[..., Any], dict[str, Any]]
 GROUP = "hfdist.optimizers"
 """The group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.optimizers"]`."""
 
-# Settings that other keys of `optimizer` stand for.
 _OWN_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
-_OWN_KEYS_OF_ADAM = {"betas": "beta1 and optimizer.beta2", "eps": "eps"}
+"""Settings that have keys of their own in `optimizer`."""
+_OWN_KEYS_OF_ADAM = {"betas": "beta1=... optimizer.beta2", "eps": "eps"}
 
 
 def name_for_arguments(config: OptimizerConfig) -> str:
-    """Give what TrainingArguments calls it, or the nearest relative of what it does not know."""
+    """Give the value of `TrainingArguments.optim`: of the optimizer itself, or of its nearest relative there."""
     if config.plugin is not None or config.name in (OptimizerName.adamw, OptimizerName.muon):
         return "adamw_torch_fused" if config.fused else "adamw_torch"
     return config.name.value
@@ -173,7 +174,7 @@ def stepped_whole(config: OptimizerConfig, model: nn.Module) -> tuple[int, ...]:
         return ()
     if config.name is OptimizerName.muon and config.plugin is None:
         made = make_over(find_optimizer(config, warmup_steps=0), model, ())
-        seen = [p for group in of_parts(made, made.param_groups)[0][1] for p in group["params"]]
+        seen = [p for group in groups_by_optimizer(made, made.param_groups)[0][1] for p in group["params"]]
     else:
         seen = [p for p in model.parameters() if p.requires_grad]
         seen = seen if ask(make_small(config)).reach is Reach.parameter else []
@@ -185,7 +186,7 @@ def _is_plain(config: OptimizerConfig) -> bool:
 
 
 def values_per_weight(optimizer: torch.optim.Optimizer) -> float:
-    """How many numbers it keeps for each element of a large matrix: two of Adam, next to none of Adafactor."""
+    """Count the numbers that an optimizer keeps for an element of a large matrix: 2 for Adam, about 0 for Adafactor."""
     matrix = torch.zeros(256, 256)
     state = state_after_step(optimizer, optimizer.param_groups[0], matrix)
     return sum(value.numel() for value in state.values() if torch.is_tensor(value)) // 256 / 256

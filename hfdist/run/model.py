@@ -16,10 +16,12 @@ from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
 from hfdist.models.attention_choice import choose_attention
-from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
+from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.build import try_adapter
 from hfdist.models.float8 import use_float8
-from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
+from hfdist.models.positions import counts_from_zero
+from hfdist.models.probing import class_keeps_documents_apart
+from hfdist.models.recompute import checkpoint_blocks
 from hfdist.models.resolve import resolve_model
 from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy

@@ -8,7 +8,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.config.optimizer import CHANGEABLE, OptimizerConfig
 from hfdist.errors import ConfigError
-from hfdist.optim.muon import Group
+from hfdist.optim.joined import Group
 
 # A scheduler is Any here: DeepSpeed's is of another class than torch's.
 

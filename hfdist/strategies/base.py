@@ -31,7 +31,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import packed_shapes
-from hfdist.optim.muon import Group
+from hfdist.optim.joined import Group
 from hfdist.optim.probe import Reach, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients.reduction import BUCKET_ELEMENTS, local_tensor, total_norm

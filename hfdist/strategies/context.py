@@ -38,7 +38,8 @@ from hfdist.config.strategy import ContextMethod
 from hfdist.errors import ConfigError
 from hfdist.models.architecture import count_heads
 from hfdist.models.document_attention import BY_DOCUMENTS, dense_name
-from hfdist.models.probing import Positions, all_tokens, find_positions, keeps_documents_apart, padding_id, small_model
+from hfdist.models.positions import Positions, all_tokens, find_positions, padding_id
+from hfdist.models.probing import keeps_documents_apart, small_model
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.gradients.reduction import sum_gradients
 from hfdist.strategies.self_check import MASK, POSITIONS, BatchSharding, LayoutHooks, find_problem

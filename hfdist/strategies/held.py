@@ -1,4 +1,4 @@
-"""What this rank holds of tensors: bytes, each storage once; whether it is all; and room for the rest."""
+"""Memory of tensors on this rank: bytes of each storage once, free memory, and whether a parameter is partitioned."""
 
 from __future__ import annotations
 

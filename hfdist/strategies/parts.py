@@ -39,10 +39,10 @@ class Groups:
 
 
 class ModelParts:
-    """What an engine asks where ranks share parameters.
+    """This rank's part of each parameter, and the groups of ranks that have the others.
 
     Args:
-        groups: of this rank.
+        groups: the groups of this rank.
         shards: what this rank holds of parameters, by the axis that shares them and by name; the others are whole.
         partial: parameters that are whole on each tensor rank, and whose gradient is the sum of those of the ranks.
     """

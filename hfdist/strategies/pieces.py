@@ -13,7 +13,7 @@ from torch import nn
 from hfdist.checkpoint.piece import NUMBER, STEP, TRAINED, WEIGHT, Piece
 from hfdist.errors import CheckpointError
 from hfdist.models.partitioning import whole_shape
-from hfdist.optim.muon import Group
+from hfdist.optim.joined import Group
 from hfdist.optim.probe import (
     is_plain_number,
     moving_options,

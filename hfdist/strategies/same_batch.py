@@ -30,7 +30,8 @@ def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, w
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:
-    """Checksum of a tensor's shape and whole numbers; other orders of the same numbers have other checksums."""
-    numbers = value.flatten().to(torch.int64)
+    """Give a checksum of a tensor's shape and numbers; other orders of the same numbers have other checksums."""
+    # As whole numbers, shares of one would all be zeros.
+    numbers = (value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)).flatten()
     places = torch.arange(1, len(numbers) + 1, device=value.device)
     return (numbers * places).sum() + sum(size * 10**6 for size in value.shape)

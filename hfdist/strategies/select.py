@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -178,8 +179,8 @@ def _typed(
         what, hint = "how many sequences one optimizer step takes must be said", "global_batch_size=8"
         raise ConfigError(what, where=_named("global_batch_size"), hint=hint)
     file = layout.get("deepspeed")
-    if isinstance(file, str):
-        layout = {**layout, "deepspeed": read_deepspeed_file(file, _named("deepspeed"))}
+    if isinstance(file, str | PathLike):
+        layout = {**layout, "deepspeed": read_deepspeed_file(str(file), _named("deepspeed"))}
     return _section(StrategyConfig, GROUP, {**preset, **layout}), _section(TrainConfig, "train", sizes)
 
 

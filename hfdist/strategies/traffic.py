@@ -240,7 +240,7 @@ class Axes:
         yield from self._exchange_parts(DATA, ranks, self.topology.tensor, num_elements, item_bytes=4)
 
     def _stepped_whole(self) -> tuple[int, int, int]:
-        """Elements of what tensor ranks divide, of experts, and of all others."""
+        """Give the elements of parameters that are stepped whole: divided by tensor ranks, of experts, all others."""
         elements, sizes = sum(self.sizes.stepped_whole), self.sizes
         experts = min(elements, sizes.experts)
         divided = min(elements - experts, sizes.tensor.divided) if self.topology.tensor > 1 else 0
@@ -333,7 +333,7 @@ class Axes:
             yield from self._send(ALL_REDUCE, "pipeline", size, stride * (topology.pipeline - 1), shared, 1)
 
     def _crossed_boundaries(self) -> int:
-        """Messages for each micro batch of the rank that sends most: outputs to the next stage, gradients back."""
+        """Count the messages of the rank that sends most, for each micro batch: outputs to the next, gradients back."""
         ranks = self._rank_of_stage()
         crossing = [pair for pair in itertools.pairwise(ranks) if pair[0] != pair[1]]
         sent = [rank for pair in crossing for rank in pair]

@@ -19,7 +19,7 @@ from torch import nn
 
 from hfdist.checkpoint.piece import Piece, view_rows
 from hfdist.collectives import device_of, gather_json
-from hfdist.optim.muon import Group
+from hfdist.optim.joined import Group
 from hfdist.strategies.gradients.reduction import local_tensor
 
 
@@ -171,7 +171,7 @@ def _gradient(one: ShardedParameter) -> torch.Tensor:
 
 
 def _outline(one: ShardedParameter) -> torch.Tensor:
-    """Something of the whole shape, without memory for it."""
+    """Give a tensor of the whole shape, without memory for it."""
     return local_tensor(one.held).new_empty(1).expand(one.shape)
 
 

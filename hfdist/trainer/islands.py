@@ -30,7 +30,7 @@ from hfdist.watch.diagnosis import MEETING
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer:
-    """How a parameter server steps."""
+    """Settings by which a parameter server steps its optimizer."""
 
     config: OptimizerConfig
     max_grad_norm: float
@@ -39,7 +39,7 @@ class ServerOptimizer:
 def make_island(
     training: Training, checkpointer: Checkpointer, config: IslandsConfig, server: ServerOptimizer | None
 ) -> IslandCallback:
-    """Make what leads a Trainer; `server` is how a parameter server steps, if there is one."""
+    """Make the callback of an island by its method; `server`: settings of a parameter server, if there is one."""
     if config.method is not IslandMethod.parameter_server:
         return RoundIsland(training, checkpointer, config)
     assert server is not None
@@ -47,7 +47,7 @@ def make_island(
 
 
 class IslandCallback(TrainerCallback):
-    """Leads one Trainer. All ranks call its methods together."""
+    """Lets one Trainer train with other islands. All ranks call its methods together."""
 
     def __init__(self, training: Training, checkpointer: Checkpointer, config: IslandsConfig) -> None:
         self._training, self._checkpointer, self._config = training, checkpointer, config
@@ -88,7 +88,7 @@ class IslandCallback(TrainerCallback):
         return 1.0 if number is None else float(number)
 
     def _job(self, layout: str, *keys: str) -> dict[str, object]:
-        """What all islands must have alike, by key; `keys` are those of `islands`."""
+        """Give the settings that all islands must have alike, by key; `keys`: further keys of `islands`."""
         training, values = self._training, plain(self._config)
         stream, strategy = training.stream, training.strategy
         job = {f"islands.{key}": values[key] for key in ("method", "count", "codec", *keys)} | {
@@ -106,7 +106,7 @@ class IslandCallback(TrainerCallback):
 
 
 class RoundIsland(IslandCallback):
-    """Leads it through rounds."""
+    """An island that exchanges weights with the others after each round of steps."""
 
     def __init__(self, training: Training, checkpointer: Checkpointer, config: IslandsConfig) -> None:
         super().__init__(training, checkpointer, config)
@@ -228,7 +228,7 @@ class RoundIsland(IslandCallback):
 
 
 class ParameterIsland(IslandCallback):
-    """Lets a parameter server step."""
+    """An island that sends its gradients to a parameter server after each step, and takes weights from it."""
 
     def __init__(
         self, training: Training, checkpointer: Checkpointer, config: IslandsConfig, server: ServerOptimizer

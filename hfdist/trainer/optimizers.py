@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError
-from hfdist.optim.muon import Joined
+from hfdist.optim.joined import Joined
 from hfdist.optim.probe import check, check_steps_all, describe
 from hfdist.optim.width import hidden_matrices, rate_factor, scale_rates
 from hfdist.strategies.base import Engine

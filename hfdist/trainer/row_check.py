@@ -57,7 +57,7 @@ def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None
         what, found = "no column of the rows is an input of the model", ", ".join(map(str, rows[0]))
         raise ConfigError(what, where=_WHERE, found=found, allowed="input_ids, labels", hint=_TOKENIZE)
     if isinstance(model, PreTrainedModel):
-        _check_vocabulary([ids for row in rows if (ids := _ids_of(row)) is not None], model)
+        _check_vocabulary([_ids_of(row) for row in rows], model)
 
 
 def check_lengths(dataset: object) -> None:
@@ -87,18 +87,18 @@ def _ids_of(row: Mapping[object, object]) -> Sequence[int] | None:
     return None
 
 
-def _check_vocabulary(rows: Sequence[Sequence[int]], model: PreTrainedModel) -> None:
+def _check_vocabulary(rows: Sequence[Sequence[int] | None], model: PreTrainedModel) -> None:
     embeddings = model.get_input_embeddings()
     if not isinstance(embeddings, nn.Embedding):
         return
     size = embeddings.num_embeddings
     for place, ids in enumerate(rows):
-        wrong = [one for one in ids if not 0 <= one < size]
-        if wrong:
+        unknown = next((token for token in ids or () if not 0 <= token < size), None)
+        if unknown is not None:
             raise ConfigError(
                 "a token is none of the model's",
                 where=f"{_WHERE}, input_ids",
-                found=f"{wrong[0]} in row {place}",
+                found=f"{unknown} in row {place}",
                 allowed=f"0 to {size - 1}",
                 hint="the tokenizer of this model, or resize_token_embeddings",
             )

@@ -31,17 +31,12 @@ from hfdist.models.probing import uses_all_parameters
 from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
 from hfdist.strategies.base import Batch, Strategy
 from hfdist.trainer import trl_trainers
+from hfdist.trainer.accelerator import adapt_accelerator
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions
 from hfdist.trainer.checkpointing.log_history import drop_old
 from hfdist.trainer.checkpointing.trainer_state import intervals_of
-from hfdist.trainer.engine_setup import (
-    adapt_accelerator,
-    arguments_by_name,
-    build_engine,
-    check_has_logits,
-    distribute,
-    find_strategy,
-)
+from hfdist.trainer.constructor_arguments import arguments_by_name
+from hfdist.trainer.engine_setup import build_engine, check_has_logits, distribute, find_strategy
 from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.evaluation.loop import Evaluator, Measure
 from hfdist.trainer.fault_tolerance.nonfinite_steps import NonfiniteGuard, Tolerance, propagate_nan

@@ -12,7 +12,8 @@ from hfdist.config.schema import plain
 from hfdist.config.task import REWARD_MODEL, TaskName
 from hfdist.data.documents.examples import take_examples
 from hfdist.errors import ConfigError
-from hfdist.models.probing import class_keeps_documents_apart, counts_from_zero
+from hfdist.models.positions import counts_from_zero
+from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.rewards import Generation, Reward, load_rewards
 from hfdist.rewards.code import SANDBOXED
 from hfdist.strategies.base import Strategy

@@ -16,7 +16,7 @@ from hfdist.strategies.base import Engine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import make_strategy
 from hfdist.testing import run_ranks
-from hfdist.verify.parity import BOUNDS, compare_runs
+from hfdist.verify.certificate import BOUNDS, compare_runs
 from tests.distributed.runs import eval_losses, losses, pretrain
 from tests.marks import many
 

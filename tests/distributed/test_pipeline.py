@@ -3,7 +3,7 @@
 import pytest
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
-from hfdist.verify.parity import compare_runs
+from hfdist.verify.certificate import compare_runs
 from proofs.parity import BOUND, Case, all_cases, run_case, run_single
 from tests.marks import many
 

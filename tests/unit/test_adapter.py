@@ -299,6 +299,7 @@ def test_only_weights_that_are_read_must_be_there_in_their_type(base):
         (["adapter=lora", "adapter.targets=[q_proj,nothing]"], "adapter.targets", "gate_proj"),
         (["adapter=lora", "adapter.target_pattern='.*attn'"], "adapter.*", "PEFT refuses"),
         (["adapter=lora", "adapter.target_pattern=attn"], "adapter.target_pattern", "no layer of this name"),
+        (["adapter=lora", "adapter.target_pattern=q_prj"], "adapter.target_pattern", """target_pattern=".*q_proj"'"""),
         (["adapter=lora", "adapter.target_pattern='('"], "adapter.target_pattern", "not a regular expression"),
         (["adapter=lora", "adapter.modules_to_save=[head]"], "adapter.modules_to_save", "no layer of this name"),
         (["adapter=lora", "adapter.targets=[]"], "adapter.targets", "no layer"),

@@ -17,7 +17,8 @@ from hfdist.config.model import AdapterConfig, Init, ModelConfig, TokenizerConfi
 from hfdist.errors import ConfigError, HfdistError
 from hfdist.models import TrainableParameters, build_model, find_architecture, load_tokenizer
 from hfdist.models.adapter import check_adapter
-from hfdist.models.resolve import convert_gguf, resolve_model
+from hfdist.models.gguf import convert_gguf
+from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import train_bpe
 
 STRANGE = (None, True, -1, 0, 3, 2**31, 2**63, 1e12, 0.5, "", "x", "gelu", [], {}, [[]], {"a": 1}, ["x"], 10**30)

@@ -199,7 +199,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, text):
 def test_python_takes_a_file_too(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": AS_OTHERS_WRITE_IT["zero_optimization"]}))
-    made = make_strategy(global_batch_size=8, sharding="zero2", data=1, min_data=1, deepspeed=str(file))
+    made = make_strategy(global_batch_size=8, sharding="zero2", data=1, min_data=1, deepspeed=file)
     assert made.training_arguments()["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == 5e8
     file.write_text(json.dumps(AS_OTHERS_WRITE_IT))
     with pytest.raises(ConfigError) as caught:

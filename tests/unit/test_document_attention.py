@@ -23,8 +23,8 @@ from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
 from hfdist.models import attention_choice, document_attention, find_architecture
 from hfdist.models.attention_choice import choose_attention, find_by_documents
-from hfdist.models.blocks import checkpoint_blocks
 from hfdist.models.document_attention import BY_DOCUMENTS
+from hfdist.models.recompute import checkpoint_blocks
 from tests.zoo.models import tiny_config, tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

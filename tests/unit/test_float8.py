@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError, ResourceError
-from hfdist.models.blocks import checkpoint_blocks
 from hfdist.models.float8 import use_float8
+from hfdist.models.recompute import checkpoint_blocks
 from tests.unit.tiny import llama
 
 TOKENS = torch.arange(64).view(2, 32)

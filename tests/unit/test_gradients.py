@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hfdist.errors import DataError
 from hfdist.strategies.gradients import reduction
 from hfdist.strategies.gradients.reduction import sum_gradients, total_norm
+from hfdist.strategies.same_batch import check_same_batch
 from hfdist.testing import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -31,7 +33,7 @@ def answers():
     large = [parameter(rank, shape=(5,)) for _ in range(4)]
     transposed = parameter(0, shape=(4, 2))
     transposed.grad = (torch.arange(8.0).view(2, 4) * (rank + 1)).t()
-    reduction._BUCKET_ELEMENTS = 12
+    reduction.BUCKET_ELEMENTS = 12
     together = [everywhere, once, never, frozen, half, *large, transposed]
     sum_gradients(together, group)
     summed = [None if p.grad is None else p.grad.tolist() for p in together]
@@ -46,6 +48,11 @@ def answers():
     norm = total_norm(own, [group], torch.device("cpu"))
     # A rank may count nothing, as one that only holds what others count.
     empty = total_norm([parameter(3.0, shape=(1,))] if rank == 0 else [], [group], torch.device("cpu"))
+
+    batch = {"input_ids": torch.arange(6).view(2, 3), "features": torch.full((2, 3), 0.5)}
+    check_same_batch(batch, group, "tensor group")
+    with pytest.raises(DataError, match="different batches"):
+        check_same_batch(batch | {"features": torch.full((2, 3), 0.1 * (rank + 1))}, group, "tensor group")
     return summed, kept.grad.tolist(), norm.item(), empty.item()
 
 

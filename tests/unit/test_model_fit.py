@@ -1,10 +1,14 @@
 """A layout that does not divide a model is refused before a process is started."""
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.strategies.model_fit import check_model_fits
+from hfdist.strategies.tensor.linear import split_dimensions
 
 SMALL = ("train.global_batch_size=8", "train.micro_batch_size=1", "model.config.num_hidden_layers=4")
 
@@ -32,3 +36,12 @@ def test_what_does_not_divide_is_found_on_the_shape_alone(processes, override, w
 def test_a_layout_that_divides_passes_and_a_model_of_the_hub_is_left_to_the_ranks():
     check_model_fits(compose_config(["model=tiny", "strategy.pipeline=2"]), 2)
     check_model_fits(compose_config(["model=hub", "model.name=owner/model", "strategy.pipeline=2"]), 2)
+
+
+@pytest.mark.parametrize(
+    "values", [torch.device("cpu"), torch.device("meta"), FakeTensorMode()], ids=["cpu", "meta", "fake"]
+)
+def test_a_subclass_that_computes_a_linear_layer_is_divided_whatever_values_the_model_has(values):
+    with values:
+        layer = FalconLinear(8, 6, bias=True)
+        assert split_dimensions(layer, "colwise") == {"weight": 0, "bias": 0}

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, ResourceError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
 from hfdist.models.experts import num_chosen_experts, num_experts
 from hfdist.models.flops import find_peak_flops, flops_per_token, measure_size, num_parameters
@@ -70,6 +70,13 @@ class TestTokenizer:
         assert caught.value.where == "model.tokenizer.name"
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "tokenizers").write_text("a file in the place of the folder")
+    with pytest.raises(ResourceError, match="the cache cannot be written") as caught:
+        load_tokenizer(ModelConfig(type="llama"), corpus_id="x", texts=lambda _: TEXTS, cache_dir=tmp_path)
+    assert caught.value.where == "data.cache_dir"
+
+
 class TestArchitecture:
     def test_random_weights_take_the_tokenizers_size_and_ids(self, tokenizer):
         architecture = load_architecture(ModelConfig(type="llama", config=TINY), tokenizer, sequence_length=16)
@@ -85,6 +92,8 @@ class TestArchitecture:
             ({"vocab_size": 10}, "model.config.vocab_size", "model.config.vocab_size=300"),
             ({"max_position_embeddings": 8}, "data.sequence_length", "data.sequence_length=8"),
             ({"num_attention_heads": 5}, "model.config", "not a multiple"),
+            # No more numbers are tried than models have heads.
+            ({"num_attention_heads": 10**12}, "model.config", "model.config.num_attention_heads=32"),
         ],
     )
     def test_mistakes_in_fields(self, tokenizer, fields, where, hint):

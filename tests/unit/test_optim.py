@@ -12,7 +12,8 @@ from transformers.training_args import OptimizerNames
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
-from hfdist.optim.muon import Joined, Muon, MuonWithAdamW
+from hfdist.optim.joined import Joined
+from hfdist.optim.muon import Muon, MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, check, check_steps_all, describe, moving_options, starts_from_zeros
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, stepped_whole, values_per_weight
 from hfdist.strategies.pieces import StateReader
@@ -265,7 +266,7 @@ def test_settings_are_those_of_the_class():
     check_optimizer(compose_config(["optimizer.name=sgd", "optimizer.arguments={momentum: 0.9, nesterov: true}"]))
     assert refusal("optimizer.name=sgd", "optimizer.arguments.momentun=0.9").hint == "optimizer.arguments.momentum=0.9"
     assert refusal("optimizer.name=sgd", "optimizer.arguments.lr=0.9").hint == "optimizer.lr=..."
-    assert refusal("optimizer.arguments={betas: [0.9, 0.9]}").hint == "optimizer.beta1 and optimizer.beta2=..."
+    assert refusal("optimizer.arguments={betas: [0.9, 0.9]}").hint == "optimizer.beta1=... optimizer.beta2=..."
     assert "Invalid momentum value" in refusal("optimizer.name=sgd", "optimizer.arguments.momentum=-1").what
 
 

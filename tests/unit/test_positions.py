@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hfdist.models.probing import all_tokens, counts_from_zero, find_positions, padding_id
+from hfdist.models.positions import all_tokens, counts_from_zero, find_positions, padding_id
 from tests.zoo.models import tiny_model
 
 

@@ -13,7 +13,8 @@ from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.python_words import in_python
 from hfdist.errors import ConfigError
 from hfdist.strategies.select import make_strategy
-from hfdist.trainer.engine_setup import _check_count, _check_half_weights, find_strategy
+from hfdist.trainer.constructor_arguments import check_count, check_half_weights
+from hfdist.trainer.engine_setup import find_strategy
 from tests.unit.config.test_checks import CONTRADICTIONS
 from tests.unit.tiny import llama
 
@@ -105,7 +106,8 @@ def test_a_strategy_by_name_takes_the_sizes_of_the_arguments(tmp_path):
         find_strategy("single", {})
 
 
-TOLD = ("strategies", "pipeline", "topology.py", "config/batch.py", "trainer/engine_setup.py", "trainer/hooks.py")
+OF_TRAINER = tuple(f"trainer/{name}.py" for name in ("constructor_arguments", "engine_setup", "hooks", "whole_model"))
+TOLD = ("strategies", "pipeline", "topology.py", "config/batch.py", *OF_TRAINER)
 """Where the messages of a Trainer's constructor come from."""
 
 
@@ -147,14 +149,14 @@ def test_float16_is_refused_where_gradients_are_scaled_in_float32(tmp_path):
         hfdist.Trainer(model, args, strategy="single")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    _check_half_weights(model, args)
+    check_half_weights(model, args)
 
 
 def test_processes_that_the_arguments_do_not_count_are_refused(tmp_path):
     strategy = make_strategy(global_batch_size=8)
     args = TrainingArguments(str(tmp_path), use_cpu=True, **strategy.training_arguments())
     with pytest.raises(ConfigError, match="each process would train alone") as caught:
-        _check_count(args, replace(strategy.topology, data=2))
+        check_count(args, replace(strategy.topology, data=2))
     assert "use_cpu=True" in caught.value.hint
 
 

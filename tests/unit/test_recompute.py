@@ -15,7 +15,8 @@ from transformers import OlmoConfig, OlmoForCausalLM
 
 from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
-from hfdist.models.blocks import _contexts, can_compile_blocks, checkpoint_blocks, compile_blocks
+from hfdist.models.blocks import can_compile_blocks, compile_blocks
+from hfdist.models.recompute import _contexts, checkpoint_blocks
 from tests.unit.tiny import SIZES, llama
 
 TOKENS = torch.arange(48).view(2, 24)
@@ -107,7 +108,7 @@ class Recorded(saved_tensors_hooks):
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_the_inputs_of_blocks_alone_are_offloaded(monkeypatch, recompute):
     plain, _ = gradients(None)
-    monkeypatch.setattr("hfdist.models.blocks.save_on_cpu", Recorded)
+    monkeypatch.setattr("hfdist.models.recompute.save_on_cpu", Recorded)
     monkeypatch.setattr(Recorded, "saved", [])
     torch.manual_seed(0)
     model = llama(attn_implementation="sdpa").train()

@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfdist.models.build import initialize_by_name
-from hfdist.models.probing import shrink, special_token_ids
+from hfdist.models.shrink import shrink, special_token_ids
 
 NOT_BUILDABLE = {
     "gemma4_assistant": "its default config fails its own check, and its forward needs another model's keys and values",

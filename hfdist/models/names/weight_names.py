@@ -1,4 +1,4 @@
-"""Whether the files of a model hold the weights that it has: told from their headers, before any weight is read."""
+"""Compares the names and shapes in a model's files with the model's own, by their headers, before a weight is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from hfdist.config.task import SCORE
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 
-_HEAD = f"{SCORE}."
+_SCORE_PREFIX = f"{SCORE}."
+_NOT_CONVERTED = "issues during automatic conversion of the weights"
+"""What transformers says, in a RuntimeError that has no class of its own (utils/loading_report.py)."""
+_SHOWN = 3
+"""Names that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +40,23 @@ class NameDifferences:
         Args:
             about: its second value. It lacks what transformers itself deems fine.
             model: its first value.
-            scores: the model gives one score: its layer for that is new, and the head for tokens is left out.
+            scores: whether the model gives one score: its layer for that is new, and the head for tokens is left out.
         """
         missing, unexpected = sorted(about["missing_keys"]), sorted(about["unexpected_keys"])
         if scores:
-            missing = [name for name in missing if not name.startswith(_HEAD)]
+            missing = [name for name in missing if not name.startswith(_SCORE_PREFIX)]
             unexpected = [name for name in unexpected if name.startswith(f"{model.base_model_prefix}.")]
         shapes = sorted(about["mismatched_keys"])
         reshaped = tuple(f"{name}: {list(there)}, not {list(here)}" for name, there, here in shapes)
         return cls(tuple(missing), tuple(unexpected), reshaped)
 
-    def check(self, *, where: str, name: str, allowed: bool = False, hint: str | None = None) -> None:
-        """Raise a ConfigError where there are any.
+    def check(self, *, where: str, name: str, may_differ: bool = False, hint: str | None = None) -> None:
+        """Raise a ConfigError if names or shapes differ.
 
         Args:
             where: the key that names the model.
             name: the model, as the user named it.
-            allowed: missing and unexpected names may be; other shapes are refused all the same.
+            may_differ: whether names may be missing or unexpected; other shapes are refused all the same.
             hint: what may be done about missing and unexpected names.
         """
         if self.reshaped:
@@ -62,7 +66,7 @@ class NameDifferences:
                 found=(name, *_first(self.reshaped)),
                 hint="without model.config.*, the architecture is the one in its config.json",
             )
-        if allowed or not (self.missing or self.unexpected):
+        if may_differ or not (self.missing or self.unexpected):
             return
         raise ConfigError(
             "the weights in its files are not those of the model",
@@ -83,11 +87,13 @@ class NameDifferences:
         )
 
 
-def read_names(kind: Any, name: str | Path, *, where: str, scores: bool = False, **fields: object) -> NameDifferences:
+def read_names(
+    auto_class: Any, name: str | Path, *, where: str, scores: bool = False, **fields: object
+) -> NameDifferences:
     """Let transformers open the files of a model, and read nothing but their headers.
 
     Args:
-        kind: one of transformers' auto classes.
+        auto_class: one of transformers'.
         name: the model's folder or Hub id.
         where: the key that names it, for messages.
         scores: see `NameDifferences.of`.
@@ -101,9 +107,9 @@ def read_names(kind: Any, name: str | Path, *, where: str, scores: bool = False,
     given = fields | {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
     with reading_from_hub(where, str(name)), _quietly():
         try:
-            model, about = kind.from_pretrained(name, **given)
+            model, about = auto_class.from_pretrained(name, **given)
         except RuntimeError as error:
-            if "conversion" not in str(error):
+            if _NOT_CONVERTED not in str(error):
                 raise
             what = "transformers cannot put the weights in its files together: some are missing, or of other shapes"
             hint = "a file of every expert, and of every part of a weight that the model's class has whole"
@@ -113,7 +119,7 @@ def read_names(kind: Any, name: str | Path, *, where: str, scores: bool = False,
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without transformers' table of names, and without a second bar."""
+    """Silence transformers' loading report and its progress bar."""
     level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -126,8 +132,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _first(items: Collection[str]) -> list[str]:
-    return list(items)[:3]
+    return list(items)[:_SHOWN]
 
 
 def _listed(names: Collection[str]) -> str:
-    return f" ({', '.join(_first(names))}{', ...' if len(names) > 3 else ''})" if names else ""
+    return f" ({', '.join(_first(names))}{', ...' if len(names) > _SHOWN else ''})" if names else ""

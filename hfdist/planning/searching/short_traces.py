@@ -28,10 +28,11 @@ from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, Recompute
-from hfdist.models.blocks import checkpoint_blocks, find_block_parts
+from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import flops_per_token, measure_size
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
+from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
 from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure

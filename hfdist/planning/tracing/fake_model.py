@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
-from hfdist.models.blocks import checkpoint_blocks
 from hfdist.models.build import make_without_values
 from hfdist.models.loss import LossHead
 from hfdist.models.quantize import PackedLinear, check_installed, quantize_frozen
+from hfdist.models.recompute import checkpoint_blocks
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.models.trainable import TrainableParameters
 from hfdist.strategies.base import Batch, Strategy

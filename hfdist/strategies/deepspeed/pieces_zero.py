@@ -26,7 +26,7 @@ from hfdist.collectives import device_of
 from hfdist.errors import CheckpointError
 from hfdist.models.partitioning import whole_shape
 from hfdist.models.probing import kind_of_name, unused_parameters
-from hfdist.optim.muon import Group
+from hfdist.optim.joined import Group
 from hfdist.optim.probe import needs_whole_parameters
 from hfdist.strategies.pieces import Kept, StateReader, list_buffers
 from hfdist.strategies.whole import Place, Places, ShardedParameter, WholeSteps

@@ -134,8 +134,9 @@ class GradientCompressor:
         values = total[places]
         of_ranks = values.new_empty(self._num_ranks * len(values))
         places_of_ranks = torch.empty(len(of_ranks), dtype=torch.int32, device=values.device)
-        dist.all_gather_single(of_ranks, values)
-        dist.all_gather_single(places_of_ranks, places.int())
+        # Into views: the call with one tensor has another name before torch 2.13.
+        dist.all_gather(list(of_ranks.chunk(self._num_ranks)), values)
+        dist.all_gather(list(places_of_ranks.chunk(self._num_ranks)), places.int())
         # In order of rank: the sum is the same on all of them.
         summed = torch.zeros_like(total).index_add_(0, places_of_ranks.long(), of_ranks.div_(self._num_ranks))
         buffer.copy_(summed)

@@ -6,13 +6,15 @@
     colwise_gather_output   rows                 whole            whole, gathered
     embedding_rowwise       rows                 tokens           whole, a sum over the ranks
 
-These are transformers' styles, whose DTensors take a quarter of the CPU time of a small Llama's step; here parts may
-also be uneven.
+These are transformers' styles. transformers runs them on DTensors, whose overhead is a quarter of the CPU time of a
+small Llama's step; plain tensors have none, and their parts may be uneven.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +23,14 @@ import torch.distributed as dist
 # Not public; a compiler takes these collectives alone. Elsewhere they cost more than torch.distributed's.
 import torch.distributed._functional_collectives as _collectives
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
+
+from hfdist.errors import first_line
+
+logger = logging.getLogger(__name__)
 
 GATHERED, LOOKED_UP = "colwise_gather_output", "embedding_rowwise"
 
@@ -32,27 +39,33 @@ def split_dimensions(module: nn.Module, style: str) -> dict[str, int]:
     """Give the dimension along which each parameter of a layer is divided, by name; empty: not done here."""
     if style == LOOKED_UP and isinstance(module, nn.Embedding) and module.max_norm is None:
         return {"weight": 0}
-    is_linear, is_conv = _is_linear(module), type(module) is Conv1D
+    is_linear, is_conv1d = _is_linear(module), type(module) is Conv1D
     if is_linear and style == "rowwise":
         return {"weight": 1}
-    if (is_linear and style in ("colwise", GATHERED)) or (is_conv and style == GATHERED):
+    if (is_linear and style in ("colwise", GATHERED)) or (is_conv1d and style == GATHERED):
         of_bias = {} if module.bias is None else {"bias": 0}
-        return {"weight": 1 if is_conv else 0} | of_bias
+        return {"weight": 1 if is_conv1d else 0} | of_bias
     return {}
 
 
+@unset_fake_temporarily()
 @torch.no_grad()
 def _is_linear(module: object) -> bool:
     """Whether a layer computes what torch's does. A subclass is run and compared: some, such as routers, do not."""
-    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
-        return type(module) is nn.Linear
-    # Numbers of its own: a model is partitioned before its weights are drawn.
-    weight = torch.linspace(-1, 1, module.weight.numel()).to(module.weight).view_as(module.weight)
+    if type(module) is nn.Linear:
+        return True
+    if not isinstance(module, nn.Linear) or module.weight is None:
+        return False
+    # Not the module's weights: a model is partitioned before they are drawn, and planned without any values.
+    shape, dtype = module.weight.shape, module.weight.dtype
+    weight = torch.linspace(-1, 1, shape.numel(), device="cpu", dtype=dtype).view(shape)
     given = {"weight": weight} | ({} if module.bias is None else {"bias": weight[:, 0]})
-    value = torch.linspace(-1, 1, module.in_features).to(weight)[None]
+    value = torch.linspace(-1, 1, module.in_features, device="cpu", dtype=dtype)[None]
     try:
-        return torch.allclose(functional_call(module, given, value), functional.linear(value, **given), rtol=1e-4)
-    except Exception:  # of a class of any kind
+        found: object = functional_call(module, given, value)
+        return isinstance(found, torch.Tensor) and torch.allclose(found, functional.linear(value, **given), rtol=1e-4)
+    except Exception as error:  # of a class of any kind
+        logger.debug("%s does not run as a linear layer: %s", type(module).__name__, first_line(error))
         return False
 
 
@@ -63,15 +76,15 @@ def shard_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 
 class SharedInputs:
-    """What layers of one model read. Those that read one tensor add up its gradient over the ranks once, together.
+    """Sums the gradient of a tensor over the ranks once for all layers that read it.
 
-    So do the layers of queries, keys and values, and those of gate and up.
+    The layers of queries, keys and values read one, and so do those of gate and up.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._read: weakref.ref[torch.Tensor] | None = None
-        self._given: torch.Tensor | None = None
+        self._input: weakref.ref[torch.Tensor] | None = None
+        self._shared: torch.Tensor | None = None
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         """Give the same numbers, with the gradient summed over the ranks."""
@@ -79,16 +92,16 @@ class SharedInputs:
             # A compiler cannot follow what is kept between layers.
             alone: torch.Tensor = _SumGradient.apply(value, self._group)
             return alone
-        given = self._given
+        shared = self._shared
         has_graph = torch.is_grad_enabled() and value.requires_grad
-        if given is None or self._read is None or self._read() is not value or given.requires_grad != has_graph:
-            given = self._given = _SumGradient.apply(value, self._group)
-            self._read = weakref.ref(value, self._forget)
-        return given
+        if shared is None or self._input is None or self._input() is not value or shared.requires_grad != has_graph:
+            shared = self._shared = _SumGradient.apply(value, self._group)
+            self._input = weakref.ref(value, self._forget)
+        return shared
 
-    def _forget(self, read: weakref.ref[torch.Tensor]) -> None:
-        if read is self._read:
-            self._read = self._given = None
+    def _forget(self, dead: weakref.ref[torch.Tensor]) -> None:
+        if dead is self._input:
+            self._input = self._shared = None
 
 
 def run_locally(module: Any, style: str, group: dist.ProcessGroup, inputs: SharedInputs) -> None:
@@ -107,14 +120,11 @@ def run_locally(module: Any, style: str, group: dist.ProcessGroup, inputs: Share
         whole: torch.Tensor = _Gather.apply(colwise(value), size, group)
         return whole
 
-    module.forward = (
-        _looking_up(module, group)
-        if style == LOOKED_UP
-        else {"colwise": colwise, "rowwise": rowwise, GATHERED: gather}[style]
-    )
+    forwards = {"colwise": colwise, "rowwise": rowwise, GATHERED: gather}
+    module.forward = _divided_lookup(module, group) if style == LOOKED_UP else forwards[style]
 
 
-def _looking_up(module: nn.Embedding, group: dist.ProcessGroup) -> object:
+def _divided_lookup(module: nn.Embedding, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     start, stop = shard_range(module.num_embeddings, group.size(), group.rank())
     padding = module.padding_idx
     # The row that gets no gradient.
@@ -163,7 +173,8 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
+        [gradient] = gradients
+        return gradient, None
 
 
 class _Gather(torch.autograd.Function):
@@ -181,13 +192,13 @@ class _Gather(torch.autograd.Function):
         else:
             gathered = sent.new_empty(num_ranks, *sent.shape)
             dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), group=group)
-        ends = [shard_range(size, num_ranks, other) for other in range(num_ranks)]
-        return torch.cat([gathered[other][..., : stop - start] for other, (start, stop) in enumerate(ends)], -1)
+        ranges = [shard_range(size, num_ranks, other) for other in range(num_ranks)]
+        return torch.cat([gathered[other][..., : stop - start] for other, (start, stop) in enumerate(ranges)], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        start, stop = ctx.own
-        return gradients[0][..., start:stop], None, None
+        [gradient], (start, stop) = gradients, ctx.own
+        return gradient[..., start:stop], None, None
 
 
 def _sum_compiled(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

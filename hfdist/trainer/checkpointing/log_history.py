@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 NUM_ENTRIES = 1000
 """Evaluations that a checkpoint holds at most, and other entries; metrics.jsonl has all of them."""
+_LOSS = "eval_loss"
+"""The key by which an entry is one of an evaluation."""
 
 
 def newest_entries(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
     """Give the newest `NUM_ENTRIES` evaluations and the newest `NUM_ENTRIES` other entries, in their order."""
     kept: list[dict[str, float]] = []
-    numbers = {True: 0, False: 0}
+    counts = Counter[bool]()
     for entry in reversed(log_history):
-        is_evaluation = "eval_loss" in entry
-        numbers[is_evaluation] += 1
-        if numbers[is_evaluation] <= NUM_ENTRIES:
+        is_evaluation = _LOSS in entry
+        counts[is_evaluation] += 1
+        if counts[is_evaluation] <= NUM_ENTRIES:
             kept.append(entry)
     return kept[::-1]
 
 
 def drop_old(log_history: list[dict[str, float]]) -> None:
-    """Take older entries out of the list itself once it holds four times as many: less often than with each entry."""
+    """Take older entries out of the list once it holds four times as many: rarely, since each cut copies the list."""
     if len(log_history) >= 4 * NUM_ENTRIES:
         log_history[:] = newest_entries(log_history)
 
 
 def newest_losses(log_history: list[dict[str, float]]) -> list[float]:
-    """Give the held-out losses of the newest `NUM_ENTRIES` evaluations, oldest first: before a resume as after it."""
-    return [entry["eval_loss"] for entry in log_history if "eval_loss" in entry][-NUM_ENTRIES:]
+    """Give the held-out losses of the newest `NUM_ENTRIES` evaluations, oldest first; a resume does not change them."""
+    return [entry[_LOSS] for entry in log_history if _LOSS in entry][-NUM_ENTRIES:]

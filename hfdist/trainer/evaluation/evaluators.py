@@ -38,7 +38,7 @@ def check_named(config: RunConfig, topology: Topology) -> None:
     """Check that the metrics and tasks that are named exist; ConfigError: one does not, or is not installed."""
     load_metrics(config.evaluate.metrics)
     if config.evaluate.lm_eval:
-        lm_eval.check(config.evaluate, knows_tasks=topology.is_main)
+        lm_eval.check(config.evaluate, lists_tasks=topology.is_main)
 
 
 def make_evaluators(

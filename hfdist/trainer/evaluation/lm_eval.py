@@ -1,4 +1,4 @@
-"""EleutherAI's evaluation harness on the exported model, in a process of its own.
+"""EleutherAI's evaluation harness on the exported model, in a process of its own: see lm_eval_child.py.
 
 In this one it would take the ranks' process group for its own.
 """
@@ -28,15 +28,15 @@ class HarnessError(Exception):
     """The harness has failed; its own words."""
 
 
-def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
-    """Check that the package is there, and the tasks, if this process is to look at them: that takes some seconds."""
+def check(evaluate: EvaluateConfig, *, lists_tasks: bool) -> None:
+    """Check that the package is there, and with `lists_tasks`, which takes some seconds, that it has the tasks."""
     if importlib.util.find_spec("lm_eval") is None:
         what, hint = "the evaluation harness is not installed", "pip install lm-eval, or evaluate.lm_eval=[]"
         raise ConfigError(what, where="evaluate.lm_eval", found=", ".join(evaluate.lm_eval), hint=hint)
-    if not knows_tasks:
+    if not lists_tasks:
         return
     try:
-        known = _ask({"what": "tasks", "tasks": evaluate.lm_eval, "include": evaluate.lm_eval_include})
+        known = _run_child("list_tasks", {"names": evaluate.lm_eval, "include": evaluate.lm_eval_include})
     except HarnessError as error:
         what = f"the evaluation harness cannot list its tasks: {error}"
         where = "evaluate.lm_eval, evaluate.lm_eval_include"
@@ -51,8 +51,7 @@ def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
 
 def measure(folder: Path, config: RunConfig, *, device: object) -> dict[str, object]:
     """Run the tasks on a Hub model folder, on one process; give the harness's `results`, `versions` and `n-samples`."""
-    request = {
-        "what": "results",
+    arguments = {
         "model": str(folder.resolve()),
         "trust_remote_code": config.model.trust_remote_code,
         "tasks": config.evaluate.lm_eval,
@@ -61,15 +60,16 @@ def measure(folder: Path, config: RunConfig, *, device: object) -> dict[str, obj
         "device": str(device),
     }
     logger.info("lm_eval measures %s", ", ".join(config.evaluate.lm_eval))
-    return _ask(request)
+    return _run_child("measure", arguments)
 
 
-def _ask(request: Mapping[str, object]) -> Any:
+def _run_child(function: str, arguments: Mapping[str, object]) -> Any:
+    """Call a function of lm_eval_child.py in a process of its own."""
     environment = without_launcher(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         child = subprocess.run(
-            module("hfdist.trainer.evaluation.lm_eval", json.dumps(request), str(answer)),
+            module("hfdist.trainer.evaluation.lm_eval_child", function, json.dumps(arguments), str(answer)),
             env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -78,9 +78,18 @@ def _ask(request: Mapping[str, object]) -> Any:
             check=False,
         )
         if child.returncode != 0 or not answer.is_file():
-            lines = child.stderr.strip().splitlines() or [f"it has ended with {child.returncode}"]
-            raise HarnessError(lines[-1])
+            logger.debug("the evaluation harness says:\n%s", child.stderr)
+            raise HarnessError(_error_line(child.stderr) or f"it has ended with {child.returncode}")
         return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def _error_line(stderr: str) -> str:
+    """Give the line that ends the last traceback, or else the last line: warnings at exit come after the error."""
+    _, traceback, rest = stderr.rpartition("Traceback (most recent call last):")
+    lines = [line for line in rest.splitlines() if line.strip()]
+    # Lines of code are indented.
+    errors = [line for line in lines if not line[0].isspace()] if traceback else lines[-1:]
+    return next(iter(errors), "")
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, float]:
@@ -89,7 +98,10 @@ def figures(results: Mapping[str, Any]) -> dict[str, float]:
         f"lm_eval/{task}/{name.removesuffix(',none')}": float(value)
         for task, metrics in results["results"].items()
         for name, value in metrics.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "sample_len"
+        if isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        # The number of rows, which the harness puts beside the metrics.
+        and name != "sample_len"
     }
 
 
@@ -101,34 +113,3 @@ def table(figures: Mapping[str, float]) -> str:
         f"  {task:<{widths[0]}}  {metric:<{widths[1]}}  {value:.4f}"
         for (task, _, metric), value in zip(rows, figures.values(), strict=True)
     )
-
-
-def _answer(request: dict[str, Any]) -> object:
-    """List the tasks, or measure a model; called in the harness's process."""
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    if request["what"] == "tasks" and request["include"] is not None:
-        own = TaskManager(include_path=request["include"], include_defaults=False).all_tasks
-        if set(request["tasks"]) <= set(own):
-            # Its own thousands need not be read.
-            return own
-    tasks = TaskManager(include_path=request["include"])
-    if request["what"] == "tasks":
-        return sorted(tasks.all_tasks)
-    measured = simple_evaluate(
-        model="hf",
-        # Not as text, in which a comma in the path would end it.
-        model_args={"pretrained": request["model"], "trust_remote_code": request["trust_remote_code"]},
-        tasks=request["tasks"],
-        task_manager=tasks,
-        batch_size=request["batch_size"],
-        device=request["device"],
-        log_samples=False,
-    )
-    assert measured is not None
-    return {name: measured[name] for name in ("results", "versions", "n-samples") if name in measured}
-
-
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(_answer(json.loads(sys.argv[1])), default=str), encoding="utf-8")

@@ -75,7 +75,7 @@ def sample_completions(
     Returns:
         The new tokens, the one that ended a completion included, on all ranks of the model replica.
     """
-    # One seed would be that of all rows.
+    # A single seed would be broadcast to all rows.
     assert len(seeds) == len(prompts), (len(seeds), len(prompts))
     score, extras = make_score(seeds, sampling)
     completions: list[list[int]] = []
@@ -107,7 +107,8 @@ def perturb(logits: torch.Tensor, batch: Batch, num_before: int, *, warpers: Log
 class TokenLogProbabilities:
     """The log-probability of each token that is drawn, by the softmax of all logits at a temperature.
 
-    The loss computes it in the same way: `top_k` and `top_p` change which tokens can be drawn, and not this number.
+    It is of one call of `continue_rows`. The loss computes it in the same way: `top_k` and `top_p` change which tokens
+    can be drawn, and not this number.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -115,19 +116,19 @@ class TokenLogProbabilities:
         self._drawn: list[torch.Tensor] = []
         """Log-probabilities of the drawn tokens: one float32 tensor of shape [rows] for each new token of a row."""
 
-    def noting(self, score: Score) -> Score:
-        """Note what is drawn by a score."""
+    def recording(self, score: Score) -> Score:
+        """Give a score that records the log-probabilities of what it draws."""
 
-        def note(logits: torch.Tensor, batch: Batch, num_before: int) -> torch.Tensor:
+        def record(logits: torch.Tensor, batch: Batch, num_before: int) -> torch.Tensor:
             # Before: warpers may write into the logits.
             log_probabilities = (logits / self._temperature).log_softmax(-1)
             scores = score(logits, batch, num_before)
             self._drawn.append(log_probabilities.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1))
             return scores
 
-        return note
+        return record
 
-    def of(self, completions: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Give them for the tokens of each row."""
+    def log_probabilities(self, completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Give the log-probability of each token of each row."""
         rows = torch.stack(self._drawn, dim=1).tolist() if self._drawn else [[] for _ in completions]
         return [row[: len(tokens)] for row, tokens in zip(rows, completions, strict=True)]

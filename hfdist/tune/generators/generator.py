@@ -110,18 +110,18 @@ class Generator:
             self._files.read(rollback, version, self._model)
             self._read = rollback, version
         rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
-        noted = TokenLogProbabilities(self._config.task.temperature)
+        drawn = TokenLogProbabilities(self._config.task.temperature)
         score, extras = make_score([seed for prompt in prompts for seed in prompt["seeds"]], self._sampling)
         completions = continue_rows(
             rows,
             self._forward,
             self._limits,
-            score=noted.noting(score),
+            score=drawn.recording(score),
             extras=extras,
             topology=Topology(),
             uses_cache=can_generate(self._model, Topology()),
         )
-        log_probabilities = noted.of(completions)
+        log_probabilities = drawn.log_probabilities(completions)
         answers, first = [], 0
         for prompt in prompts:
             own = slice(first, first + len(prompt["seeds"]))

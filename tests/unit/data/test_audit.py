@@ -263,6 +263,10 @@ def test_an_order_that_plans_a_document_twice_is_found(past, monkeypatch):
     )
     monkeypatch.setattr(run, "plan", dataclasses.replace(run.plan, orders=[double]))
     assert run.audit().discrepancies.names[Discrepancy.unplanned][:2] == ["a:a:17", "a:a:18"]
+    # Twice in one lane, and none is left out.
+    again = dict.fromkeys(range(LANES), 0) | {LANE: 1}
+    double.documents = lambda epoch, lane: np.append(d := order.documents(epoch, lane), d[: again[lane]])
+    assert Discrepancy.unplanned in run.audit().discrepancies.counts
 
 
 def test_other_data_are_refused(past, monkeypatch):

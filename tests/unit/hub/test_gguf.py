@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.errors import ConfigError
-from hfdist.models.resolve import convert_gguf
+from hfdist.models.gguf import convert_gguf
 from hfdist.testing import run_ranks
 from tests.unit.hub.starting import assert_same_weights, begin
 from tests.unit.hub.tiny_gguf import write_gguf

@@ -1,0 +1,98 @@
+"""A GGUF file converted to a model's folder, once on a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hfdist.apart import Limits, do_apart
+from hfdist.errors import ConfigError
+from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.once import make_once
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 2
+"""Version of converted folders; to be counted up when `_write` writes others."""
+_SAMPLE_BYTES = 1 << 20
+"""Bytes of both ends of a file by which it is known again."""
+
+
+def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
+    """Give the folder with the file's weights in float32, its config and its tokenizer; made unless it is there.
+
+    The weights are converted whole, in one process of a machine, while the others wait: about six bytes of memory a
+    parameter for its time, and 4 bytes of disk a parameter for good. Afterwards each process maps the folder, and reads
+    what it keeps.
+
+    Args:
+        file: a GGUF file of an architecture that transformers can read.
+        cache_dir: shared by all processes of the machine.
+        key: the config key that names it, for messages.
+
+    Raises:
+        ConfigError: the package `gguf` is missing, or the file is damaged or of a kind that transformers cannot read.
+        ResourceError: the disk is full.
+    """
+    if find_spec("gguf") is None:
+        raise ConfigError(
+            "the package gguf is missing, which reads this file", where=key, found=file, hint="pip install gguf"
+        )
+    if re.search(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", file.name):
+        hint = "merge them first: llama-gguf-split --merge FIRST_PART MERGED.gguf"
+        raise ConfigError("this is a part of a split file", where=key, found=file, hint=hint)
+    # Another version of transformers reads the file anew.
+    status = file.stat()
+    words = f"{_FORMAT} {transformers.__version__} {status.st_size} {status.st_mtime_ns}"
+    digest = hashlib.blake2b(words.encode(), digest_size=12)
+    with file.open("rb") as content:
+        digest.update(content.read(_SAMPLE_BYTES))
+        content.seek(max(0, status.st_size - _SAMPLE_BYTES))
+        digest.update(content.read(_SAMPLE_BYTES))
+    folder = cache_dir / "gguf" / f"{file.stem}-{digest.hexdigest()}"
+
+    def write(temporary: Path) -> None:
+        logger.info("converting %s to safetensors in float32, once", file)
+        # transformers does not read all of it: how spaces before digits are split, for one.
+        logger.info("its tokenizer is rebuilt; model.tokenizer.name=ID of the original takes the exact one")
+        limits = _limits(status.st_size)
+        do_apart(lambda: _write(file, temporary, key), where=key, found=file, limits=limits)
+
+    return make_once(folder, write)
+
+
+def _limits(num_bytes: int) -> Limits:
+    """Limits to convert a GGUF file, which has two bits a parameter or more.
+
+    Each byte of the file takes up to 24 bytes of memory. More is allowed, and CPU time is as generous.
+    """
+    return Limits(
+        cpu_seconds=120 + num_bytes // 10**6,
+        memory_bytes=4 * 2**30 + 32 * num_bytes,
+        wall_seconds=900 + num_bytes / 10**5,
+    )
+
+
+def _write(file: Path, folder: Path, key: str) -> None:
+    with reading_from_hub(key, str(file)):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype="float32", output_loading_info=True
+        )
+    model, found = loaded
+    # The weights are no longer quantized, and are not saved as long as the model says so.
+    model.config.__dict__.pop("quantization_config", None)
+    del model.hf_quantizer
+    tokenizer.save_pretrained(folder)
+    # What the file lacks has random values here: whether that may be is asked where the folder is read.
+    missing = found["missing_keys"]
+    model.save_pretrained(
+        folder, state_dict={name: value for name, value in model.state_dict().items() if name not in missing}
+    )

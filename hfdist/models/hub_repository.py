@@ -1,0 +1,165 @@
+"""A model's repository in the Hub's own cache: one commit of it, and its files, fetched and verified."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, is_offline_mode, snapshot_download
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+from hfdist.atomic_write import write_atomically
+from hfdist.errors import ResourceError
+from hfdist.models.hub_client import DamagedError, ask
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One commit."""
+
+    commit: str
+    names: set[str]
+    is_complete: bool
+    """Whether these are all files of the repository; else those in the local cache."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Files of the repository `name`, which config key `key` gives."""
+
+    name: str
+    key: str
+    cache_dir: Path
+
+    def resolve(self, revision: str | None) -> Snapshot:
+        """Ask the Hub for the commit and its files; where it does not answer, look into the cache."""
+
+        def action() -> Snapshot:
+            if not is_offline_mode():
+                info = HfApi().model_info(self.name, revision=revision)
+                assert info.sha is not None
+                return Snapshot(info.sha, {file.rfilename for file in info.siblings or ()}, is_complete=True)
+            cached = self._cached(revision)
+            if cached is None:
+                raise LocalEntryNotFoundError("nothing of the repository is cached")
+            return cached
+
+        try:
+            snapshot = ask(action, key=self.key, name=self.name)
+        except ResourceError as error:
+            cached = self._cached(revision)
+            if cached is None:
+                raise
+            logger.warning("%s: %s; going on with the copy in the local cache", self.name, error.what)
+            return cached
+        if not is_offline_mode():
+            self._remember(revision, snapshot.commit)
+            logger.info("%s: commit %s", self.name, snapshot.commit)
+        return snapshot
+
+    def fetch(self, snapshot: Snapshot, names: list[str]) -> Path:
+        """Give the folder of the snapshot with these files in it, verified. One process of a machine at a time."""
+        folder = self._storage / "snapshots" / snapshot.commit
+        notes = self.cache_dir / "downloads"
+        files = [folder / name for name in names]
+
+        def action() -> None:
+            notes.mkdir(parents=True, exist_ok=True)
+            # huggingface_hub locks single files: who waits for the first would fetch the second meanwhile, and would
+            # hash all of them once more.
+            with FileLock(notes / f"{self._storage.name}.lock"):
+                if not all(file.is_file() for file in files):
+                    snapshot_download(self.name, revision=snapshot.commit, allow_patterns=names)
+                _verify_files(files, notes)
+
+        ask(action, key=self.key, name=self.name)
+        return folder
+
+    @property
+    def _storage(self) -> Path:
+        return Path(constants.HF_HUB_CACHE) / f"models--{self.name.replace('/', '--')}"
+
+    def _cached(self, revision: str | None) -> Snapshot | None:
+        ref = self._ref(revision)
+        commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision or ""
+        folder = self._storage / "snapshots" / commit
+        if not commit or not folder.is_dir():
+            return None
+        try:
+            files = get_cached_repo_tree(self.name, revision=commit)
+        except CachedRepoTreeNotFoundError:
+            names = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+            return Snapshot(commit, names, is_complete=False)
+        return Snapshot(commit, {file.path for file in files}, is_complete=True)
+
+    def _ref(self, revision: str | None) -> Path:
+        return self._storage / "refs" / (revision or constants.DEFAULT_REVISION)
+
+    def _remember(self, revision: str | None, commit: str) -> None:
+        """Note what a branch or tag is, as huggingface_hub does when it is asked for one: offline it is looked up."""
+        ref = self._ref(revision)
+        if revision == commit or (ref.is_file() and ref.read_text(encoding="utf-8") == commit):
+            return
+        # A cache that many share may be read-only.
+        with suppress(OSError):
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(ref, commit.encode())
+
+
+def _verify_files(files: Iterable[Path], notes: Path) -> None:
+    """Hash the files that no earlier run has, and remove those that are damaged, so that they are fetched again.
+
+    huggingface_hub compares sizes alone.
+
+    Args:
+        files: of a snapshot in the Hub's cache: links to files that bear their hash as a name.
+        notes: a folder for what is verified.
+
+    Raises:
+        DamagedError: some are damaged, and are removed now.
+    """
+
+    def stamp(file: Path) -> tuple[Path, str]:
+        status = file.stat()
+        return notes / file.resolve().name, f"{status.st_size} {status.st_mtime_ns}"
+
+    def is_verified(file: Path) -> bool:
+        note, text = stamp(file)
+        return note.is_file() and note.read_text(encoding="utf-8") == text
+
+    unknown = [file for file in files if not is_verified(file)]
+    with ThreadPoolExecutor(4) as pool:
+        damaged = [file for file, agrees in zip(unknown, pool.map(_agrees, unknown), strict=True) if not agrees]
+    for file in unknown:
+        if file in damaged:
+            # Two names may lead to one content.
+            file.resolve().unlink(missing_ok=True)
+            file.unlink()
+        else:
+            note, text = stamp(file)
+            note.write_text(text, encoding="utf-8")
+    if damaged:
+        raise DamagedError(f"{damaged[0].name} does not have the hash that the Hub says")
+
+
+def _agrees(file: Path) -> bool:
+    """Compare the content with the name: SHA-256 of large files, git's SHA-1 of small ones."""
+    blob = file.resolve()
+    if re.fullmatch(r"[0-9a-f]{64}", blob.name):
+        digest = hashlib.sha256()
+    elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
+        digest = hashlib.sha1(f"blob {blob.stat().st_size}\0".encode(), usedforsecurity=False)
+    else:
+        # Where the file system has no links, or a mirror of the Hub has other names.
+        return True
+    with blob.open("rb") as content:
+        return hashlib.file_digest(content, lambda: digest).hexdigest() == blob.name
