@@ -32,7 +32,7 @@ from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Objective, reduce_tokens
 from hfdist.trainer.training import Training
-from hfdist.tune.reference import ReferenceWeights
+from hfdist.tune.reference_weights import ReferenceWeights
 from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
