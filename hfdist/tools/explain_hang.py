@@ -15,17 +15,8 @@ from hfdist.errors import PeerError
 from hfdist.records import RunFolder, RunRecord, State, read_run
 from hfdist.tools.report.text import instant
 from hfdist.watch.diagnosis import name_ranks
-from hfdist.watch.snapshot import (
-    ASKED,
-    REPORT,
-    Collective,
-    HeardRank,
-    Snapshot,
-    read_beats,
-    read_snapshots,
-    request,
-    withdraw,
-)
+from hfdist.watch.requests import ASKED, request, withdraw
+from hfdist.watch.snapshot import REPORT, Collective, HeardRank, Snapshot, read_beats, read_snapshots
 
 _ANSWER_SECONDS = 8.0
 """Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
@@ -351,7 +342,7 @@ class _Case:
     def _places(self, rank: int) -> Iterator[str]:
         frames = self._snapshots[rank].frames if rank in self._snapshots else []
         for file, line, function in frames:
-            yield f"{'/'.join(Path(str(file)).parts[-2:])}:{line} {function}"
+            yield f"{'/'.join(Path(file).parts[-2:])}:{line} {function}"
 
     @staticmethod
     def _file(rank: int) -> str:

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from hfdist.collectives import gather_json, rank, world_size
-from hfdist.errors import ConfigError, HfdistError, PeerError
+from hfdist.errors import ConfigError, HfdistError, PeerError, first_line
 from hfdist.records import Event, RunFolder, RunRecorder, add_event
 from hfdist.records.recorder import record_end_of_run
 from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
@@ -87,7 +87,7 @@ class Watch(TrainerCallback):
             raise PeerError(
                 "the connection to another rank is lost",
                 where=f"rank {rank()}, {self.progress.step} steps done",
-                found=str(error).strip().splitlines()[0],
+                found=first_line(error),
                 hint="the same command goes on from the last checkpoint; a rank that was killed says nothing itself",
             ) from None
         exit_code = 0 if error is None else error.exit_code if isinstance(error, HfdistError) else 1

@@ -76,12 +76,12 @@ class Diagnosis(NamedTuple):
         return self.exit_code == PeerError.exit_code
 
 
-Said = TypeVar("Said", Heartbeat, Diagnosis)
-"""What ranks tell each other."""
+Read = TypeVar("Read", bound=NamedTuple)
+"""A named tuple that is read from a message or a file."""
 
 
-def as_tuple(kind: type[Said], values: Sequence[Any]) -> Said:
-    """Make a named tuple of values that were read; TypeError: they are not those of this kind."""
+def as_tuple(kind: type[Read], values: Sequence[Any]) -> Read:
+    """Make a named tuple of values that were read; TypeError: their number or a type is wrong."""
     hints = get_type_hints(kind).values()
     if len(values) != len(hints) or not all(map(isinstance, values, hints)):
         raise TypeError(f"no {kind.__name__}")

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from hfdist.watch.diagnosis import Heartbeat
-from hfdist.watch.snapshot import Collective, Snapshot
+from hfdist.watch.snapshot import Collective, Frame, Snapshot
 
 # Not merely any frame of the compiler: what it has compiled runs below such frames, too.
 _COMPILING = (("_dynamo/convert_frame.py", ""), ("_inductor/compile_fx.py", "compile"))
@@ -72,7 +72,7 @@ def last_collectives() -> str:
 def take_snapshot(rank: int, beat: Heartbeat) -> Snapshot:
     """Give what `explain-hang` compares between ranks."""
     frames = [
-        [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name]
+        Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
         for frame in _main_frames()
         if not _is_of_libraries(frame.f_code.co_filename)
     ]

@@ -20,7 +20,7 @@ from hfdist.launch.address import LOOPBACK, find_route, is_loopback, listen
 from hfdist.messages.door import MOST_STRANGERS, Door, DoorThread, hear_answer, knock, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 from hfdist.topology import read_launcher
-from hfdist.watch.diagnosis import Diagnosis, Heartbeat, Said, as_tuple
+from hfdist.watch.diagnosis import Diagnosis, Heartbeat, Read, as_tuple
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
@@ -150,7 +150,7 @@ class JoinedStore:
         self._connection.close()
 
 
-def _read_tuple(kind: type[Said], message: Message, key: str) -> Said:
+def _read_tuple(kind: type[Read], message: Message, key: str) -> Read:
     """Take a named tuple; NotAMessageError: it is none of this kind."""
     try:
         return as_tuple(kind, message.list(key))

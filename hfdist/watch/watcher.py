@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hfdist.watch import snapshot, stacks
+from hfdist.watch import requests, snapshot, stacks
 from hfdist.watch.diagnosis import (
     Diagnosis,
     Heartbeat,
@@ -170,7 +170,7 @@ class Watcher:
 
     def _find_requests(self) -> None:
         while not self._over.wait(_REQUEST_SECONDS):
-            self._asked = snapshot.take_request(self._folder.parents[1]) or self._asked
+            self._asked = requests.take_request(self._folder.parents[1]) or self._asked
 
     def _answer(self, folder: Path) -> None:
         self._write_stacks(folder)

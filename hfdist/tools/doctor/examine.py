@@ -252,17 +252,13 @@ def _lead(request: Request, rendezvous: Rendezvous) -> None:
         ]
     )
     measured = _measure_all(request, rendezvous, plan, rest)
-    findings += _judge(facts, pairs, measured, rendezvous.world_size)
+    findings += _judge(facts, pairs, rendezvous.world_size)
+    findings += [_describe_all_reduce(backend, gbs, len(ranks)) for backend, gbs in measured.items()]
     rendezvous.hear_all("end", others, request.pair_seconds)
     report(findings, pairs, [*hosts.values()], as_json=request.as_json)
 
 
-def _judge(
-    facts: Mapping[int, Facts],
-    pairs: Sequence[Pair],
-    measured: Mapping[str, Mapping[str, float] | str],
-    world_size: int,
-) -> list[Finding]:
+def _judge(facts: Mapping[int, Facts], pairs: Sequence[Pair], world_size: int) -> list[Finding]:
     """Judge what only all ranks together tell."""
     by_host: dict[str, list[Facts]] = {}
     for _, one in sorted(facts.items()):
@@ -280,22 +276,18 @@ def _judge(
     speeds = {host: ranks[0]["link_gbs"] for host, ranks in by_host.items() if ranks[0]["link_gbs"] is not None}
     for backend in dict.fromkeys(pair.backend for pair in pairs):
         findings += judge_pairs([pair for pair in pairs if pair.backend == backend], speeds)
-    for backend, gbs in measured.items():
-        findings.append(_describe_whole(backend, gbs, len(facts)))
     if not any(one["has_gpu"] for one in facts.values()):
         findings.append(Finding.of("nccl", "not tested: there is no GPU"))
     return findings + judge_clocks(pairs)
 
 
-def _describe_whole(backend: str, gbs: Mapping[str, float] | str, ranks: int) -> Finding:
-    check = f"{backend} all-reduce"
+def _describe_all_reduce(backend: str, gbs: Mapping[str, float] | str, num_ranks: int) -> Finding:
+    """Describe what an all-reduce of `num_ranks` ranks reached by MiB, or why it failed."""
+    check, hint = f"{backend} all-reduce", "each pair works: NCCL_DEBUG=INFO tells more"
     if isinstance(gbs, str):
-        return Finding.of(
-            check, f"{ranks} ranks: {gbs}", error=True, hint="each pair works: NCCL_DEBUG=INFO tells more"
-        )
-    return Finding.of(
-        check, f"{ranks} ranks: {', '.join(f'{mib} MiB at {speed:.2f} GB/s' for mib, speed in gbs.items())}"
-    )
+        return Finding.of(check, f"{num_ranks} ranks: {gbs}", error=True, hint=hint)
+    speeds = ", ".join(f"{mib} MiB at {speed:.2f} GB/s" for mib, speed in gbs.items())
+    return Finding.of(check, f"{num_ranks} ranks: {speeds}")
 
 
 def _pairs_of(told: Mapping[int, Any]) -> list[Pair]:

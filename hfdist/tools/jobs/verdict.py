@@ -51,9 +51,11 @@ def num_losses(run_dir: Path, record: RunRecord) -> int:
         record: that of the last start, which was lost; its end may not be among the events.
     """
     ends = [event for event in read_lines(RunFolder(run_dir).events) if event.get("event") == Event.end.value]
-    earlier = [(event.get("exit_code"), event.get("step") or 0) for event in ends if event.get("start") != record.start]
+    # The end of a start may be corrected by a later line.
+    of_starts = {repr(event.get("start")): (event.get("exit_code"), event.get("step") or 0) for event in ends}
+    of_starts.pop(repr(record.start), None)
     losses, furthest = 0, -1
-    for exit_code, step in [*earlier, (LOST, record.step)]:
+    for exit_code, step in [*of_starts.values(), (LOST, record.step)]:
         losses = 0 if exit_code not in (LOST, None) else 1 if step > furthest else losses + 1
         furthest = max(furthest, step)
     return losses
