@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from hfdist.tools.report.drawing.chart import Chart, Curve, colour, draw
@@ -69,8 +70,8 @@ def _figure_chart(runs: Sequence[RunFiles], key: str) -> str:
     curves = learning_curves(
         runs, [run.figures.get(key, []) for run in runs], [run.held_out_figures.get(key, []) for run in runs]
     )
-    form = "share" if style.is_share else "number"
-    return draw(Chart(title=style.title, unit=style.unit, curves=curves, form=form, from_zero=style.is_share))
+    chart = Chart(title=style.title, unit=style.unit, curves=curves)
+    return draw(replace(chart, form="share", from_zero=True) if style.is_share else chart)
 
 
 def _policy_loss(runs: Sequence[RunFiles]) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hfdist.errors import printable
 from hfdist.records import Event, State
-from hfdist.tools.report.drawing.chart import TOP, frame
+from hfdist.tools.report.drawing.frame import TOP, frame
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import LONGEST, escaped, instant, number
 from hfdist.units import count, duration, size
