@@ -11,7 +11,8 @@ from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.planning.costs import AxisTraffic, OpCosts, RankCosts, StageCosts
 from hfdist.planning.timing.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
-from hfdist.planning.timing.step_time import simulate, step_parts, step_time
+from hfdist.planning.timing.simulate import simulate
+from hfdist.planning.timing.step_time import step_parts, step_time
 from hfdist.sent_bytes import ALL_REDUCE, SEND
 from hfdist.strategies.traffic import Phase
 from tests.unit.planning.layouts import make_layout
