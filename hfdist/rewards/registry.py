@@ -65,7 +65,7 @@ class Reward:
 def _is_finite(value: Any) -> bool:
     try:
         return not isinstance(value, str | bytes) and math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # of a tensor with several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several elements
         return False
 
 
@@ -77,7 +77,7 @@ def load_rewards(
     Args:
         names: the weight of each reward.
         where: the config key that holds `names`.
-        made: rewards of the caller's own, by name.
+        made: further rewards of the caller, by name.
 
     Raises:
         ConfigError: a weight is no finite number, or no installed package offers a reward of this name.
@@ -101,6 +101,7 @@ def load_rewards(
 
 
 def _name_in(given: object) -> str:
+    """Give a reward's name for a hint, from what was given in place of a mapping."""
     one = next(iter(given), "NAME") if isinstance(given, list | tuple | set) else given
     return one if isinstance(one, str) else getattr(one, "__name__", "NAME").strip("<>")
 
