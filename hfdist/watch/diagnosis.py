@@ -20,7 +20,7 @@ GENERATING = "waiting for generators"
 compiled, connections made and buffers filled."""
 
 IDLE_TIMES = 5
-"""A pause between two marks may be this many times the longest so far: machines are loaded, shards slow, sequences long."""
+"""A pause between two marks may be this many times the longest so far: a busy machine, a slow shard, long sequences."""
 
 _BEATS_AFTER_A_BREAK = 2.5
 _LEAST_SILENT_SECONDS = 1.0

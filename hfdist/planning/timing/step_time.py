@@ -1,4 +1,4 @@
-"""Seconds of a step: each phase against the limits of a device, what no computation hides of what travels, and waiting.
+"""Seconds of a step: each phase by the limits of the device, the traffic that no computation hides, and the bubble.
 
     phase       on a GPU the longer of its arithmetic and memory traffic, and of starting its operations; on a CPU all
     traffic     a ring's or an exchange's, by the slowest link on its way; hidden as far as its layout runs it beside a
@@ -57,11 +57,11 @@ def step_time(
     """Give the time of a step.
 
     Args:
-        costs: of one rank, which stands for all; or of one rank of each stage of a pipeline, in order.
-        strategy: of the layout.
-        hardware: of all ranks.
-        train: says the precision, and whether blocks are computed again.
-        factors: None: those of no calibration.
+        costs: costs of one rank, which stands for all; or of one rank of each stage of a pipeline, in order.
+        strategy: strategy of the layout.
+        hardware: hardware of all ranks.
+        train: precision, and whether blocks are computed again.
+        factors: factors of a calibration; None: the defaults.
     """
     factors = default_factors(hardware) if factors is None else factors
     return _time(_listed(costs), strategy, _Clock(hardware, train, strategy, factors))
@@ -78,7 +78,7 @@ def step_parts(
     factors = default_factors(hardware) if factors is None else factors
     every = _listed(costs)
     whole = _time(every, strategy, _Clock(hardware, train, strategy, factors))
-    # A step takes twice as long where all factors are twice as large: so its slopes by them, times them, add up to it.
+    # With all factors twice as large a step takes twice as long. So the slopes, times the factors, add up to the step.
     ideal = {}
     for name in COMPONENTS:
         factor: float = getattr(factors, name)
@@ -104,7 +104,7 @@ class _Clock:
         self._peak = hardware.peak_flops(train.precision, uses_tf32=uses_tf32)
 
     def compute(self, costs: OpCosts) -> float:
-        """Seconds of some operations."""
+        """Give the seconds of some operations."""
         factors, hardware = self.factors, self.hardware
         works = factors.compute * costs.flops / self._peak
         works += factors.memory * self._left * costs.moved_bytes / hardware.bytes_per_second
@@ -112,13 +112,13 @@ class _Clock:
         return works + starts if hardware.is_cpu else max(works, starts)
 
     def step(self, costs: OpCosts) -> float:
-        """Seconds of the optimizer's step; where its state is offloaded, the host's memory sets the pace."""
+        """Give the seconds of the optimizer's step; if its state is offloaded, by the host's memory."""
         if self._offloads:
             return self.factors.memory * costs.moved_bytes / self.hardware.host_bytes_per_second
         return self.compute(costs)
 
     def send(self, traffic: AxisTraffic) -> float:
-        """Seconds of what travels along an axis in a step, if nothing else happened."""
+        """Give the seconds of the traffic of an axis in a step, if nothing hides it."""
         hardware = self.hardware
         link, latency = hardware.link(crosses_machines=False)
         hops = math.ceil(math.log2(traffic.size)) * (2 if traffic.kind == ALL_REDUCE else 1)
@@ -159,7 +159,7 @@ def _time(every: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime
     ranks = [_rank_seconds(costs, num_microbatches, clock) for costs in every]
     slowest = max(ranks, key=lambda rank: rank.busy(num_microbatches))
     busy, bubble = slowest.busy(num_microbatches), 0.0
-    # What all wait for at the end.
+    # All ranks wait for the slowest optimizer step.
     optimizer = max(rank.optimizer for rank in ranks)
     exposed: dict[str, float] = defaultdict(float)
     for rank in ranks:
@@ -168,7 +168,7 @@ def _time(every: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime
     if strategy.topology.pipeline > 1:
         bubble, waiting = _pipeline(ranks, strategy, clock, busy)
         exposed[_PIPELINE] += waiting
-        # These are in the stages' seconds.
+        # The stages' seconds include these.
         inside = {axis: exposed.get(axis, 0.0) for axis in _IN_BLOCKS}
         busy -= sum(inside.values())
     time = StepTime(compute=busy + optimizer, bubble=bubble, exposed=dict(exposed))
@@ -196,7 +196,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
 
 
 def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock) -> tuple[dict[str, float], float]:
-    """Give the seconds that are not hidden, by axis, and those of one message between stages."""
+    """Give the seconds of traffic that are not hidden, by axis, and those of one message between stages."""
     exposed: dict[str, float] = defaultdict(float)
     left = {(phase, count): room[phase] * count for phase in room for count in {one.microbatches for one in traffic}}
     message = 0.0
@@ -238,5 +238,5 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
 
 
 def _bubble(busy: float, whole: float, clock: _Clock) -> float:
-    """Give what is left of a bubble where ranks share cores: those that compute have the cores of those that wait."""
+    """Give the seconds of a bubble. Ranks that share cores compute faster while others wait."""
     return max(0.0, whole * clock.hardware.core_share - busy)

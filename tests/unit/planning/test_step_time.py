@@ -231,7 +231,8 @@ def test_lines_of_timed_steps(tmp_path):
     write_step(other, path)
     with path.open("a") as file:
         file.write(
-            '{"hardware": "cpu"}\n[]\nnull\n{"hardware": "cpu", "layout": "", "ideal": {}, "step_seconds": 1}\n{'
+            '{"hardware": "cpu"}\n[]\nnull\n{"hardware": "cpu", "layout": "", "ideal": {}, "step_seconds": 1}\n{\n'
+            '{"hardware": "cpu", "layout": "", "ideal": {"compute": 1.0}, "step_seconds": Infinity}\n'
         )
     assert read_steps(path, "cpu") == [step]
     assert read_steps(path, "h100_80gb") == [other]
