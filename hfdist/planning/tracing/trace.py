@@ -1,4 +1,4 @@
-"""Counts what a step holds and costs, operation by operation, on fake tensors and on real ones alike.
+"""Counts the memory and the costs of a step, operation by operation, on fake tensors and on real ones alike.
 
 A storage counts from the operation that makes it to the moment when nothing refers to it any more, whoever lets it go:
 Python, autograd, or FSDP2, which resizes storages by itself. The garbage collector does not run meanwhile: its moments
@@ -39,7 +39,7 @@ _ALLOCATING = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_emp
 
 
 class _Block:
-    """Memory that a storage holds."""
+    """The memory of a storage."""
 
     __slots__ = ("kind", "reference", "size")
 
@@ -49,7 +49,7 @@ class _Block:
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """Knows by which key its storage is found once that is gone."""
+    """A reference that keeps the key of its storage, to find the block once the storage is gone."""
 
     __slots__ = ("key",)
     key: int
@@ -57,7 +57,7 @@ class _StorageReference(weakref.ref[torch.UntypedStorage]):
 
 @dataclass(frozen=True)
 class Moment:
-    """When most was held, and what."""
+    """The moment of a peak: its phase, and the memory by kind."""
 
     phase: Phase
     use: MemoryUse
@@ -93,12 +93,12 @@ class Trace(TorchDispatchMode):
         self._counters = {phase: _Counter() for phase in Phase}
         self._patches = ExitStack()
         self._is_shape_only = False
-        """Whether what runs now is on no tensors of the step."""
+        """Whether the operations now are on shapes alone, and not on tensors of the step."""
 
-    # ---- what a caller asks ----
+    # ---- for callers ----
 
     def hold(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count tensors from now on as what they are, whether they were seen before or not."""
+        """Count tensors as `kind` from now on, whether they were seen before or not."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
             block = self._see(local)
@@ -110,26 +110,26 @@ class Trace(TorchDispatchMode):
 
     @property
     def held(self) -> MemoryUse:
-        """What is held now."""
+        """Memory by kind now."""
         return MemoryUse(**self._held)
 
     @property
     def peak(self) -> Moment:
-        """When most was held, of all phases."""
+        """The highest peak of all phases."""
         phase = max(self._peaks, key=lambda phase: self._peaks[phase][0])
         return Moment(phase, self.peak_of(phase))
 
     def peak_of(self, phase: Phase) -> MemoryUse:
-        """The most that was held in a phase; nothing if it has not come."""
+        """Give the peak of a phase; zeros if the phase has not come."""
         return MemoryUse(**dict(zip(KINDS, self._peaks.get(phase, (0, (0,) * len(KINDS)))[1], strict=True)))
 
     def costs(self, phase: Phase) -> OpCosts:
-        """What the operations of a phase cost."""
+        """Give the costs of the operations of a phase."""
         counter = self._counters[phase]
         return OpCosts(flops=counter.flops, moved_bytes=counter.moved_bytes, kernels=counter.kernels)
 
     def hold_rest(self, kind: str) -> None:
-        """Count as `kind` from now on all that nobody has named."""
+        """Count all memory without a kind as `kind` from now on."""
         for block in self._blocks.values():
             if block.kind == ACTIVATIONS:
                 self._held[ACTIVATIONS] -= block.size
@@ -137,7 +137,7 @@ class Trace(TorchDispatchMode):
                 block.kind = kind
 
     def forget_peak(self) -> None:
-        """Begin anew with what is held now."""
+        """Forget peaks and costs: the memory now is the first peak."""
         self._peaks.clear()
         self.forget_costs()
         self._note_peak()
@@ -278,7 +278,7 @@ class Trace(TorchDispatchMode):
 
 
 def _sums_gradients(operation: object) -> bool:
-    """Whether autograd adds up gradients of a tensor that was used twice.
+    """Whether an operation adds up the gradients of a tensor that was used twice.
 
     It adds in place to one that nobody else refers to, but not to a subclass such as a fake tensor: there it makes a
     sum, and lets that one go at once. Private: nothing public tells that a backward runs.
