@@ -33,16 +33,16 @@ from hfdist.units import duration, share, short, size
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What is printed."""
+    """The answer of `hfdist plan`, as text and as JSON values."""
 
     text: str
     content: object
-    """The same as JSON."""
+    """JSON values of the same."""
     fits: bool
 
 
 def answer(request: PlanRequest) -> Answer:
-    """Plan.
+    """Answer a request.
 
     Raises:
         ConfigError: as the run itself would, before its first step.
@@ -158,11 +158,11 @@ _STEPS = (
     "report.sample_tokens=0",
     "export.push_to=null",
 )
-"""Two that also warm up, and five. What needs saves, evaluations or more steps is off."""
+"""Seven steps, of which two also warm up. What needs saves, evaluations or more steps is off."""
 
 
 def run_steps(line: LineAboutRun, processes: int) -> None:
-    """Run them; ResourceError: they failed."""
+    """Run `_STEPS`, which later plans learn from; ResourceError: they failed."""
     with tempfile.TemporaryDirectory(prefix="hfdist-plan-") as folder:
         own = (*_STEPS, f"run.dir={folder}", f"launch.processes={processes}")
         command = module("hfdist", line.recipe, *line.recipe_arguments, *own)
@@ -179,12 +179,12 @@ _WORTH = 0.95
 
 
 def advise(plan: Plan, config: RunConfig, architecture: PreTrainedConfig, machines: Machines) -> str | None:
-    """Give the overrides of the change that makes a run fit, or fastest, with its figures; None: none does.
+    """Give the overrides of the one change that makes a run fit, or fastest, with its figures; None: there is none.
 
     Args:
-        plan: of the run as it is asked.
-        config: of the run.
-        architecture: of the model.
+        plan: plan of the run as it is asked.
+        config: config of the run.
+        architecture: config of the model.
         machines: see `find_machines`.
     """
     model = measure(config, architecture, machines, processes=plan.processes, as_asked=True)
@@ -210,7 +210,7 @@ def _evaluate(evaluator: Evaluator, layout: Layout) -> Candidate | None:
 
 
 def _neighbours(layout: Layout) -> Iterator[Layout]:
-    """Layouts on as many processes that differ in one thing."""
+    """Give the layouts on as many processes that differ in one thing."""
     for recompute in (None, *Recompute):
         if recompute is not layout.recompute:
             yield replace(layout, recompute=recompute)

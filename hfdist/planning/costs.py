@@ -1,4 +1,4 @@
-"""What a step of one rank holds, computes and sends: what traces and formulas give, and what time is made of."""
+"""Costs of a step of one rank: its memory, its operations, its traffic and its time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hfdist.strategies.traffic import Phase
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """The most that a rank holds in a step."""
+    """The peak memory of a rank in a step."""
 
     rank: int
-    """The rank that holds most, among those that were looked at."""
+    """The rank with the highest peak, among those that were looked at."""
     phase: Phase
-    """When it is held."""
+    """Phase of the step in which the peak is."""
     use: MemoryUse
     low_bytes: float
     high_bytes: float
-    """The range in which it will lie."""
+    """Range in which the measured peak will lie."""
 
     def with_runtime(self, runtime_bytes: float) -> PeakMemory:
-        """Put what a process holds without a model in the place of what was taken for it."""
+        """Replace the memory that a process holds without a model."""
         added = runtime_bytes - self.use.runtime
         return replace(
             self,
@@ -34,7 +34,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class OpCosts:
-    """What some operations cost, on any device."""
+    """Costs of some operations, on any device."""
 
     flops: float = 0.0
     """FLOPs of matrix products and attention in the type that `train.precision` computes in; a multiply-add is two."""
@@ -67,7 +67,7 @@ class StageCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisTraffic:
-    """What one rank sends along one axis of the mesh in a step."""
+    """Traffic of one rank along one axis of the mesh in a step."""
 
     axis: str
     """As `Topology` names it; `data` where ranks of all replicas take part."""
@@ -80,18 +80,18 @@ class AxisTraffic:
     crosses_machines: bool
     """Whether its ranks are on several machines."""
     machine_ranks: int = 1
-    """Its ranks on one machine: all of them send to other machines at once, each over its own link."""
+    """Ranks of the axis on one machine: all of them send to other machines at once, each over its own link."""
     kind: str = ""
     """Kind of the collective, as in `sent_bytes`."""
     microbatches: int = 1
-    """Micro batches in which it travels; the time of the others hides nothing."""
+    """Micro batches with this traffic; the computation of the others hides none of it."""
     overlaps: Phase | None = None
     """The phase beside which it can run; None: all wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCosts:
-    """All that a step of one rank costs."""
+    """All costs of a step of one rank."""
 
     stages: tuple[StageCosts, ...]
     """The stages that this rank runs, in their order; one without a pipeline."""

@@ -33,7 +33,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Say in one line whether it fits."""
+    """Say in one line whether a plan fits."""
     needed, usable = size(plan.memory.use.total), size(plan.usable_bytes)
     if not plan.fits:
         return f"does not fit: a rank needs {needed}, and may use {usable}"
@@ -42,7 +42,7 @@ def verdict(plan: Plan) -> str:
 
 
 def describe_shortly(plan: Plan) -> str:
-    """Give what a run says of its plan at its start: memory and time."""
+    """Describe memory and time of a plan for the start of its run."""
     parts = ", ".join(f"{name} {size(value)}" for name, value in uses(plan.memory.use) if value > 0)
     low, high = size(plan.memory.low_bytes), size(plan.memory.high_bytes)
     between = "" if low == high else f" ({low} to {high})"
@@ -60,7 +60,7 @@ def uses(use: MemoryUse) -> list[tuple[str, float]]:
 
 
 def describe_whole_run(plan: Plan) -> str:
-    """Say what the whole run takes: time, money and energy, as far as it is known."""
+    """Describe time, money and energy of the whole run, as far as they are known."""
     hours = plan.hours
     if hours is None or plan.max_steps is None:
         return "its steps are counted by its data: not known here"

@@ -1,4 +1,4 @@
-"""A plan beside what a run has measured, item by item: what grade.json holds, and what later plans learn from."""
+"""A plan beside the measurements of its run, item by item, as grade.json has them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run has measured; None: it could not."""
+    """Measurements of a run; None: not measured."""
 
     held: Held | None = None
     """Bytes that the rank with the highest peak holds."""
@@ -46,7 +46,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One figure of a plan, and what it was."""
+    """One figure of a plan, with its measured value."""
 
     name: str
     unit: str
@@ -81,7 +81,7 @@ def _memory(plan: Plan, measured: Measured) -> Iterator[Item]:
     yield Item(name=PEAK, unit="bytes", predicted=sum(planned.values()), measured=held.peak)
     known = {name: value for name, value in held.parts.items() if name in planned}
     if plan.memory.phase is Phase.backward:
-        # Some are there by then, and they are counted when all are.
+        # At the peak there are only some gradients, and the measurement counts all of them.
         known.pop("gradients", None)
     for name, value in known.items():
         yield Item(name=name, unit="bytes", predicted=planned[name], measured=value)

@@ -1,4 +1,4 @@
-"""What a run is planned for: its devices, the memory that a process may use, and what past runs say of their speed."""
+"""The machines of a plan: devices, the memory that a process may use, and factors of speed from past runs."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ STEPS = "timed_steps.jsonl"
 _MOST_STEPS = 50
 """Number of lines of `STEPS` that count, the last ones: machines change."""
 _GIB = 2**30
-# Of the trainer's libraries and the tokenizer, which a plan does not import: measured on Linux.
 _MORE_IN_A_RUN = 96 * 2**20
-# Context, kernels and workspaces of CUDA, and buffers of NCCL. Not measured by hfdist.
+"""Bytes of the trainer's libraries and the tokenizer, which a plan does not import: measured on Linux."""
 _RUNTIME_OF_GPU = 1.2 * _GIB
+"""Bytes of context, kernels and workspaces of CUDA, and of NCCL's buffers. Not measured by hfdist."""
 
 __all__ = ["STEPS", "Machines", "find_machines"]
 
 
 def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int) -> Machines:
-    """Say what each process has: as it is asked, as the hardware has it, or what is free here.
+    """Find the device and the memory of each process: as asked, as the hardware has them, or as they are free here.
 
     Args:
-        config: of the run.
+        config: config of the run.
         asked: the plan's keys.
-        hardware: that is asked for by name; None: what is at hand.
-        processes: how many there will be.
+        hardware: the hardware that is asked for by name; None: the hardware at hand.
+        processes: number of processes.
     """
     per_machine = asked.per_machine
     if hardware is None and asked.hardware is None and torch.cuda.is_available():
@@ -67,7 +67,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
 
 
 def measured_cpu(folder: Path, processes: int) -> Hardware:
-    """Give what so many processes of this machine have, measured once: past runs count by it."""
+    """Measure the CPU as `processes` processes share it, once: past runs were timed against the same figures."""
     words = f"{platform.node()} {os.cpu_count()} {processes} {torch.__version__}"
     path = folder / f"cpu-{hashlib.blake2b(words.encode(), digest_size=8).hexdigest()}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):

@@ -9,10 +9,10 @@ from hfdist.planning.costs import AxisTraffic, PeakMemory, StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will need in one layout on one hardware."""
+    """The needs of a run in one layout on one hardware."""
 
     layout: str
-    """As `Topology.describe` says it, with sharding and precision."""
+    """The layout as `Topology.describe` gives it, with sharding and precision."""
     hardware: str
     processes: int
     memory: PeakMemory

@@ -1,4 +1,4 @@
-"""What scores a completion in reinforcement learning: functions that verify it, by name. Loads no torch."""
+"""Rewards of reinforcement learning: functions that score completions, by name. Loads no torch."""
 
 from hfdist.rewards.generation import Generation
 from hfdist.rewards.registry import Reward, load_rewards

@@ -13,7 +13,7 @@ from hfdist.rewards.generation import Generation
 _LONGEST = 1000
 """Characters of a number. A longer one is no answer: its arithmetic could take minutes."""
 
-# Of ten, of few digits: a number of more could take minutes.
+# A power of ten of few digits: arithmetic with a larger one could take minutes.
 _POWER = r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
 _UNSIGNED = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?{_POWER}|(?<![\w.])\.[0-9]+{_POWER}"
 _NUMBER = re.compile(
@@ -28,8 +28,8 @@ _FRACTION = re.compile(
 )
 _MIXED = re.compile(r"(?<=[0-9])\s*(?=\\[dt]?frac)")
 """Between a whole number and the fraction that is added to it."""
-# How LaTeX writes what plain text writes otherwise.
 _LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
+"""Notation of LaTeX, and the same in plain text."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def final_answer(text: str) -> Answer | None:
 
 
 def _last_box(text: str) -> str | None:
-    r"""Give what stands between the braces of the last \boxed{}; None: there is none that ends."""
+    r"""Give the text between the braces of the last \boxed{}; None: there is no such box, or its braces do not end."""
     _, box, after = text.rpartition("\\boxed{")
     depth = 1
     for place, character in enumerate(after):
@@ -100,7 +100,7 @@ def _first_number(text: str) -> Answer | None:
 
 
 def _number(found: list[re.Match[str]]) -> Answer | None:
-    """Give the number that was found; None: none was, it is too long, or it divides by zero."""
+    """Give the number of the match in `found`; None: there is none, it is too long, or it divides by zero."""
     if not found or len(found[0][0]) > _LONGEST:
         return None
     [match] = found

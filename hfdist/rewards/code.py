@@ -26,13 +26,13 @@ def code(
     of the reference; its other statements prepare them. They run in a sandbox (`hfdist/rewards/sandbox/`).
 
     Args:
-        generations: several run at a time, by this process's share of the machine's CPUs.
-        limits: of each program; None: 4 CPU seconds, 12 seconds, 512 MiB.
+        generations: programs and their tests; several run at a time, by this process's share of the machine's CPUs.
+        limits: limits of each program; None: 4 CPU seconds, 12 seconds, 512 MiB.
         without_landlock: whether programs may run where the kernel does not keep them from reading this user's files.
 
     Raises:
         ConfigError: this machine cannot confine a program.
-        DataError: a reference is no Python, has no test, or gives a program what is no plain data.
+        DataError: a reference is no Python, has no test, or calls a program with an argument that is no plain data.
     """
     counts = [_count_tests(one.reference) for one in generations]
 
@@ -53,7 +53,7 @@ def code_without_landlock(generations: Sequence[Generation]) -> list[float]:
 
 
 SANDBOXED = MappingProxyType({"code": code, WITHOUT_LANDLOCK: code_without_landlock})
-"""By name: rewards that need a machine which can confine a program."""
+"""Rewards that need a machine which can confine a program, by name."""
 
 
 def find_program(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a model wrote after a prompt, and what it is compared with."""
+"""A text that a model generated from a prompt, with the reference to compare it with."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A prompt that the model has continued."""
+    """A prompt, its completion and its reference."""
 
     prompt: str
     text: str
-    """What the model wrote, without special tokens."""
+    """The completion, without special tokens."""
     reference: str
-    """What stands there in the data. In an evaluation it is, like `text`, at most `evaluate.max_new_tokens` long."""
+    """The completion in the data. In an evaluation it is, like `text`, at most `evaluate.max_new_tokens` long."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """The other columns of its row, as JSON has them (`data.keep_columns`)."""
     token_ids: tuple[int, ...] = ()
-    """Token ids of the prompt and of what the model wrote, with special tokens; empty for metrics."""
+    """Token ids of prompt and completion, with special tokens; empty for metrics."""

@@ -1,10 +1,10 @@
-"""Rewards by name: built in, or an entry point of an installed package; what they give is checked."""
+"""Rewards by name: built in, or an entry point of an installed package. Their scores are checked."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,24 +41,20 @@ class Reward:
         """
         try:
             scores = self.score(generations)
+            # A generator computes its scores only now.
+            values = list(scores) if isinstance(scores, Iterable) else None
         except HfdistError:
             raise
         except Exception as error:  # whatever a package raises
             what = f"the reward fails: {type(error).__name__}: {error}"
             raise DataError(what, where=f"reward {self.name}") from error
-        return self._checked(scores, len(generations))
-
-    def _checked(self, scores: Any, count: int) -> list[float]:
-        where, allowed = f"reward {self.name}", f"one finite number for each generation: {count}"
-        try:
-            values = list(scores)
-        except TypeError as error:
-            what, found = "the reward gives no list", type(scores).__name__
-            raise DataError(what, where=where, found=found, allowed=allowed) from error
-        if len(values) != count:
-            raise DataError(
-                "the reward gives another number of scores", where=where, found=len(values), allowed=allowed
-            )
+        where, allowed = f"reward {self.name}", f"one finite number for each generation: {len(generations)}"
+        if values is None:
+            found = type(scores).__name__
+            raise DataError("the reward gives no list", where=where, found=found, allowed=allowed)
+        if len(values) != len(generations):
+            what = "the reward gives another number of scores"
+            raise DataError(what, where=where, found=len(values), allowed=allowed)
         for place, value in enumerate(values):
             if not _is_finite(value):
                 what = f"score {place} of the reward is no finite number"
@@ -69,7 +65,7 @@ class Reward:
 def _is_finite(value: Any) -> bool:
     try:
         return not isinstance(value, str | bytes) and math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # of a tensor with several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several elements
         return False
 
 
@@ -81,7 +77,7 @@ def load_rewards(
     Args:
         names: the weight of each reward.
         where: the config key that holds `names`.
-        made: rewards of the caller's own, by name.
+        made: further rewards of the caller, by name.
 
     Raises:
         ConfigError: a weight is no finite number, or no installed package offers a reward of this name.
@@ -91,7 +87,7 @@ def load_rewards(
         raise ConfigError(what, where=where, found=f"{names!r:.80}", allowed=allowed, hint=hint)
     for name, weight in names.items():
         if isinstance(weight, str):
-            number = weight if re.fullmatch(r"-?[\d.]+", weight) else 1.0
+            number = weight if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", weight) else 1.0
             what, hint = "the weight of a reward is text", f"{{{name!r}: {number}}}"
             raise ConfigError(what, where=f"{where}.{name}", found=repr(weight), allowed="a number", hint=hint)
         if not _is_finite(weight):
@@ -105,6 +101,7 @@ def load_rewards(
 
 
 def _name_in(given: object) -> str:
+    """Give a reward's name for a hint, from what was given in place of a mapping."""
     one = next(iter(given), "NAME") if isinstance(given, list | tuple | set) else given
     return one if isinstance(one, str) else getattr(one, "__name__", "NAME").strip("<>")
 

@@ -1,4 +1,4 @@
-"""From `task.*` to an objective, and what all objectives want of a model."""
+"""The objective of a run, from `task.*`, and the changes that all objectives make to a model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_objective(
 
 
 def check_rewards(names: Mapping[str, float]) -> None:
-    """Raise a ConfigError on a reward that nobody offers, or that runs programs where they cannot be confined."""
+    """Raise a ConfigError on a reward that no package offers, or that runs programs where they cannot be confined."""
     made = {REWARD_MODEL: lambda generations: [0.0] * len(generations)}
     for reward in load_rewards(names, where="task.rewards", made=made):
         if reward.name in SANDBOXED:
@@ -80,10 +80,10 @@ def _table(config: RunConfig) -> ReferenceTable:
 def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Switch dropout off, in place, and set a pad token if the model has none.
 
-    Answers are compared, and must not differ by chance.
+    Log-probabilities of answers are compared, and dropout would make them differ by chance.
 
     Raises:
-        ConfigError: the model sees through from one packed answer to the next, or its positions do not begin with 0.
+        ConfigError: tokens of a packed answer attend to the answer before it, or positions do not begin with 0.
     """
     if class_keeps_documents_apart(model) is False:
         what = "answers are packed, and this model sees through from one to the next"
@@ -94,7 +94,7 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
         hint = "a model whose positions begin with 0"
         raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
     if model.config.pad_token_id is None:
-        # A model that scores sequences asks for it, though none is padded.
+        # A model for sequence classification asks for it, though no sequence is padded.
         model.config.pad_token_id = tokenizer.eos_token_id
     for module in model.modules():
         if isinstance(module, nn.Dropout):

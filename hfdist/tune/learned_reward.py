@@ -58,13 +58,13 @@ def check_reward_model(path: str) -> None:
 
 
 class LearnedReward:
-    """The frozen model, whole on each rank that scores: it is read when it first does.
+    """The frozen reward model, whole on each rank that scores; it is read when the rank scores first.
 
     Args:
-        path: folder of the model and its tokenizer, which `check_reward_model` has passed.
-        tokenizer: of the model that answers.
-        layout: in which that one is trained.
-        arguments: of the run: device, precision, and rows of a forward.
+        path: folder of the model and its tokenizer, checked by `check_reward_model`.
+        tokenizer: tokenizer of the model that is trained.
+        layout: layout in which that model is trained.
+        arguments: arguments of the run: device, precision, and rows of a forward.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LearnedReward:
         self._layout, self._arguments = layout, arguments
 
     def __call__(self, generations: Sequence[Generation]) -> list[float]:
-        """Give the score of each: a `hfdist.rewards.registry.Score`."""
+        """Score each generation, as a `hfdist.rewards.registry.Score` does."""
         rows = [self._encode(one) for one in generations]
         size = self._arguments.per_device_eval_batch_size
         return [score for start in range(0, len(rows), size) for score in self._score_rows(rows[start : start + size])]
@@ -92,10 +92,14 @@ class LearnedReward:
         return frozen
 
     @cached_property
-    def _own_encoder(self) -> Encoder | None:
-        """Encodes texts anew; None: the tokens mean the same to both models."""
+    def _own_tokenizer(self) -> PreTrainedTokenizerBase:
         with reading_from_hub(_KEY, str(self._folder)):
-            self._own_tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        return found
+
+    @cached_property
+    def _own_encoder(self) -> Encoder | None:
+        """Encodes texts anew; None: both models have the same vocabulary."""
         is_same = self._own_tokenizer.get_vocab() == self._tokenizer.get_vocab()
         return None if is_same else Encoder(self._own_tokenizer)
 

@@ -32,7 +32,7 @@ from hfdist.strategies.base import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Objective, reduce_tokens
 from hfdist.trainer.training import Training
-from hfdist.tune.reference import ReferenceWeights
+from hfdist.tune.reference_weights import ReferenceWeights
 from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
@@ -60,18 +60,18 @@ class PolicyGradient(Objective):
         self.names = ("entropy", "clipped_ratios", *(["kl"] if task.beta else []), *rollouts.names)
 
     def begin(self, training: Training) -> None:
-        """See what the model allows, and keep the weights that it is compared with."""
+        """Begin the rollouts, and keep the weights that the model is compared with."""
         super().begin(training)
         self._rollouts.begin(training)
         self._reference = ReferenceWeights(training.engine) if self._task.beta else None
 
     def callbacks(self) -> list[TrainerCallback]:
-        """Give what writes rollouts.jsonl, and what ends the generators."""
+        """Give the callbacks that write rollouts.jsonl and end the generators."""
         generators = self._rollouts.generators
         return [self._rollouts.lines] if generators is None else [self._rollouts.lines, generators.ledger, generators]
 
     def figures(self, *, trains: bool) -> dict[str, float]:
-        """Add those of the generators."""
+        """Add the figures of the generators."""
         generators = self._rollouts.generators if trains else None
         return super().figures(trains=trains) | ({} if generators is None else generators.figures())
 
@@ -94,7 +94,7 @@ class PolicyGradient(Objective):
         return [batch | {ADVANTAGES: own} for batch, own in zip(answered, of_answers, strict=True)]
 
     def _compare(self, batches: Sequence[Batch], forward: Forward, reference: ReferenceWeights) -> list[Batch]:
-        """Add to batches of answers what the loss, or the reward, needs of the reference. A collective."""
+        """Add the reference's log-probabilities, or the divergence from them, to batches of answers. A collective."""
         with reference.in_place():
             compared = [
                 batch | {REFERENCE_LOG_PROBABILITIES: self._log_probabilities(batch, forward)} for batch in batches
@@ -107,13 +107,13 @@ class PolicyGradient(Objective):
         ]
 
     def _sum_divergences(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Sum over the tokens of each answer; shape [answers]."""
+        """Sum the divergence over the tokens of each answer; shape [answers]."""
         for batch in batches:
             self._note(batch["labels"] != IGNORED, {"kl": batch[DIVERGENCE]})
         return torch.cat([batch[DIVERGENCE].sum(1) for batch in batches])
 
     def _log_probabilities(self, batch: Batch, forward: Forward) -> torch.Tensor:
-        """Give those of the tokens of answers, 0 elsewhere, on the CPU; shape [rows, tokens]. A collective."""
+        """Give log-probabilities of answers' tokens, 0 elsewhere, on the CPU; shape [rows, tokens]. A collective."""
         rows, tokens = batch["labels"].shape
         values: list[torch.Tensor] = []
 
@@ -186,7 +186,7 @@ class PolicyGradient(Objective):
         return [0.0 - reward for reward in figures["reward"]]
 
     def _note_answers(self, figures: Mapping[str, Sequence[float]]) -> None:
-        """Each answer's figures are given on one rank."""
+        """Note the figures of answers, each of which is on one rank."""
         for name, values in figures.items():
             own = torch.tensor(values, dtype=torch.float64)
             self._note(torch.ones(len(own), dtype=torch.bool), {name: own})
@@ -202,9 +202,9 @@ def clipped_losses(ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -
     """Give the losses of tokens or answers, and whether their ratio counts no more; all of one shape.
 
     Args:
-        ratio: see `ratio_of`.
-        advantages: of them.
-        clip: how far the ratio may move a loss.
+        ratio: ratios of `ratio_of`.
+        advantages: advantages of the tokens or answers.
+        clip: the most by which a ratio may differ from 1 and still count.
     """
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages

@@ -1,4 +1,4 @@
-"""Direct preference optimization: pairs of a chosen and a rejected answer, beside the reference's log-probabilities.
+"""Direct preference optimization (DPO): a loss of pairs of a chosen and a rejected answer, relative to the reference.
 
 loss = f(beta x ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected)))), by the task's loss.
 """
@@ -25,11 +25,13 @@ class Pairs(NamedTuple):
 
     is_pair: torch.Tensor
     chosen: torch.Tensor
-    """Log-ratio of the chosen answer to the reference's; 0 where there is no pair. As below."""
+    """Log-ratio of the chosen answer to the reference; 0 where there is no pair."""
     rejected: torch.Tensor
+    """Log-ratio of the rejected answer to the reference; 0 where there is no pair."""
     num_chosen: torch.Tensor
-    """Target tokens."""
+    """Number of target tokens of the chosen answer."""
     num_rejected: torch.Tensor
+    """Number of target tokens of the rejected answer."""
 
 
 def are_pairs(documents: Documents) -> torch.Tensor:
@@ -101,7 +103,7 @@ class DirectPreference(Objective):
         return are_pairs(Documents.of(batch)).sum()
 
     def begin(self, training: Training) -> None:
-        """Compute what the reference says of all pairs."""
+        """Compute the reference's log-probabilities of all pairs."""
         super().begin(training)
         self._table.fill(training, lambda batch: [batch])
 

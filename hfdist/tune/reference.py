@@ -1,7 +1,7 @@
 """The reference model's log-probabilities: computed once, before the first step, and kept by document.
 
-Before the first step the model is the reference. So it needs no second model in memory, and every layout can do it: it
-is an evaluation. What is kept lies in the run's folder, where a start that goes on, in any layout, finds it.
+Before the first step the model is the reference. So no second model is in memory, and every layout can do it: it is an
+evaluation. The log-probabilities are kept in the run's folder, where a resume in any layout finds them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -23,12 +23,11 @@ import transformers
 from torch import nn
 
 from hfdist.atomic_write import write_atomically
-from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
 from hfdist.errors import CheckpointError
 from hfdist.models.loss import LossHead
-from hfdist.strategies.base import Batch, Engine, Forward
+from hfdist.strategies.base import Batch, Forward
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, reduce_answers
 from hfdist.trainer.training import Training
@@ -42,11 +41,11 @@ _LOG_EVERY_SECONDS = 30.0
 
 
 class ReferenceTable:
-    """Log-probabilities by what a document holds.
+    """Log-probabilities of documents, by a hash of what a document holds.
 
     Args:
-        folder: in which they are kept.
-        model: what says which model the reference is; other weights make other numbers.
+        folder: the folder in which they are kept.
+        model: JSON values that name the reference model; those of another model do not count.
     """
 
     def __init__(self, folder: Path, model: object) -> None:
@@ -57,40 +56,60 @@ class ReferenceTable:
         """Number of sequences all of whose documents are known, by the identity of a stream."""
 
     def fill(self, training: Training, parts: Callable[[Batch], list[Batch]]) -> None:
-        """Compute what is not known yet of all steps, and of the held-out set. A collective.
+        """Compute what is not known yet of all steps and of the held-out set. A collective.
 
-        The weights are those of the reference. `parts` gives all batches whose documents are needed for one batch.
+        Args:
+            training: a training whose weights are still those of the reference.
+            parts: gives, for a batch, all batches whose documents are needed.
         """
         assert training.stream is not None
         stream, args = training.stream.at_beginning(), training.args
         num_sequences = args.max_steps * training.strategy.batch.global_batch_size
+        num_batches, began = args.max_steps * args.gradient_accumulation_steps, time.monotonic()
         self._read()
         if self._num_sequences.get(stream.identity, 0) >= num_sequences:
-            return
-        was_training, began, logged = training.model.training, time.monotonic(), time.monotonic()
+            # A resume: only the held-out set may be another one.
+            num_batches = 0
+        was_training = training.model.training
         batches = iter(stream.loader(batch_size=args.per_device_train_batch_size))
-        num_batches = args.max_steps * args.gradient_accumulation_steps
         with closing(batches), evaluating(training) as forward:
-            for number, batch in enumerate(chain(_held_out(training.trainer), islice(batches, num_batches))):
-                for part in parts(batch):
-                    self._learn(part, forward, partial(_answers, training.head))
-                if time.monotonic() - logged > _LOG_EVERY_SECONDS:
-                    logged = time.monotonic()
-                    logger.info("reference: %d batches of %d, and of the held-out set", number + 1, num_batches)
+            asked = chain(_held_out(training.trainer), islice(batches, num_batches))
+            has_learned = self._learn_all(asked, num_batches, parts, forward, training.head)
         training.model.train(was_training)
+        if not has_learned and not num_batches:
+            return
         on_all_ranks(lambda: self._write(training.strategy.topology.rank))
         # Only now are all numbers there.
-        known = {"model": self._model, "num_sequences": self._num_sequences | {stream.identity: num_sequences}}
+        self._num_sequences[stream.identity] = max(num_sequences, self._num_sequences.get(stream.identity, 0))
+        known = {"model": self._model, "num_sequences": self._num_sequences}
         on_rank_zero(lambda: write_atomically(self._folder / _KNOWN, json.dumps(known).encode()))
         self._read()
         seconds = time.monotonic() - began
         logger.info("reference: log-probabilities of %s documents, in %.1f s", f"{len(self._known):,}", seconds)
 
+    def _learn_all(
+        self,
+        batches: Iterable[Batch],
+        num_batches: int,
+        parts: Callable[[Batch], list[Batch]],
+        forward: Forward,
+        head: LossHead | None,
+    ) -> bool:
+        """Compute what is not known yet of the documents of batches; whether there was any, the same on all ranks."""
+        logged, has_learned = time.monotonic(), False
+        for number, batch in enumerate(batches):
+            for part in parts(batch):
+                has_learned = self._learn(part, forward, partial(_answers, head)) or has_learned
+            if time.monotonic() - logged > _LOG_EVERY_SECONDS:
+                logged = time.monotonic()
+                logger.info("reference: %d batches of %d, and of the held-out set", number + 1, num_batches)
+        return has_learned
+
     def prepare(self, batch: Batch) -> Batch:
-        """Add what is known of the documents of a batch.
+        """Add the log-probabilities of a batch's documents, under the key REFERENCE.
 
         Raises:
-            CheckpointError: one is not known.
+            CheckpointError: a document is not known.
         """
         values = torch.zeros(batch["labels"].shape)
         for row, start, key in _keys(batch):
@@ -101,15 +120,17 @@ class ReferenceTable:
             values[row, start] = known
         return batch | {REFERENCE: values}
 
-    def _learn(self, batch: Batch, forward: Forward, answers: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
+    def _learn(self, batch: Batch, forward: Forward, answers: Callable[[nn.Module, Batch], torch.Tensor]) -> bool:
+        """Compute what is not known yet of the documents of a batch; whether some rank lacked any. A collective."""
         keys = list(_keys(batch))
         # All ranks of a model replica, and under ZeRO-3 all ranks, run the same forwards.
         if not any(gather_json(any(key not in self._known for *_, key in keys))):
-            return
+            return False
         values = forward(batch, answers)
         found = torch.cat(values)[: len(batch["labels"])].cpu() if values else None
         for row, start, key in keys:
             self._known[key] = None if found is None else float(found[row, start])
+        return True
 
     def _write(self, rank: int) -> None:
         self._folder.mkdir(exist_ok=True)
@@ -122,7 +143,7 @@ class ReferenceTable:
         write_atomically(self._folder / f"rank-{rank:05d}.npz", lambda file: np.savez(file, **columns))
 
     def _read(self) -> None:
-        """Read what all ranks have written; nothing counts that is of another model."""
+        """Read what all ranks have written; log-probabilities of another model do not count."""
         self._known, self._num_sequences = {}, {}
         path = self._folder / _KNOWN
         if path.is_file() and (known := json.loads(path.read_text()))["model"] == self._model:
@@ -159,41 +180,3 @@ def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:
             if (labels[row, start:stop] != IGNORED).any():
                 content = ids[row, start:stop].tobytes() + (labels[row, start:stop] == IGNORED).tobytes()
                 yield row, start, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-_HALF = (torch.bfloat16, torch.float16)
-
-
-class ReferenceWeights:
-    """What this rank holds of the trained weights, as they are now. Each call is a collective.
-
-    Args:
-        engine: that has its optimizer.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._kept = [piece.view.to("cpu", copy=True) for piece in self._pieces()]
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Let the model have them meanwhile, and then its own ones again, bit by bit; no weights are gathered."""
-        self._exchange()
-        yield
-        # What fails in between ends the run on all ranks: no rank may wait here for the others.
-        self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for piece, kept in zip(self._pieces(), self._kept, strict=True):
-            present = piece.view.clone()
-            piece.view.copy_(kept)
-            kept.copy_(present)
-        self._engine.after_load()
-
-    def _pieces(self) -> list[Piece]:
-        """List what is trained; of half precision with float32 copies these alone, from which `after_load` makes it."""
-        trained = {name for name, parameter in self._engine.model.named_parameters() if parameter.requires_grad}
-        pieces = [p for p in self._engine.pieces() if p.name in trained and p.key in (WEIGHT, MASTER)]
-        has_copies = any(piece.key == MASTER for piece in pieces)
-        return [p for p in pieces if p.key == MASTER or not (has_copies and p.view.dtype in _HALF)]

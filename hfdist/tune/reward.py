@@ -43,7 +43,7 @@ class RewardPairs(Objective):
 def token_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Give the score at each token; shape [rows, tokens].
 
-    The model itself only gives that of a row's last token, so what its layer gives is taken.
+    The model itself gives the score of a row's last token only, so the output of its layer is taken.
     """
     base: Any = model
     while not isinstance(base, PreTrainedModel):

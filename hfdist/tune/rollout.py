@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ADVANTAGES = "advantages"
 """Key in a batch: the advantage of each answer; shape [rows]."""
 OLD_LOG_PROBABILITIES = "old_log_probabilities"
-"""Key in a batch whose answers generators gave: log-probabilities of tokens when drawn; shape [rows, tokens]."""
+"""Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
 
 _SHOWN_PROMPTS = 2
 """Number of prompts of each logged step whose answers are written to the file."""
@@ -47,11 +47,11 @@ class Rollouts:
     """Answers, rewards and batches of one Trainer.
 
     Args:
-        config: `task.*` says how answers are sampled, and by whom.
-        rewards: what scores them.
-        tokenizer: of the prompts.
+        config: config of the run; `task.*` says how answers are sampled, and by whom.
+        rewards: functions that score answers.
+        tokenizer: tokenizer of the model.
         examples: held-out prompts with their references.
-        lines: where some answers are written, on rank 0.
+        lines: writes some answers, on rank 0.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Rollouts:
         """Answer all prompts of a step of this data rank. A collective.
 
         Args:
-            batches: of prompts with references, a row each.
-            forwarding: holds while forwards run in the layout, and gives what runs them.
+            batches: batches with a prompt and its reference in each row.
+            forwarding: makes a context in which forwards run in the layout; it gives the function that runs them.
 
         Returns:
-            Batches of answers without advantages; their rewards, of shape [prompts, answers]; and figures of them by
+            Batches of answers without advantages; rewards of shape [prompts, answers]; and figures of the answers by
             name, on one rank of each model replica.
         """
         count = self._task.num_generations
@@ -135,7 +135,7 @@ class Rollouts:
         return built, rewards, figures
 
     def _sample(self, prompts: Sequence[list[int]], forward: Forward) -> list[list[int]]:
-        """Let the ranks answer prompts, each as often as it is there."""
+        """Sample one answer to each of `prompts` on the ranks."""
         numbers = self._numbers(len(prompts) // self._task.num_generations)
         return sample_completions(
             prompts,
@@ -162,7 +162,7 @@ class Rollouts:
             rows_at_once=self._training.args.per_device_eval_batch_size,
             uses_cache=self._uses_cache,
         )
-        # Without what has ended them; a reward model reads that, too.
+        # These lack the token that ended them, which a reward model reads.
         whole = [
             [*answer, self._tokenizer.eos_token_id] if len(answer) < self._limits.max_new_tokens else answer
             for answer in answers
@@ -251,7 +251,7 @@ class RolloutLines(StepLines):
     def write_some(
         self, generations: Sequence[Generation], scores: dict[str, list[float]], state: TrainerState
     ) -> None:
-        """Write those of the first prompts of rank 0; the step is the one that they are for."""
+        """Write the answers to the first prompts of rank 0, with the step that trains on them."""
         step = state.global_step + 1
         if step % self._every == 0:
             for place, one in enumerate(generations[: self._count]):
@@ -276,7 +276,7 @@ def _examples(batch: Batch, room: int | None) -> list[Example]:
 
 
 def _rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
-    """Put prompts and answers below each other."""
+    """Make a batch with a prompt and its answer in each row."""
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     width = max(2, *lengths)
     batch = {

@@ -42,7 +42,7 @@ class KahnemanTversky(Objective):
         return (documents.num_chosen_targets + documents.num_rejected_targets > 0).sum()
 
     def begin(self, training: Training) -> None:
-        """Compute what the reference says of all answers."""
+        """Compute the reference's log-probabilities of all answers."""
         super().begin(training)
         self._table.fill(training, lambda batch: [batch, mismatched(batch)] if self._has_kl else [batch])
 
@@ -113,9 +113,9 @@ class KahnemanTversky(Objective):
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Give each prompt the answer that stands before it in its row, the first one the last; as plain targets.
+    """Give each prompt the answer of the prompt before it in its row, and the first prompt the last answer.
 
-    A row has as many tokens as before. Where it has one answer only, nothing is a target.
+    Rows keep their length, and targets are plain labels. A row with one answer has no target.
     """
     ids, labels, positions = (batch[name] for name in ("input_ids", "labels", "position_ids"))
     new = {"input_ids": ids.clone(), "labels": torch.full_like(labels, IGNORED), "position_ids": positions.clone()}

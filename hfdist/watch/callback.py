@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from hfdist.collectives import gather_json, rank, world_size
-from hfdist.errors import ConfigError, HfdistError, PeerError
+from hfdist.errors import ConfigError, HfdistError, PeerError, first_line
 from hfdist.records import Event, RunFolder, RunRecorder, add_event
 from hfdist.records.recorder import record_end_of_run
 from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
@@ -24,12 +24,12 @@ from hfdist.watch.watcher import Watcher
 logger = logging.getLogger(__name__)
 
 _VERDICT_SECONDS = 5.0
-"""Seconds after the heartbeat: until then the watch has said who is missing, and has ended the process."""
+"""Seconds after the heartbeat within which the watch says who is missing, and ends the process."""
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh")
 
 
 def _event(name: str, *, is_end: bool = False) -> Callable[..., None]:
-    """Make the method of an event that is marked, and that may end what took long."""
+    """Make the method of an event: it marks progress. `is_end`: the event also ends what may take long."""
 
     def on_event(
         self: Watch, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
@@ -50,8 +50,8 @@ class Watch(TrainerCallback):
     message. Add it after callbacks that decide about saving and stopping. One process is not watched.
 
     Args:
-        run_dir: stacks and reports go to `watch/` in it.
-        heartbeat_seconds: how long a rank may be silent, or all of them without progress; None: no watch.
+        run_dir: folder of the run; stacks and reports go to `watch/` in it.
+        heartbeat_seconds: seconds that a rank may be silent, or all ranks without progress; None: no watch.
     """
 
     def __init__(self, run_dir: str | Path, heartbeat_seconds: float | None = 60.0) -> None:
@@ -87,7 +87,7 @@ class Watch(TrainerCallback):
             raise PeerError(
                 "the connection to another rank is lost",
                 where=f"rank {rank()}, {self.progress.step} steps done",
-                found=str(error).strip().splitlines()[0],
+                found=first_line(error),
                 hint="the same command goes on from the last checkpoint; a rank that was killed says nothing itself",
             ) from None
         exit_code = 0 if error is None else error.exit_code if isinstance(error, HfdistError) else 1
@@ -103,7 +103,7 @@ class Watch(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
     ) -> None:
-        """Mark it: batches are read, and agreed upon."""
+        """Mark the beginning of a step, when its batches have been read."""
         self.progress.mark("the beginning of a step")
         if self.progress.exempt == SAVING:
             self.progress.exempt = None
@@ -116,27 +116,27 @@ class Watch(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
     ) -> None:
-        """Mark it, and what comes now."""
+        """Mark the end of a step, and note what follows."""
         self.progress.step_done(state.global_step)
         self.progress.exempt = _what_follows(control)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
     ) -> None:
-        """Mark it, and what comes now."""
+        """Mark the end of an evaluation, and note what follows."""
         self._go_on("an evaluation", control)
         if args.save_strategy == SaveStrategy.BEST:
-            # Decided once all callbacks have been here.
+            # The Trainer decides about a save only after all callbacks.
             self.progress.exempt = SAVING
 
     def look_ahead(self, control: TrainerControl) -> None:
-        """Take note that others have changed what comes now since the step has ended."""
+        """Note what follows, where others have changed it since the end of the step."""
         self.progress.exempt = _what_follows(control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
     ) -> None:
-        """Watch no more; as a context, only that ranks are alive: what comes now may be done by rank 0 alone."""
+        """Stop watching; as a context, watch only that ranks are alive: rank 0 may go on alone."""
         self.progress.exempt = ENDING
         if not self._is_context:
             self._leave(0)
@@ -162,7 +162,7 @@ class Watch(TrainerCallback):
         self._watcher = Watcher(self.progress, store, folder, self._heartbeat_seconds, self._record)
 
     def _record(self, verdict: Diagnosis) -> None:
-        """Write it into the record of the run, if it has one."""
+        """Write a verdict into the record of the run, if it has one."""
         if self._start_number is None:
             return
         if verdict.is_alarm:
@@ -177,7 +177,7 @@ class Watch(TrainerCallback):
 
 
 def watches_among(callbacks: Iterable[object]) -> list[Watch]:
-    """Find those of a Trainer."""
+    """Find the watches among a Trainer's callbacks."""
     return [callback for callback in callbacks if isinstance(callback, Watch)]
 
 
@@ -189,7 +189,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def _what_follows(control: TrainerControl) -> str | None:
-    """Name what follows, in the order of the Trainer, which takes each wish back when it is done."""
+    """Name what follows a step, in the order of the Trainer, which clears each flag when that is done."""
     if control.should_evaluate:
         return EVALUATING
     if control.should_save:

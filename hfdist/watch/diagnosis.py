@@ -1,4 +1,4 @@
-"""What a rank says of itself in each heartbeat, when silence is an alarm, and who waits for whom. Loads no torch."""
+"""Heartbeats of ranks, and what they tell together: who is lost or stalled, and who waits for whom. Loads no torch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ WARM_UP_STEPS = 3
 STARTING, EVALUATING, SAVING, ENDING = "starting", "evaluating", "saving", "ending"
 MEETING = "meeting other islands"
 GENERATING = "waiting for generators"
-"""What a rank may do for minutes without a sign of progress. Starting ends with the first step: until then models are
+"""States in which a rank may be for minutes without progress. Starting ends with the first step: until then models are
 compiled, connections made and buffers filled."""
 
 IDLE_TIMES = 5
-"""A pause between two marks may be so many times the longest so far: a loaded machine, a slow shard, long sequences."""
+"""A pause between two marks may be this many times the longest so far: a busy machine, a slow shard, long sequences."""
 
 _BEATS_AFTER_A_BREAK = 2.5
 _LEAST_SILENT_SECONDS = 1.0
 
 
 class Heartbeat(NamedTuple):
-    """What a rank says about itself; seconds are by its own clock, so that clocks need not agree."""
+    """The state of a rank; seconds are by its own clock, so that clocks need not agree."""
 
     number: int
     host: str = ""
     marks: int = 0
-    """Number of marks: it grows on all ranks at the same places, so that the rank with the fewest is the last one."""
+    """Number of marks. Marks are at the same places on all ranks, so the rank with the fewest is the last one."""
     mark: str = "the start"
     """Place of the last mark."""
     step: int = 0
@@ -41,8 +41,8 @@ class Heartbeat(NamedTuple):
     longest_idle_seconds: float = 0.0
     """The most seconds between two marks so far, without evaluations, saves, and the warm-up but its last step."""
     exempt: str | None = None
-    """What it does without marks: STARTING, EVALUATING, SAVING, MEETING, GENERATING, ENDING or compiling; None: it
-    should make some."""
+    """State without marks: STARTING, EVALUATING, SAVING, MEETING, GENERATING, ENDING or compiling; None: marks are
+    expected."""
     waits_in: str | None = None
     """The collective in which it is, where that is known."""
     broken_seconds: float | None = None
@@ -50,7 +50,7 @@ class Heartbeat(NamedTuple):
     left: int | None = None
     """The exit code of a rank that has ended by itself; this is its last beat."""
     has_written: bool = False
-    """Whether its stack is on the disk."""
+    """Whether its stacks are on the disk."""
     pid: int = 0
     """Id of the rank's process on `host`."""
     asked: str | None = None
@@ -58,7 +58,7 @@ class Heartbeat(NamedTuple):
 
 
 class PeerState(NamedTuple):
-    """A rank's last heartbeat, and how long ago it came."""
+    """A rank's last heartbeat, and the seconds since it came."""
 
     beat: Heartbeat
     silent_seconds: float = 0.0
@@ -72,16 +72,16 @@ class Diagnosis(NamedTuple):
 
     @property
     def is_alarm(self) -> bool:
-        """Whether something is wrong of which nobody has spoken yet."""
+        """Whether something is wrong that no rank has reported yet."""
         return self.exit_code == PeerError.exit_code
 
 
-Said = TypeVar("Said", Heartbeat, Diagnosis)
-"""What ranks tell each other."""
+Read = TypeVar("Read", bound=NamedTuple)
+"""A named tuple that is read from a message or a file."""
 
 
-def as_tuple(kind: type[Said], values: Sequence[Any]) -> Said:
-    """Make a named tuple of values that were read; TypeError: they are not those of this kind."""
+def as_tuple(kind: type[Read], values: Sequence[Any]) -> Read:
+    """Make a named tuple of values that were read; TypeError: their number or a type is wrong."""
     hints = get_type_hints(kind).values()
     if len(values) != len(hints) or not all(map(isinstance, values, hints)):
         raise TypeError(f"no {kind.__name__}")
@@ -107,7 +107,7 @@ class Progress:
         return time.monotonic() - self._marked_seconds
 
     def mark(self, name: str) -> None:
-        """Come to a place to which all ranks come equally often."""
+        """Mark a place that all ranks reach equally often."""
         if self.exempt in (None, STARTING):
             self._longest_of_step = max(self._longest_of_step, self.idle_seconds)
             self.longest_idle_seconds = max(self.longest_idle_seconds, self._longest_of_step)
@@ -115,7 +115,7 @@ class Progress:
         self.marks, self.mark_name = self.marks + 1, name
 
     def step_done(self, step: int) -> None:
-        """Come to the end of a step, of which `step` are done in all."""
+        """Mark the end of a step; `step`: number of steps done in all."""
         self.mark("the end of a step")
         self.step = step
         self._steps_done += 1
@@ -173,7 +173,7 @@ def find_lost(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Diagn
 
 
 def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Diagnosis | None:
-    """Find who keeps all others waiting: nobody has made progress, and nobody is doing what may take long.
+    """Find who keeps all others waiting: no rank has made progress, and none is in a state that may take long.
 
     The limit grows with the run's own times between marks, so that neither a slow rank nor a micro batch that takes
     longer than the heartbeat counts as hung.
@@ -202,7 +202,7 @@ def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Di
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """Name them shortly, as in `ranks 0, 4-7`."""
+    """Name ranks in short, as in `ranks 0, 4-7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

@@ -1,13 +1,12 @@
 """What ranks write about themselves into the folder of the watch, for `explain-hang` to compare. Loads no torch.
 
-`rank-00001.json`: a rank's own; `beats.json`: what one rank, rank 0 if it is there, has heard of all. A request of
-`explain-hang` is a file that rank 0 finds. Neither values of variables nor the environment are in any of them.
+`rank-00001.json`: a rank's own snapshot; `beats.json`: what one rank, rank 0 if it is there, has heard of all. Neither
+values of variables nor the environment are in them.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -17,16 +16,17 @@ from typing import NamedTuple
 import psutil
 
 from hfdist.atomic_write import write_atomically
-from hfdist.errors import ConfigError
-from hfdist.records import RunFolder
 from hfdist.watch.diagnosis import Heartbeat, PeerState, as_tuple
 
 BEATS, REPORT = "beats.json", "report.txt"
 
-ASKED = re.compile(r"asked-\d{8}-\d{6}")
-"""Names of the folders of requests."""
 
-_REQUEST = "request"
+class Frame(NamedTuple):
+    """A call on the stack of the main thread."""
+
+    file: str
+    line: int
+    function: str
 
 
 class Collective(NamedTuple):
@@ -43,6 +43,7 @@ class Collective(NamedTuple):
     description: str = ""
     """Description of the group."""
     is_p2p: bool = False
+    """Whether it is a message from one rank to another."""
 
     @property
     def place(self) -> str:
@@ -51,7 +52,7 @@ class Collective(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All that is known."""
+        """The collective in words, with all that is known of it."""
         return f"{self.name} {self.sizes} ({self.place}, {'finished' if self.is_done else 'not finished'})"
 
 
@@ -61,16 +62,16 @@ class Snapshot:
 
     rank: int
     beat: Heartbeat
-    frames: list[list[object]] = field(default_factory=list)
-    """File, line and function of its main thread, the innermost first, without those of torch and of Python itself."""
+    frames: list[Frame] = field(default_factory=list)
+    """Stack of the main thread, the innermost call first, without calls in torch and in Python itself."""
     collectives: list[Collective] = field(default_factory=list)
-    """The newest of each group, the oldest first, as torch's flight recorder has them."""
+    """The newest collectives of each group, the oldest first, as torch's flight recorder has them."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     """Ranks of its process groups."""
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
-    """Write it as `rank-00001.json`.
+    """Write a snapshot as `rank-00001.json`.
 
     Raises:
         OSError: it cannot be written.
@@ -79,21 +80,20 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
 
 
 def read_snapshots(folder: Path) -> dict[int, Snapshot]:
-    """Read those of all ranks; a file that cannot be read is left out."""
+    """Read the snapshots of all ranks; a file that cannot be read is left out."""
     found = {}
     for path in sorted(folder.glob("rank-*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             content = json.loads(path.read_text(encoding="utf-8"))
-            beat, collectives = (
-                as_tuple(Heartbeat, content["beat"]),
-                [Collective(*one) for one in content["collectives"]],
-            )
-            found[int(content["rank"])] = Snapshot(**content | {"beat": beat, "collectives": collectives})
+            content["beat"] = as_tuple(Heartbeat, content["beat"])
+            content["frames"] = [as_tuple(Frame, one) for one in content["frames"]]
+            content["collectives"] = [Collective(*one) for one in content["collectives"]]
+            found[int(content["rank"])] = Snapshot(**content)
     return found
 
 
 def write_beats(folder: Path, heard: Mapping[int, PeerState], own: Heartbeat, line: str | None) -> None:
-    """Write what is known of all ranks, with what the processes of silent ones on this machine are doing.
+    """Write what is known of all ranks, with the state of each process on this machine.
 
     Raises:
         OSError: it cannot be written.
@@ -106,16 +106,16 @@ def write_beats(folder: Path, heard: Mapping[int, PeerState], own: Heartbeat, li
 
 
 class HeardRank(NamedTuple):
-    """What others knew of a rank."""
+    """What the other ranks knew of a rank."""
 
     beat: Heartbeat
     silent_seconds: float
     process: str | None
-    """What its process was doing, as `psutil` calls it; `ended`; None: not known."""
+    """State of its process, as `psutil` calls it, or `ended`; None: not known."""
 
 
 def read_beats(folder: Path) -> tuple[dict[int, HeardRank], str | None]:
-    """Read what was known of all ranks, and the verdict of the watch. Nothing where there is none."""
+    """Read what was known of all ranks, and the verdict of the watch; nothing where there is no such file."""
     try:
         content = json.loads((folder / BEATS).read_text(encoding="utf-8"))
         ranks = {
@@ -127,44 +127,8 @@ def read_beats(folder: Path) -> tuple[dict[int, HeardRank], str | None]:
     return ranks, content.get("line")
 
 
-def request(run_dir: Path, name: str) -> Path:
-    """Ask the ranks of a run to write what they are doing, and give the folder into which they will.
-
-    Args:
-        run_dir: the run's folder.
-        name: `asked-20260102-030405`.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    folder = RunFolder(run_dir).watch
-    try:
-        folder.mkdir(exist_ok=True)
-        _write(folder / _REQUEST, name)
-    except OSError as error:
-        what, found = "the ranks cannot be asked", error.strerror
-        raise ConfigError(what, where=str(folder), found=found, hint="the user of the run may write there") from error
-    return folder / name
-
-
-def take_request(run_dir: Path) -> str | None:
-    """Find a request, and take it away; None: there is none."""
-    path = RunFolder(run_dir).watch / _REQUEST
-    with suppress(OSError, ValueError, RecursionError):
-        name = json.loads(path.read_text(encoding="utf-8"))
-        path.unlink()
-        if isinstance(name, str) and ASKED.fullmatch(name):
-            return name
-    return None
-
-
-def withdraw(run_dir: Path) -> None:
-    """Take a request back that nobody has taken."""
-    (RunFolder(run_dir).watch / _REQUEST).unlink(missing_ok=True)
-
-
 def _state_of(one: PeerState, own: Heartbeat) -> str | None:
-    """Give the state of a process on this machine, by its number."""
+    """Give the state of a rank's process by its pid; None: it is on another machine, or the state is not known."""
     if not one.beat.pid or one.beat.host != own.host:
         return None
     try:

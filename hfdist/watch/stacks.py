@@ -1,4 +1,4 @@
-"""What the threads of this process are doing, and which collective it began last. Neither variables nor environment."""
+"""Stacks of this process's threads, and the collectives that it has begun. Neither variables nor environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from hfdist.watch.diagnosis import Heartbeat
-from hfdist.watch.snapshot import Collective, Snapshot
+from hfdist.watch.snapshot import Collective, Frame, Snapshot
 
 # Not merely any frame of the compiler: what it has compiled runs below such frames, too.
 _COMPILING = (("_dynamo/convert_frame.py", ""), ("_inductor/compile_fx.py", "compile"))
@@ -25,6 +25,7 @@ _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 _MOST_FRAMES, _MOST_OF_GROUP = 40, 64
+"""Most frames of a snapshot, and most collectives of each group."""
 
 
 def write_stacks(path: Path, header: str) -> None:
@@ -64,15 +65,15 @@ def waits_in() -> str | None:
 
 
 def last_collectives() -> str:
-    """Describe those that have not finished, or else the last, by torch's flight recorder."""
+    """Describe the collectives that have not finished, or else the last one, by torch's flight recorder."""
     recorded = recorded_collectives()
     return ", ".join([one.text for one in recorded if not one.is_done] or [one.text for one in recorded[-1:]])
 
 
 def take_snapshot(rank: int, beat: Heartbeat) -> Snapshot:
-    """Give what `explain-hang` compares between ranks."""
+    """Make the snapshot of this rank, which `explain-hang` compares with others."""
     frames = [
-        [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name]
+        Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
         for frame in _main_frames()
         if not _is_of_libraries(frame.f_code.co_filename)
     ]
@@ -95,7 +96,7 @@ def recorded_collectives() -> list[Collective]:
     entries: list[tuple[int, Collective]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
-        # Whatever another version gives: a watch that fails here would be taken for a dead rank.
+        # Another version of torch may give anything: if the watch failed here, its rank would count as dead.
         with contextlib.suppress(Exception):
             if dump is not None and dist.is_initialized():
                 for entry in json.loads(dump(includeCollectives=True, onlyActive=False))["entries"]:
@@ -108,7 +109,7 @@ def recorded_collectives() -> list[Collective]:
 
 
 def _ranks_of_groups() -> dict[str, list[int]]:
-    """Ranks by the group names of the flight recorder, which has no ranks of gloo's groups; `_world` is private."""
+    """Give the ranks of each group by its name. The flight recorder has none of gloo's groups; `_world` is private."""
     with contextlib.suppress(Exception):
         return {
             name: dist.get_process_group_ranks(group) for group, name in dist.distributed_c10d._world.pg_names.items()
@@ -117,7 +118,7 @@ def _ranks_of_groups() -> dict[str, list[int]]:
 
 
 def _is_of_libraries(file: str) -> bool:
-    """Whether it is of torch or of Python itself, which every wait ends in."""
+    """Whether a file belongs to torch or to Python itself, where the innermost calls of each wait are."""
     return file.startswith((_TORCH, "<")) or (file.startswith(_PYTHON) and not file.startswith(_PACKAGES))
 
 

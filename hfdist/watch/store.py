@@ -1,4 +1,4 @@
-"""Where ranks leave their beats: rank 0 serves the others on a free port, apart from the stores of torch and launcher.
+"""The exchange of heartbeats: rank 0 serves the others on a free port, apart from the stores of torch and launcher.
 
 By Python's own sockets and not by torch's TCPStore, because each wait must be one that can be ended: a thread that
 comes back from torch's C++ while the interpreter ends aborts the process ("terminate called without an active
@@ -20,7 +20,7 @@ from hfdist.launch.address import LOOPBACK, find_route, is_loopback, listen
 from hfdist.messages.door import MOST_STRANGERS, Door, DoorThread, hear_answer, knock, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 from hfdist.topology import read_launcher
-from hfdist.watch.diagnosis import Diagnosis, Heartbeat, Said, as_tuple
+from hfdist.watch.diagnosis import Diagnosis, Heartbeat, Read, as_tuple
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
@@ -37,7 +37,7 @@ def open_store() -> HostedStore | JoinedStore:
         OSError: some rank cannot reach rank 0. On all ranks alike.
     """
     own, size = rank(), world_size()
-    # Who is lost before its first beat has come must have a name, too.
+    # A rank that is lost before its first beat must have a host and a pid, too.
     known = [Heartbeat(number=0, host=host, pid=pid) for host, pid in gather_json([platform.node(), os.getpid()])]
     is_here = len({beat.host for beat in known}) == 1 and not read_launcher().has_other_machines
     store: HostedStore | JoinedStore | None = None
@@ -69,9 +69,9 @@ class HostedStore:
     """The store of rank 0: served by a thread of its own, which answers every beat with rank 0's and the verdict.
 
     Args:
-        world_size: how many ranks there are.
-        known: a heartbeat of each.
-        host: where the others reach this process.
+        world_size: number of ranks.
+        known: a first heartbeat of each rank.
+        host: address at which this process listens.
     """
 
     rank = 0
@@ -150,8 +150,8 @@ class JoinedStore:
         self._connection.close()
 
 
-def _read_tuple(kind: type[Said], message: Message, key: str) -> Said:
-    """Take a named tuple; NotAMessageError: it is none of this kind."""
+def _read_tuple(kind: type[Read], message: Message, key: str) -> Read:
+    """Read a named tuple from a message; NotAMessageError: its values do not fit."""
     try:
         return as_tuple(kind, message.list(key))
     except TypeError as error:
@@ -159,10 +159,10 @@ def _read_tuple(kind: type[Said], message: Message, key: str) -> Said:
 
 
 def _own_address() -> tuple[str, str]:
-    """Give the address under which others reach this process, and that at which it listens; "": at all.
+    """Give the address at which others reach this process, and the one at which it listens; "": all addresses.
 
-    It is the one from which it reaches MASTER_ADDR. That is not always MASTER_ADDR: torchrun's may be another machine
-    than that of rank 0. Where it leads to this very machine by its loopback, its name is what the others know.
+    It is the address from which this process reaches MASTER_ADDR, which may be on another machine than rank 0 under
+    torchrun. Where MASTER_ADDR leads to this machine's loopback, the others know this machine by that name.
     """
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hfdist.watch import snapshot, stacks
+from hfdist.watch import requests, snapshot, stacks
 from hfdist.watch.diagnosis import (
     Diagnosis,
     Heartbeat,
@@ -27,7 +27,7 @@ from hfdist.watch.store import HostedStore, JoinedStore
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
-"""Seconds for stacks and the report, on a disk that may hang, and for the other ranks' to be written."""
+"""Seconds to write stacks and the report to a disk that may hang, and to wait for those of other ranks."""
 _HURRIED_BEAT_SECONDS = 0.05
 _REQUEST_SECONDS = 1.0
 """Seconds between two looks for a request."""
@@ -65,18 +65,18 @@ class Watcher:
         self._beats.start()
         self._judges = threading.Thread(target=self._judge, name="watch-judge", daemon=True)
         self._judges.start()
-        # Apart, as the disk may hang.
+        # In a thread of its own, as the disk may hang.
         self._requests = threading.Thread(target=self._find_requests, name="watch-requests", daemon=True)
         if store.rank == 0:
             self._requests.start()
 
     def broke(self) -> None:
-        """Tell that a connection to another rank broke, so that whoever is silent is found sooner."""
+        """Note that a connection to another rank broke, so that a silent rank is found sooner."""
         self._broken_since = time.monotonic()
         self._wake.set()
 
     def leave(self, exit_code: int) -> None:
-        """Tell the others that this rank ends by itself, and watch no more."""
+        """Tell the others that this rank ends by itself, and stop watching."""
         self._left = exit_code
         self._over.set()
         self._wake.set()
@@ -170,7 +170,7 @@ class Watcher:
 
     def _find_requests(self) -> None:
         while not self._over.wait(_REQUEST_SECONDS):
-            self._asked = snapshot.take_request(self._folder.parents[1]) or self._asked
+            self._asked = requests.take_request(self._folder.parents[1]) or self._asked
 
     def _answer(self, folder: Path) -> None:
         self._write_stacks(folder)
@@ -184,7 +184,7 @@ class Watcher:
         return found
 
     def _end(self, verdict: Diagnosis) -> None:
-        """Leave stacks and one line, see that the others do, and end the process."""
+        """Write stacks and one line, wait for those of the other ranks, and end the process."""
         is_own = self._verdict is None
         self._verdict = verdict
         self._wake.set()
@@ -228,7 +228,7 @@ class Watcher:
         snapshot.write_snapshot(folder, stacks.take_snapshot(self._store.rank, beat))
 
     def _report(self, verdict: Diagnosis) -> None:
-        """Say it, unless another rank has: without rank 0, each of the others finds out for itself."""
+        """Report the verdict, unless another rank has: without rank 0, each of the others finds it out."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / snapshot.REPORT).open("x", encoding="utf-8") as file:
@@ -237,7 +237,7 @@ class Watcher:
         except FileExistsError:
             return
         except OSError:
-            # Twice is better than not at all.
+            # Reported twice is better than not at all.
             pass
         command = f"hfdist explain-hang {shlex.quote(str(self._folder.parents[1]))}"
         where = f"; stacks: {self._folder}; `{command}` compares them"
@@ -246,7 +246,7 @@ class Watcher:
 
 
 def _within(seconds: float, action: Callable[[], None]) -> None:
-    """Run an action in a thread, for so many seconds at the most; when it hangs or fails, go on without it."""
+    """Run an action in a thread, and wait for it for `seconds` at most; if it hangs or fails, go on without it."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

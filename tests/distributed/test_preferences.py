@@ -134,6 +134,15 @@ def test_a_run_goes_on_in_another_layout(single, tmp_path, model, rows):
     assert {path: path.read_bytes() for path in (run / "reference").iterdir()} == before
 
 
+def test_a_resume_may_have_another_held_out_set(single, tmp_path, model, rows):
+    saves = ("task=dpo", "checkpoint.every=2", "checkpoint.keep=9")
+    run = tune(tmp_path / "run", model, rows["pairs"], 1, *saves, "data.eval_sequences=1")
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
+    shutil.rmtree(run / "model")
+    tune(run, model, rows["pairs"], 1, *saves)
+    assert eval_losses(run)[-1] == pytest.approx(eval_losses(single["dpo"])[-1], rel=1e-5)
+
+
 def test_a_model_that_sees_through_packed_answers_is_refused(tmp_path, model, rows, cache_dir):
     small = ("hidden_size=16", "num_hidden_layers=2", "vocab_size=20", "state_size=4")
     overrides = (

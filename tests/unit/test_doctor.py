@@ -4,10 +4,12 @@ import json
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from hfdist.errors import ConfigError, ResourceError
+from hfdist.host_memory import GroupMemory
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.command import main, parse_request
 from hfdist.tools.doctor.finding import Finding, lines
@@ -94,6 +96,14 @@ def test_torch_is_compared_with_the_driver(built_for, banner, level):
 @pytest.mark.parametrize(("threads", "ranks", "level"), [(1, 16, "ok"), (4, 2, "ok"), (4, 3, "warning")])
 def test_threads_of_ranks_share_the_cores(threads, ranks, level):
     assert machine.check_threads(threads, 8, ranks).level == level
+
+
+def test_cached_files_of_a_cgroup_count_as_free(monkeypatch):
+    group = GroupMemory(limit=8 << 30, used=(8 << 30) - 1, of_files=7 << 30, kills=0)
+    monkeypatch.setattr(machine, "group_memory", lambda: group)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 << 30, available=32 << 30))
+    found = machine._check_memory()
+    assert (found.level, found.text) == ("ok", "a cgroup gives 8.0 GiB of 64.0 GiB, 7.0 GiB free")
 
 
 def test_a_hub_that_is_not_reached_is_a_warning_and_a_token_is_not_shown(monkeypatch):

@@ -8,15 +8,8 @@ from hfdist.records import RunRecord, State
 from hfdist.records.run_file import write_run
 from hfdist.tools.explain_hang import explain, explain_folder
 from hfdist.watch.diagnosis import Heartbeat, PeerState
-from hfdist.watch.snapshot import (
-    Collective,
-    Snapshot,
-    read_snapshots,
-    request,
-    take_request,
-    write_beats,
-    write_snapshot,
-)
+from hfdist.watch.requests import request, take_request
+from hfdist.watch.snapshot import Collective, Frame, Snapshot, read_snapshots, write_beats, write_snapshot
 
 DEEP = "[" * 100_000
 
@@ -32,7 +25,7 @@ def snapshot(folder, rank, *collectives, groups=None, frames=(), **more):
 
 def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_hangs(tmp_path):
     """Rank 2 waits for rank 1, which waits for rank 0."""
-    snapshot(tmp_path, 0, frames=[["/x/models/own.py", 12, "forward"]])
+    snapshot(tmp_path, 0, frames=[Frame("/x/models/own.py", 12, "forward")])
     snapshot(tmp_path, 1, Collective("0", 4, "nccl:recv 1<-0", [[8]], False, "pipeline", True))
     snapshot(tmp_path, 2, Collective("0", 9, "nccl:recv 2<-1", [[8]], False, "pipeline", True))
     found = explain_folder(tmp_path, "x")
@@ -62,7 +55,8 @@ def test_a_silent_rank_of_another_machine_is_not_said_to_be_dead(tmp_path):
 def test_damaged_files_are_left_out(tmp_path):
     snapshot(tmp_path, 0)
     odd = json.loads((tmp_path / "rank-00000.json").read_text()) | {"rank": 6, "beat": [*beat(6, mark=7)]}
-    texts = ["", "[]", '{"rank": 3}', json.dumps({"beat": [1] * 99}), "\0", json.dumps(odd), DEEP]
+    unplaced = json.loads((tmp_path / "rank-00000.json").read_text()) | {"rank": 7, "frames": [["own.py"]]}
+    texts = ["", "[]", '{"rank": 3}', json.dumps({"beat": [1] * 99}), "\0", json.dumps(odd), DEEP, json.dumps(unplaced)]
     for number, text in enumerate(texts, 1):
         (tmp_path / f"rank-{number:05d}.json").write_text(text)
     (tmp_path / "report.txt").write_bytes("rank 0 waits ó".encode()[:-1])
@@ -109,7 +103,7 @@ def test_a_rank_between_two_beats_is_waited_for(tmp_path):
         snapshot(folder, 0)
         write_beats(folder, {0: PeerState(beat(0)), 1: PeerState(beat(1), 1.6)}, beat(0), None)
         time.sleep(0.3)
-        snapshot(folder, 1, frames=[["/x/models/own.py", 12, "forward"]])
+        snapshot(folder, 1, frames=[Frame("/x/models/own.py", 12, "forward")])
     assert found.result().rows[1].where == "models/own.py:12 forward"
 
 
@@ -120,3 +114,12 @@ def test_a_request_names_no_other_folder(tmp_path):
     request(tmp_path, "asked-20260102-030405")
     assert take_request(tmp_path) == "asked-20260102-030405"
     assert take_request(tmp_path) is None
+
+
+def test_a_request_that_cannot_be_read_is_removed_as_well(tmp_path):
+    request(tmp_path, "asked-20260102-030405")
+    file = tmp_path / "watch" / "request"
+    for text in ("", "\0", DEEP):
+        file.write_text(text)
+        assert take_request(tmp_path) is None
+        assert not file.exists()

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hfdist.errors import PeerError
 from hfdist.testing import run_ranks
 from hfdist.watch import diagnosis, stacks, store
-from hfdist.watch.callback import is_broken_connection
+from hfdist.watch.callback import Watch, is_broken_connection
 from hfdist.watch.diagnosis import (
     EVALUATING,
     SAVING,
@@ -250,6 +251,12 @@ def test_broken_connections_are_told_from_other_errors():
     assert is_broken_connection(dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp"))
     assert not is_broken_connection(RuntimeError("The size of tensor a (3) must match"))
     assert not is_broken_connection(ConnectionResetError("Connection reset by peer"))
+
+
+def test_a_broken_connection_without_words_is_one_message(tmp_path):
+    with pytest.raises(PeerError) as caught, Watch(tmp_path, None):
+        raise dist.DistNetworkError("")
+    assert caught.value.found == "DistNetworkError"
 
 
 def test_compiling_is_seen_while_torch_compiles_and_not_while_what_it_compiled_runs():

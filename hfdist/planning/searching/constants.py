@@ -1,4 +1,4 @@
-"""What a model costs part by part, whatever the layout: the few numbers from which formulas rank layouts."""
+"""Constants of a model, part by part, from which formulas compute memory and costs of any layout."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ class Evaluator:
 
     @property
     def available_bytes(self) -> float:
-        """Beside what a process holds without a model."""
+        """Bytes that a process may use for the model."""
         return self.machines.usable_bytes - self.machines.runtime_bytes
 
     def strategy(self, layout: Layout, config: RunConfig | None = None) -> Strategy:
-        """Give the run's own; ConfigError: it refuses the layout."""
+        """Select the strategy of a layout; ConfigError: the run refuses it."""
         config = config or layout.apply(self.config)
         batch = BatchPlan(
             global_batch_size=config.train.global_batch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 
@@ -37,9 +37,11 @@ class Space:
     model: ModelConstants
     processes: int
     per_machine: int
+    _answers: dict[tuple[object, ...], bool] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Answers of the checks, by what they ask of a layout."""
 
     def grids(self) -> Iterator[Layout]:
-        """Degrees of all axes but `replicate`, without all else. Tensor ranks share a machine."""
+        """Give layouts with degrees of all axes but `replicate`, and nothing else. Tensor ranks share a machine."""
         for tensor in divisors(self.processes, self.per_machine):
             for context in divisors(self.processes // tensor):
                 if (tensor, 1) not in self.model.shares or not self._shares_sequences(context):
@@ -64,7 +66,7 @@ class Space:
         return context == 1 or (self.model.shares_tokens and fits)
 
     def schedules(self, grid: Layout) -> Iterator[Layout]:
-        """A grid with each schedule and number of stages."""
+        """Give a grid with each schedule and number of stages."""
         if grid.pipeline == 1:
             yield grid
             return
@@ -75,7 +77,7 @@ class Space:
                     yield replace(grid, schedule=schedule, stages_per_rank=per_rank)
 
     def steps(self, layout: Layout) -> Iterator[Layout]:
-        """A layout with each division of the step, small micro batches first."""
+        """Give a layout with each division of the step into micro batches, small ones first."""
         share = self.config.train.global_batch_size // layout.data
         for micro_batch_size in divisors(share):
             number = share // micro_batch_size
@@ -85,14 +87,14 @@ class Space:
                 yield replace(layout, micro_batch_size=micro_batch_size, num_microbatches=number)
 
     def shardings(self, layout: Layout, sharding: Sharding, offload: Offload) -> Iterator[Layout]:
-        """A layout with its state sharded so, with each number of replicas."""
+        """Give a layout with this sharding and offloading, with each number of replicas."""
         for replicate in divisors(layout.data) if sharding is Sharding.fsdp2 else [1]:
             one = replace(layout, sharding=sharding, replicate=replicate, offload=offload)
             if one.shard % one.expert == 0 and _has_effect(one) and self._is_allowed(one):
                 yield one
 
     def layouts(self) -> Iterator[Layout]:
-        """All layouts without offloading, whether they fit or not."""
+        """Give all layouts without offloading, whether they fit or not."""
         for grid in self.grids():
             for scheduled, mode in product(self.schedules(grid), MODES):
                 for layout in self.steps(replace(scheduled, recompute=mode)):
@@ -106,10 +108,6 @@ class Space:
         if key not in self._answers:
             self._answers[key] = passes_checks(layout.apply(self.config))
         return self._answers[key]
-
-    @property
-    def _answers(self) -> dict[tuple[object, ...], bool]:
-        return vars(self).setdefault("_by_class", {})
 
 
 def passes_checks(config: RunConfig) -> bool:

@@ -31,6 +31,8 @@ from hfdist.planning.searching.layout_space import Space, divisors
 from hfdist.planning.searching.short_traces import measure_constants
 from hfdist.planning.tracing.memory import fullest_pipeline, trace_rank
 
+logger = logging.getLogger(__name__)
+
 _MOST_TRACED, _MOST_TRACED_BLOCKS = 3, 40
 """Layouts that are traced, and all blocks of these."""
 _MOST_PROCESSES = 2**17
@@ -236,9 +238,6 @@ def _as_asked(evaluator: Evaluator, processes: int) -> Candidate | None:
     except ConfigError:
         return None
     return evaluator.evaluate(layout, is_exact=True)
-
-
-logger = logging.getLogger(__name__)
 
 
 def confirm(

@@ -1,4 +1,4 @@
-"""By how much real steps take longer than the limits of a device: fitted from timed steps, and kept for later plans.
+"""Factors by which real steps take longer than the limits of a device: fitted to timed steps, kept for later plans.
 
     step = compute x ideal + memory x ideal + kernels x ideal + link x ideal
 
@@ -10,6 +10,7 @@ minute, and outliers count less. What the steps do not tell apart stays near its
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -51,7 +52,7 @@ class Factors:
 # Not measured by hfdist. Streaming kernels reach about 75 % of a data sheet's bandwidth, and NCCL about 80 % of a
 # link's; the share of the peak is the device's own. Five published runs lie within 21 % (test_published.py).
 _OF_GPUS = Factors(compute=1.0, memory=1.35, kernels=1.0, link=1.25, spread=1.4)
-# What `measure_cpu` gives was reached.
+# `measure_cpu` gives speeds that were reached.
 _OF_CPUS = Factors(compute=1.15, memory=1.0, kernels=1.0, link=1.0, spread=1.4)
 
 
@@ -62,7 +63,7 @@ def default_factors(hardware: Hardware) -> Factors:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """One line of the file of past steps: what a plan said of a run, and what it took."""
+    """One line of the file of past steps: the planned parts of a step, and its measured time."""
 
     hardware: str
     layout: str
@@ -82,7 +83,7 @@ def write_step(step: TimedStep, path: Path) -> None:
 
 
 def read_steps(path: Path, hardware: str) -> list[TimedStep]:
-    """Give the steps of one hardware, the oldest first. Lines that are none are left out."""
+    """Give the steps of one hardware, the oldest first. Lines that cannot be read are left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -96,7 +97,8 @@ def _parse(line: str) -> TimedStep | None:
         values: dict[str, Any] = json.loads(line)
         known = {field.name: values[field.name] for field in fields(TimedStep) if field.name in values}
         step = TimedStep(**known)
-        is_right = step.step_seconds > 0 and sum(step.ideal.get(name, 0.0) for name in COMPONENTS) > 0
+        ideal = sum(step.ideal.get(name, 0.0) for name in COMPONENTS)
+        is_right = 0 < step.step_seconds < math.inf and 0 < ideal < math.inf
     except (ValueError, TypeError, AttributeError):
         return None
     return step if is_right else None
@@ -136,6 +138,6 @@ def calibrate(steps: Iterable[TimedStep], hardware: Hardware) -> Factors:
 
 
 def _spread(errors: Sequence[float], default: float) -> float:
-    """Two standard deviations of what is left, and of few steps the default counts as one more."""
+    """Give two standard deviations of the errors; the default counts as one more error."""
     squares = [error**2 for error in errors] + [(float(np.log(default)) / 2) ** 2 / len(errors)]
     return max(_LEAST_SPREAD, float(np.exp(2 * np.sqrt(sum(squares) / len(squares)))))

@@ -32,11 +32,11 @@ _MOST_RANKS = 4
 
 
 def find_hardware(name: str | None = None, *, processes: int = 1, own: Path | None = None) -> Hardware:
-    """Give what the ranks of a plan have.
+    """Find the hardware of a plan's ranks.
 
     Args:
-        name: of a file of conf/hardware/, or its path; `cpu`: measure this machine; None: the device at hand.
-        processes: of the run: on a CPU they share the machine.
+        name: name or path of a file as those of conf/hardware/; `cpu`: measure this machine; None: the device at hand.
+        processes: processes of the run; on a CPU they share the machine.
         own: the user's own folder of configs.
 
     Raises:
@@ -55,7 +55,7 @@ def find_hardware(name: str | None = None, *, processes: int = 1, own: Path | No
 
 
 def measure_cpu(processes: int = 1) -> Hardware:
-    """Measure what each of so many processes on this machine can do at the same time, with one thread each."""
+    """Measure the speed of each of `processes` processes of one thread that run on this machine at the same time."""
     num_ranks = min(processes, _MOST_RANKS)
     of_ranks = run_ranks(_measure, num_ranks, timeout_seconds=60)
     fp32, bf16, memory, kernel, link, latency = (median(values) for values in zip(*of_ranks, strict=True))
@@ -70,7 +70,7 @@ def measure_cpu(processes: int = 1) -> Hardware:
         memory_gb_per_second=memory * share / 1e9,
         link_gb_per_second=link * of_links / 1e9,
         link_latency_us=latency / of_links * 1e6,
-        # Nothing is known of a network.
+        # The network is not measured.
         network_gb_per_second=link * of_links / 1e9,
         network_latency_us=latency / of_links * 1e6,
         kernel_us=kernel / share * 1e6,
@@ -81,8 +81,8 @@ def measure_cpu(processes: int = 1) -> Hardware:
 
 
 def _measure() -> tuple[float, float, float, float, float, float]:
-    """On each rank: operations a second in float32 and bfloat16, bytes a second, seconds of a small operation, bytes a
-    second to another rank and seconds of a small message.
+    """Measure on each rank: operations a second in float32 and bfloat16, bytes a second, seconds of a small operation,
+    bytes a second to another rank, and seconds of a small message.
     """
     fp32, bf16 = (_operations_per_second(kind) for kind in (torch.float32, torch.bfloat16))
     numbers = torch.ones(_COPIED_BYTES // 4)
@@ -119,7 +119,7 @@ def _operations_per_second(kind: torch.dtype) -> float:
 
 
 def _seconds(action: Callable[[], object], *, num_rounds: int | None = None) -> float:
-    """Give the median time of an action: in CPU seconds for a turn, or by the clock so many times."""
+    """Give the median time of an action: CPU seconds over `_TURN_SECONDS`, or wall seconds over `num_rounds` rounds."""
     clock = time.process_time if num_rounds is None else time.perf_counter
     rounds: list[float] = []
     end = clock() + _TURN_SECONDS

@@ -1,4 +1,4 @@
-"""Seconds of a step: each phase against the limits of a device, what no computation hides of what travels, and waiting.
+"""Seconds of a step: each phase by the limits of the device, the traffic that no computation hides, and the bubble.
 
     phase       on a GPU the longer of its arithmetic and memory traffic, and of starting its operations; on a CPU all
     traffic     a ring's or an exchange's, by the slowest link on its way; hidden as far as its layout runs it beside a
@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from hfdist.config.hardware import Hardware
-from hfdist.config.strategy import Offload, Schedule
+from hfdist.config.strategy import Offload
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.models.blocks import compiles_on_gpus
-from hfdist.pipeline.schedule import Instruction, Operation, plan, rank_of_stage
+from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.planning.costs import AxisTraffic, OpCosts, RankCosts, StepTime
 from hfdist.planning.timing.calibration import COMPONENTS, Factors, default_factors
+from hfdist.planning.timing.simulate import simulate
 from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.traffic import Phase
@@ -57,11 +57,11 @@ def step_time(
     """Give the time of a step.
 
     Args:
-        costs: of one rank, which stands for all; or of one rank of each stage of a pipeline, in order.
-        strategy: of the layout.
-        hardware: of all ranks.
-        train: says the precision, and whether blocks are computed again.
-        factors: None: those of no calibration.
+        costs: costs of one rank, which stands for all; or of one rank of each stage of a pipeline, in order.
+        strategy: strategy of the layout.
+        hardware: hardware of all ranks.
+        train: precision, and whether blocks are computed again.
+        factors: factors of a calibration; None: the defaults.
     """
     factors = default_factors(hardware) if factors is None else factors
     return _time(_listed(costs), strategy, _Clock(hardware, train, strategy, factors))
@@ -78,7 +78,7 @@ def step_parts(
     factors = default_factors(hardware) if factors is None else factors
     every = _listed(costs)
     whole = _time(every, strategy, _Clock(hardware, train, strategy, factors))
-    # A step takes twice as long where all factors are twice as large: so its slopes by them, times them, add up to it.
+    # With all factors twice as large a step takes twice as long. So the slopes, times the factors, add up to the step.
     ideal = {}
     for name in COMPONENTS:
         factor: float = getattr(factors, name)
@@ -104,7 +104,7 @@ class _Clock:
         self._peak = hardware.peak_flops(train.precision, uses_tf32=uses_tf32)
 
     def compute(self, costs: OpCosts) -> float:
-        """Seconds of some operations."""
+        """Give the seconds of some operations."""
         factors, hardware = self.factors, self.hardware
         works = factors.compute * costs.flops / self._peak
         works += factors.memory * self._left * costs.moved_bytes / hardware.bytes_per_second
@@ -112,13 +112,13 @@ class _Clock:
         return works + starts if hardware.is_cpu else max(works, starts)
 
     def step(self, costs: OpCosts) -> float:
-        """Seconds of the optimizer's step; where its state is offloaded, the host's memory sets the pace."""
+        """Give the seconds of the optimizer's step; if its state is offloaded, by the host's memory."""
         if self._offloads:
             return self.factors.memory * costs.moved_bytes / self.hardware.host_bytes_per_second
         return self.compute(costs)
 
     def send(self, traffic: AxisTraffic) -> float:
-        """Seconds of what travels along an axis in a step, if nothing else happened."""
+        """Give the seconds of the traffic of an axis in a step, if nothing hides it."""
         hardware = self.hardware
         link, latency = hardware.link(crosses_machines=False)
         hops = math.ceil(math.log2(traffic.size)) * (2 if traffic.kind == ALL_REDUCE else 1)
@@ -159,7 +159,7 @@ def _time(every: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime
     ranks = [_rank_seconds(costs, num_microbatches, clock) for costs in every]
     slowest = max(ranks, key=lambda rank: rank.busy(num_microbatches))
     busy, bubble = slowest.busy(num_microbatches), 0.0
-    # What all wait for at the end.
+    # All ranks wait for the slowest optimizer step.
     optimizer = max(rank.optimizer for rank in ranks)
     exposed: dict[str, float] = defaultdict(float)
     for rank in ranks:
@@ -168,7 +168,7 @@ def _time(every: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime
     if strategy.topology.pipeline > 1:
         bubble, waiting = _pipeline(ranks, strategy, clock, busy)
         exposed[_PIPELINE] += waiting
-        # These are in the stages' seconds.
+        # The stages' seconds include these.
         inside = {axis: exposed.get(axis, 0.0) for axis in _IN_BLOCKS}
         busy -= sum(inside.values())
     time = StepTime(compute=busy + optimizer, bubble=bubble, exposed=dict(exposed))
@@ -196,7 +196,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
 
 
 def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock) -> tuple[dict[str, float], float]:
-    """Give the seconds that are not hidden, by axis, and those of one message between stages."""
+    """Give the seconds of traffic that are not hidden, by axis, and those of one message between stages."""
     exposed: dict[str, float] = defaultdict(float)
     left = {(phase, count): room[phase] * count for phase in room for count in {one.microbatches for one in traffic}}
     message = 0.0
@@ -216,16 +216,11 @@ def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _C
 
 def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float) -> tuple[float, float]:
     """Give the seconds in which the slowest rank waits for others, and those more for messages."""
-    # It takes time that other layouts save.
-    from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
-
     config, num_ranks = strategy.config, strategy.topology.pipeline
     num_microbatches = strategy.batch.num_microbatches
     per_rank = stages_per_rank(config.schedule, config.stages_per_rank)
     message = max(rank.message for rank in ranks)
     if len(ranks) == num_ranks:
-        from hfdist.planning.timing.step_time import simulate
-
         splits = not clock.train.gradient_checkpointing
         seconds = [(rank.forwards, rank.backwards) for rank in ranks]
         on_cpu = clock.hardware.is_cpu
@@ -243,85 +238,5 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
 
 
 def _bubble(busy: float, whole: float, clock: _Clock) -> float:
-    """Give what is left of a bubble where ranks share cores: those that compute have the cores of those that wait."""
+    """Give the seconds of a bubble. Ranks that share cores compute faster while others wait."""
     return max(0.0, whole * clock.hardware.core_share - busy)
-
-
-_COMPUTES = (Operation.forward, Operation.backward, Operation.backward_input, Operation.backward_weight)
-
-
-@lru_cache(maxsize=64)
-def _computations(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int) -> list[list[Instruction]]:
-    of_ranks = plan(schedule, ranks, num_microbatches)
-    return [[one for one in own if one.operation in _COMPUTES] for own in of_ranks]
-
-
-def simulate(
-    schedule: Schedule,
-    seconds: Sequence[tuple[Sequence[float], Sequence[float]]],
-    num_microbatches: int,
-    message_seconds: float = 0.0,
-    *,
-    splits_backward: bool = True,
-    sender_waits: bool = False,
-) -> float:
-    """Give the seconds from the first action to the last one of all ranks.
-
-    Args:
-        schedule: of the pipeline.
-        seconds: for each rank: of the forward and of the backward of one micro batch, in each of its stages.
-        num_microbatches: of a step.
-        message_seconds: from a stage to one on another rank.
-        splits_backward: whether gradients of weights run apart where the schedule has it so; see `Stage`.
-        sender_waits: whether a rank can do nothing else while it sends.
-    """
-    ranks = rank_of_stage(schedule, len(seconds), len(seconds[0][0]))
-    own_stages = [[stage for stage, rank in enumerate(ranks) if rank == own] for own in range(len(seconds))]
-    forwards = {s: seconds[r][0][i] for r, stages in enumerate(own_stages) for i, s in enumerate(stages)}
-    backwards = {s: seconds[r][1][i] for r, stages in enumerate(own_stages) for i, s in enumerate(stages)}
-    left = [iter(own) for own in _computations(schedule, ranks, num_microbatches)]
-    waiting = [next(own, None) for own in left]
-    free = [0.0] * len(seconds)
-    done: dict[tuple[bool, int, int], float] = {}
-    last = len(ranks) - 1
-
-    while any(one is not None for one in waiting):
-        moved = False
-        for rank, one in enumerate(waiting):
-            while one is not None:
-                is_forward = one.operation is Operation.forward
-                source = one.stage - 1 if is_forward else one.stage + 1
-                begin = free[rank]
-                if one.operation is not Operation.backward_weight:
-                    if 0 <= source <= last:
-                        ready = done.get((is_forward, source, one.microbatch))
-                        if ready is None:
-                            break
-                        begin = max(begin, ready + (message_seconds if ranks[source] != rank else 0.0))
-                    free[rank] = begin + _lasts(one, forwards, backwards, splits_backward)
-                    done[is_forward, one.stage, one.microbatch] = free[rank]
-                    target = one.stage + 1 if is_forward else one.stage - 1
-                    if sender_waits and 0 <= target <= last and ranks[target] != rank:
-                        free[rank] += message_seconds
-                else:
-                    free[rank] = begin + _lasts(one, forwards, backwards, splits_backward)
-                one, moved = next(left[rank], None), True
-            waiting[rank] = one
-        if not moved:
-            raise ValueError(f"the {schedule.value} schedule waits for itself")
-    return max(free)
-
-
-def _lasts(
-    one: Instruction, forwards: Mapping[int, float], backwards: Mapping[int, float], splits_backward: bool
-) -> float:
-    """Give the seconds of one action."""
-    whole = backwards[one.stage]
-    match one.operation:
-        case Operation.forward:
-            return forwards[one.stage]
-        case Operation.backward:
-            return whole
-    # All backward of the first stage can wait: it receives nothing.
-    share = 1.0 if not splits_backward else 0.0 if one.stage == 0 else 0.5
-    return whole * (share if one.operation is Operation.backward_input else 1 - share)

@@ -1,4 +1,4 @@
-"""What a rank sends along each axis in a step of any layout: sizes of a model, and what each Strategy makes of them."""
+"""Traffic of a rank along each axis in a step of any layout, by the sizes of the model and each Strategy's rules."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def traffic(strategy: Strategy, sizes: StepSizes, *, devices_per_machine: int) -
     Pure arithmetic: a search may call it thousands of times. `sizes` come from `step_sizes`, once a tensor degree.
 
     Args:
-        strategy: of the layout; neither started nor partitioned.
-        sizes: of the whole model.
+        strategy: strategy of the layout; neither started nor partitioned.
+        sizes: sizes of the whole model.
         devices_per_machine: ranks that share a machine, neighbours first.
     """
     return tuple(
@@ -61,11 +61,11 @@ def step_sizes(
     """Measure a model for `traffic`.
 
     Args:
-        model: whole; on any device, `meta` too.
-        train: says the precision, and whether blocks are computed again.
+        model: the whole model, on any device, also `meta`.
+        train: precision, and whether blocks are computed again.
         tensor: `strategy.tensor`.
         is_gpu: whether ranks will have GPUs.
-        plan: for the tensor ranks; None: the first that fits.
+        plan: plan of the tensor ranks; None: the first that fits.
         stepped_whole: see `optim.registry.stepped_whole`.
 
     Raises:
@@ -115,7 +115,7 @@ def _blocks(model: PreTrainedModel) -> Iterable[nn.Module]:
 
 
 def _sizes_of_plan(model: PreTrainedModel, plan: TensorPlan, num_ranks: int) -> TensorSizes:
-    """Add up what the layers of a plan divide and exchange."""
+    """Add up the elements that the layers of a plan divide and exchange."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     of_parents: dict[str, list[str]] = defaultdict(list)
     divided: dict[int, int] = {}

@@ -34,7 +34,8 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
 from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
-from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Arguments, Named, Operation, Trace
+from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation
+from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED

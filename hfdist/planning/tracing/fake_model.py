@@ -1,4 +1,4 @@
-"""The model of a run on fake tensors: its shapes and types, without memory, and prepared as in the run."""
+"""The model of a run on fake tensors: shapes and types without memory, prepared as in the run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def make_fake_model(
     """Make the model that a run would give its strategy, whole. Call it in a FakeTensorMode.
 
     Args:
-        config: of the run; weights are neither read nor drawn.
-        architecture: from `find_architecture`; it is not changed.
-        strategy: that of the run, which checks whether ranks can share the model.
-        before_split: is shown the model while it is whole.
+        config: config of the run; weights are neither read nor drawn.
+        architecture: result of `find_architecture`; it is not changed.
+        strategy: strategy of the run, which checks whether ranks can share the model.
+        before_split: called with the model while it is whole.
 
     Raises:
         ConfigError: as the run itself would.
@@ -83,7 +83,7 @@ def _move_to_cpu(model: nn.Module) -> None:
                 if id(tensor) not in moved:
                     here: torch.Tensor = torch.empty_like(tensor, device="cpu")
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    # With the old one, whose number else another may have.
+                    # The old tensor is kept, too: otherwise another one might get its id.
                     moved[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here, tensor
                 own[name] = moved[id(tensor)][0]
 

@@ -1,4 +1,4 @@
-"""What one rank of any layout holds and computes in a step: its real engine, on fake tensors and a fake process group.
+"""Memory and operations of one rank of any layout in a step: its real engine, on fake tensors and a fake process group.
 
 Nothing is allocated and no other process exists. The optimizer has its state, and with several micro batches gradients
 are there already when the traced one begins, so that what is traced is the last micro batch of a later step.
@@ -55,13 +55,13 @@ allocator rounds sizes up and keeps pieces that fit nothing; and its kernels hav
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What a rank holds and computes in a step."""
+    """Memory and operations of a rank in a step."""
 
     peak: PeakMemory
     costs: RankCosts
     """Costs of the rank, without traffic."""
     state: MemoryUse
-    """What it holds between steps."""
+    """Memory of the rank between steps."""
 
 
 def trace_rank(
@@ -74,10 +74,10 @@ def trace_rank(
     what is compiled there is traced as it is written. Activations that wait in host memory count as on the device.
 
     Args:
-        config: of the run.
-        architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        config: config of the run.
+        architecture: result of `find_architecture`, with the vocabulary of the tokenizer.
         world_size: processes of the run.
-        rank: the one to look at.
+        rank: the rank to trace.
         device_type: `cpu` or `cuda`: where the run is to be.
 
     Raises:
@@ -129,7 +129,7 @@ def fake_ranks(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(strategy: Strategy) -> Iterator[None]:
-    """Let tensors be made without memory, beside the mesh of the layout, whose numbers are real."""
+    """Make tensors of the block without memory, but the mesh of the layout with real ones."""
     if strategy.topology.world_size > 1:
         _ = strategy.mesh
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
@@ -137,7 +137,7 @@ def fake_tensors(strategy: Strategy) -> Iterator[None]:
 
 
 def deepspeed_of(strategy: Strategy) -> AbstractContextManager[None]:
-    """Let DeepSpeed, where the layout has it, work on fake tensors."""
+    """Give a context in which DeepSpeed, where the layout has it, works on fake tensors."""
     if not strategy.config.sharding.is_deepspeed:
         return nullcontext()
     # It takes a second to import, which other layouts save.
@@ -147,7 +147,7 @@ def deepspeed_of(strategy: Strategy) -> AbstractContextManager[None]:
 
 
 def find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str) -> LossHead | None:
-    """Give what computes the run's loss, on fake tensors, in chunks as large as on the run's device."""
+    """Find the loss head of the run, on fake tensors, with chunks as large as on the run's device."""
     loss_head = choose_loss(config, model, strategy)
     return None if loss_head is None else LossHead(CHUNK_LOGITS[device_type])
 
@@ -204,7 +204,7 @@ def _trace_engine(
     whole = make_fake_model(config, architecture, strategy, before_split)
     quantize_fake(whole, config)
     loss_head = find_loss_head(config, whole, strategy, device_type)
-    # What comes from whole numbers alone is known in a trace.
+    # A trace computes for real what comes from whole numbers alone.
     with nullcontext() if recorder is None else Trace():
         engine = strategy.build(whole)
     model = engine.model
@@ -228,7 +228,7 @@ def _trace_engine(
         if is_zero:
             from hfdist.planning.tracing.deepspeed_trace import name_what_is_held
 
-            # Its first step makes the optimizer's state.
+            # DeepSpeed's first step makes the optimizer's state.
             run_step(config, strategy, engine, optimizer, loss_head, trace)
             name_what_is_held(engine, cast(Any, engine)._engine, trace)
         else:
@@ -288,7 +288,7 @@ def make_optimizer(
 
 @torch.no_grad()
 def make_state(optimizer: torch.optim.Optimizer, model: nn.Module, trace: Trace) -> None:
-    """Give the optimizer its state, and parameters gradients, as they are after a micro batch."""
+    """Make the optimizer's state and the gradients, as they are after a micro batch."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
@@ -303,7 +303,7 @@ def make_state(optimizer: torch.optim.Optimizer, model: nn.Module, trace: Trace)
 def put_gradients_in_buckets(model: nn.Module, trace: Trace) -> None:
     """Hold gradients as DDP does: copied into flat memory that stays, of which they become views.
 
-    DDP's own reducer is of C++ and reads values. What it copies from is let go at once.
+    DDP's own reducer is C++ and reads values. The gradients that it copies are freed at once.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -357,9 +357,9 @@ def make_batch(config: RunConfig, number: int = 1) -> Batch:
 
 
 def fullest_pipeline(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> range:
-    """Give the ranks of the pipeline whose ranks hold most; without stages it is one rank.
+    """Give the ranks of the pipeline with the most memory; without a pipeline, one rank.
 
-    FSDP2's and a vocabulary's first rank has the largest share, and the ranks of other axes hold alike.
+    The first rank of FSDP2 and of a divided vocabulary has the largest share; ranks along other axes hold the same.
     """
     pipelines = strategy.topology.pipelines
     if not strategy.keeps_uneven_gradients:
@@ -374,7 +374,7 @@ def fullest_pipeline(config: RunConfig, architecture: PreTrainedConfig, strategy
 def worst_rank(
     config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, device_type: str = "cpu"
 ) -> RankTrace:
-    """Trace the rank that holds most. Ranks differ by their stage of a pipeline, and see `fullest_pipeline`.
+    """Trace the rank with the most memory, among the stages of the `fullest_pipeline`.
 
     Raises:
         ConfigError: as of `trace_rank`.

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 LOAD = "<program>"
-"""What runs the source of the program: a name that no function can have."""
+"""Name of the call that runs the program's source; no function can have it."""
 _LONGEST = 2**20
 """Bytes of a message."""
 _ENDS = (StopIteration, StopAsyncIteration)
-"""What ends the iteration of whoever calls."""
+"""Exceptions that would end an iteration in the tests."""
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 
@@ -36,8 +36,8 @@ class Program:
     """The process of the program, as the tests see it.
 
     Args:
-        read: where its messages come from.
-        write: where messages to it go.
+        read: the pipe of its messages.
+        write: the pipe of messages to it.
     """
 
     def __init__(self, read: BinaryIO, write: BinaryIO) -> None:
@@ -45,11 +45,11 @@ class Program:
         self._is_lost = False
 
     def call(self, function: str, /, *arguments: object, **named: object) -> Any:
-        """Give what a function of the program gives; raises what it raises, as the nearest builtin exception."""
+        """Call a function of the program; raises what the function raises, as the nearest builtin exception."""
         line = _line({"call": function, "arguments": _encode(arguments), "named": _encode(named)})
         if self._is_lost:
             raise LostError("it is lost already")
-        # Until its answer has come and is one.
+        # It counts as lost until a valid answer has come.
         self._is_lost = True
         try:
             self._write.write(line)

@@ -74,7 +74,7 @@ def limit(cpu_seconds: int, memory_bytes: int) -> bool:
     """Limit this process, and those that it forks later; give whether Landlock holds.
 
     Raises:
-        RefusedError: not on this machine.
+        RefusedError: this machine cannot.
     """
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         raise RefusedError(f"{sys.platform} on {platform.machine()} has no filter of system calls")
@@ -105,7 +105,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def filter_system_calls() -> None:
-    """Let the kernel deny all but what Python needs to compute; RefusedError: it does not."""
+    """Let the kernel deny all system calls but those that Python needs to compute; RefusedError: it does not."""
     code = b"".join(struct.pack("HBBI", *step) for step in _filter())
     buffer = ctypes.create_string_buffer(code)
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
@@ -116,7 +116,7 @@ def filter_system_calls() -> None:
 
 
 def _filter() -> list[tuple[int, int, int, int]]:
-    """Steps of the filter: what it does, how many steps it then leaves out if so and if not, and a value."""
+    """Give the steps of the filter: operation, steps to skip if it is true and if it is false, and a value."""
     column, machine = _MACHINES[platform.machine()]
     steps = [
         (_LOAD, 0, 0, _MACHINE_AT), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER_AT),
@@ -161,9 +161,9 @@ def _read_only_libraries() -> bool:
 
 
 def _readable() -> Iterator[tuple[str, int]]:
-    """Give files and folders, and what may be done below each folder.
+    """Give readable files and folders, with the rights below each folder.
 
-    A right holds for all that is below: folders that hold installed packages, too, are taken apart.
+    A right holds for all that is below. So folders that also hold installed packages are given child by child.
     """
     versioned = f"python{sys.version_info.major}.{sys.version_info.minor}"
     standard = {os.path.dirname(os.__file__), os.path.join(sys.base_exec_prefix, sys.platlibdir, versioned)}
@@ -180,7 +180,7 @@ def _readable() -> Iterator[tuple[str, int]]:
 
 
 def _children(folder: str) -> list[str]:
-    """Give what is in a folder, but for installed packages; nothing, where there is no such folder."""
+    """List a folder without installed packages; empty where there is no such folder."""
     try:
         names = sorted(set(os.listdir(folder)) - {"site-packages", "dist-packages"})
     except OSError:

@@ -16,7 +16,7 @@ from pathlib import Path
 from hfdist.errors import ConfigError, DataError
 
 WITHOUT_LANDLOCK = "code_without_landlock"
-"""Name of the reward `code` for kernels that do not keep programs from reading: somebody must ask for it."""
+"""Name of the reward `code` for kernels that do not keep programs from reading files; only used if it is named."""
 
 _LONGEST_START = 300
 """Bytes of the first line."""
@@ -24,11 +24,11 @@ _LONGEST_START = 300
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What a program and its tests may use; each of the two has these CPU seconds and this memory."""
+    """Limits of a program and its tests; each of the two has these CPU seconds and this memory."""
 
     cpu_seconds: int = 4
     wall_seconds: float = 12.0
-    """From the start of its processes; twice and more what it computes, since machines are busy."""
+    """Seconds from the start of the processes; more than twice the CPU seconds, since machines are busy."""
     memory_bytes: int = 2**29
 
 
@@ -38,15 +38,15 @@ def count_passed(
     """Run a program's tests in a sandbox of their own, and count those that pass.
 
     Args:
-        program: Python, as it comes.
-        reference: Python whose top-level `assert` statements are the tests.
-        num_tests: how many it has.
-        limits: tests that have not ended within them do not pass.
+        program: Python code of unknown origin.
+        reference: Python code whose top-level `assert` statements are the tests.
+        num_tests: number of tests.
+        limits: limits of the sandbox; tests that have not ended within them do not pass.
         without_landlock: whether the program may run where the kernel does not keep it from reading this user's files.
 
     Raises:
         ConfigError: this machine cannot confine a program.
-        DataError: a test passes to the program what is no plain data.
+        DataError: a test calls the program with an argument that is no plain data.
     """
     task = json.dumps({"program": program, "reference": reference}).encode()
     arguments = [str(limits.cpu_seconds), str(limits.memory_bytes), str(int(without_landlock))]
@@ -62,12 +62,12 @@ def count_passed(
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            # It reads the task before it runs any of it. It may end before, and then says why.
+            # The sandbox reads the task before it runs any of it. It may end before, and then says why.
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(task)
             said = _read(process.stdout.fileno(), _LONGEST_START + num_tests, limits.wall_seconds)
         finally:
-            # Its number is not given to another process before it is waited for.
+            # The pid is not given to another process before this one is waited for.
             os.killpg(process.pid, signal.SIGKILL)
     first, newline, verdicts = said.partition(b"\n")
     if not newline or first != b"ready":
@@ -80,7 +80,7 @@ def count_passed(
 
 
 def _read(file: int, most_bytes: int, seconds: float) -> bytes:
-    """Read until the end of a pipe, so many bytes, or so many seconds from now."""
+    """Read a pipe to its end, but at most `most_bytes`, and at most for `seconds`."""
     said, end = b"", time.monotonic() + seconds
     pipe = select.poll()  # select.select takes no file above 1023
     pipe.register(file, select.POLLIN)

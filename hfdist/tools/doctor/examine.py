@@ -1,4 +1,4 @@
-"""What each rank checks, and what rank 0 makes of all of it."""
+"""The examination: each rank checks its machine and its links, and rank 0 judges and prints all findings."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from hfdist.tools.doctor.links import Rendezvous
 
 _MOST_RANKS = 64
-"""More, and one rank of each machine tries the links: the number of pairs grows with the square."""
+"""With more ranks, only one of each machine tries the links: the number of pairs grows with the square."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be examined."""
+    """What `hfdist doctor` is asked."""
 
     run_dir: Path
     processes: int
     """Processes to start; 1: none but this process, or what a launcher has started."""
     pair_seconds: float
-    """How long two ranks may take to connect, and for a message."""
+    """Seconds that two ranks may take to connect, and for a message."""
     as_json: bool
     is_offline: bool = False
     """The Hub is not asked."""
@@ -90,7 +90,7 @@ def _check_own(request: Request, num_hosts: int) -> list[Finding]:
 
 
 class Facts(TypedDict):
-    """What rank 0 compares between ranks."""
+    """Facts of a rank that rank 0 compares with those of others."""
 
     host: str
     cores: int
@@ -101,7 +101,7 @@ class Facts(TypedDict):
 
 
 class Plan(TypedDict):
-    """What rank 0 tells the others, once it knows who has come."""
+    """The plan that rank 0 sends once all ranks have come."""
 
     hosts: dict[str, str]
     """Names of hosts by rank."""
@@ -113,14 +113,14 @@ class Plan(TypedDict):
 
 
 class Rest(TypedDict):
-    """What rank 0 tells them after the first tries, by backend."""
+    """What is left to measure after the first tries: slow pairs, and backends for an all-reduce of all ranks."""
 
     again: dict[str, list[tuple[int, int]]]
     whole: list[str]
 
 
 def _facts(place: LauncherPlace) -> Facts:
-    """What rank 0 compares between ranks."""
+    """Give the facts of this rank."""
     import torch
 
     from hfdist.tools.doctor.links import link_gbs
@@ -152,7 +152,7 @@ def _try_links(request: Request, rendezvous: Rendezvous, plan: Plan) -> list[Pai
 
 
 def _try_again(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Rest) -> list[Pair]:
-    """Try slow pairs alone: before, all pairs of a round shared the machines."""
+    """Try slow pairs again, one at a time: in the first tries, all pairs of a round shared the machines."""
     from hfdist.tools.doctor.links import try_pairs
 
     found = []
@@ -168,7 +168,7 @@ def _host_of(plan: Plan) -> Callable[[int], str]:
 
 
 def _measure_all(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Rest) -> dict[str, dict[str, float] | str]:
-    """Measure the backends that rank 0 has named, as a dead link would let all ranks wait; give figures by backend."""
+    """Measure an all-reduce by the backends that have no dead link, and give the speeds by backend."""
     from hfdist.tools.doctor.links import measure_all
 
     return {
@@ -207,7 +207,7 @@ def _patience(rendezvous: object) -> float:
 
 
 def _firsts(hosts: Mapping[int, str]) -> list[int]:
-    """The first rank of each machine, which checks it."""
+    """Give the first rank of each machine, which checks the machine."""
     return sorted({host: rank for rank, host in sorted(hosts.items(), reverse=True)}.values())
 
 
@@ -252,18 +252,14 @@ def _lead(request: Request, rendezvous: Rendezvous) -> None:
         ]
     )
     measured = _measure_all(request, rendezvous, plan, rest)
-    findings += _judge(facts, pairs, measured, rendezvous.world_size)
+    findings += _judge(facts, pairs, rendezvous.world_size)
+    findings += [_describe_all_reduce(backend, gbs, len(ranks)) for backend, gbs in measured.items()]
     rendezvous.hear_all("end", others, request.pair_seconds)
     report(findings, pairs, [*hosts.values()], as_json=request.as_json)
 
 
-def _judge(
-    facts: Mapping[int, Facts],
-    pairs: Sequence[Pair],
-    measured: Mapping[str, Mapping[str, float] | str],
-    world_size: int,
-) -> list[Finding]:
-    """Judge what only all ranks together tell."""
+def _judge(facts: Mapping[int, Facts], pairs: Sequence[Pair], world_size: int) -> list[Finding]:
+    """Judge what follows from the facts and pairs of all ranks."""
     by_host: dict[str, list[Facts]] = {}
     for _, one in sorted(facts.items()):
         by_host.setdefault(one["host"], []).append(one)
@@ -280,26 +276,22 @@ def _judge(
     speeds = {host: ranks[0]["link_gbs"] for host, ranks in by_host.items() if ranks[0]["link_gbs"] is not None}
     for backend in dict.fromkeys(pair.backend for pair in pairs):
         findings += judge_pairs([pair for pair in pairs if pair.backend == backend], speeds)
-    for backend, gbs in measured.items():
-        findings.append(_describe_whole(backend, gbs, len(facts)))
     if not any(one["has_gpu"] for one in facts.values()):
         findings.append(Finding.of("nccl", "not tested: there is no GPU"))
     return findings + judge_clocks(pairs)
 
 
-def _describe_whole(backend: str, gbs: Mapping[str, float] | str, ranks: int) -> Finding:
-    check = f"{backend} all-reduce"
+def _describe_all_reduce(backend: str, gbs: Mapping[str, float] | str, num_ranks: int) -> Finding:
+    """Describe what an all-reduce of `num_ranks` ranks reached by MiB, or why it failed."""
+    check, hint = f"{backend} all-reduce", "each pair works: NCCL_DEBUG=INFO tells more"
     if isinstance(gbs, str):
-        return Finding.of(
-            check, f"{ranks} ranks: {gbs}", error=True, hint="each pair works: NCCL_DEBUG=INFO tells more"
-        )
-    return Finding.of(
-        check, f"{ranks} ranks: {', '.join(f'{mib} MiB at {speed:.2f} GB/s' for mib, speed in gbs.items())}"
-    )
+        return Finding.of(check, f"{num_ranks} ranks: {gbs}", error=True, hint=hint)
+    speeds = ", ".join(f"{mib} MiB at {speed:.2f} GB/s" for mib, speed in gbs.items())
+    return Finding.of(check, f"{num_ranks} ranks: {speeds}")
 
 
 def _pairs_of(told: Mapping[int, Any]) -> list[Pair]:
-    """Read what the other ranks have told."""
+    """Read the pairs that the other ranks have sent."""
     return [
         Pair(**one | {"ranks": tuple(one["ranks"]), "hosts": tuple(one["hosts"])})
         for of_rank in told.values()
@@ -308,7 +300,7 @@ def _pairs_of(told: Mapping[int, Any]) -> list[Pair]:
 
 
 def _unique(pairs: Iterable[Pair]) -> list[Pair]:
-    """Each pair is told by both ranks, and maybe twice: an error counts first, and then the greatest speed."""
+    """Join what both ranks have sent of each pair, maybe twice: an error counts first, and then the greatest speed."""
     found: dict[tuple[str, tuple[int, int]], Pair] = {}
     for pair in pairs:
         key = pair.backend, pair.ranks
@@ -326,7 +318,7 @@ def _unique(pairs: Iterable[Pair]) -> list[Pair]:
 
 @contextlib.contextmanager
 def _marked(run_dir: Path) -> Iterator[str | None]:
-    """Have a file in the folder of runs, and give its name; None: it cannot be written."""
+    """Keep a file in the folder of runs during the block, and give its name; None: it cannot be written."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".hfdist-doctor-", dir=storage.existing_part(run_dir))
     except OSError:

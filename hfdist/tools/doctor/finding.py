@@ -10,7 +10,7 @@ _ORDER = (ERROR, WARNING, OK)
 
 
 class Finding(NamedTuple):
-    """One line."""
+    """One finding, which is one line."""
 
     check: str
     """Name of the check, such as `open files`."""
@@ -19,19 +19,19 @@ class Finding(NamedTuple):
     hint: str | None = None
     """What to do."""
     host: str = ""
-    """Empty: it is about all of them."""
+    """Host that has it; empty: it is about all hosts."""
 
     @classmethod
     def of(
         cls, check: str, text: str, *, error: bool = False, warning: bool = False, hint: str | None = None
     ) -> Finding:
-        """Give a finding that is an error or a warning if these hold; the hint belongs to both."""
+        """Make a finding: an error if `error`, else a warning if `warning`; only these have the hint."""
         level = ERROR if error else WARNING if warning else OK
         return cls(check, level, text, hint if level != OK else None)
 
 
 def _with_hosts(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
-    """Give each finding once, with the hosts that have it; errors first, and otherwise in the order of the checks."""
+    """Give each finding once, with its hosts; errors first, then in the order of the checks."""
     hosts: dict[Finding, list[str]] = {}
     for one in findings:
         hosts.setdefault(one._replace(host=""), []).append(one.host)
@@ -52,7 +52,7 @@ def lines(findings: Sequence[Finding], num_hosts: int) -> Iterator[str]:
 
 
 def to_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
-    """Give them as JSON values."""
+    """Give the findings as JSON values."""
     return [
         {"check": one.check, "level": one.level, "text": one.text, "hint": one.hint, "hosts": [h for h in hosts if h]}
         for one, hosts in _with_hosts(findings)

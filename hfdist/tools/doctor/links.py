@@ -1,4 +1,4 @@
-"""Ranks meet at a store, and try each link between two of them with a time limit: one dead pair does not stop the rest.
+"""Tests of links: ranks meet at a store and try each pair with a time limit, so that one dead pair stops no other.
 
 Not in the run's own process group: gloo's needs all links, and fails on all ranks when one is cut.
 """
@@ -29,7 +29,7 @@ from hfdist.topology import LauncherPlace
 JOIN_SECONDS = 60.0
 """Seconds that all ranks have to come."""
 _LATE_SECONDS = 30.0
-"""What a rank may need for its other checks."""
+"""Seconds that a rank may need for its other checks."""
 _LATENCY_ROUNDS = 10
 _REPEATS = 3
 _LONG_SECONDS = 0.1
@@ -37,10 +37,10 @@ _LONG_SECONDS = 0.1
 
 
 class Rendezvous:
-    """The store of one examination: what each rank has to say, and who is there.
+    """The store of one examination, in which ranks leave JSON for each other.
 
     Args:
-        place: of this process.
+        place: the place of this process among the ranks.
 
     Raises:
         ResourceError: the store of rank 0, or of the launcher, is not reached.
@@ -61,11 +61,11 @@ class Rendezvous:
         self._store = dist.PrefixStore("doctor", store)  # type: ignore[attr-defined]  # as above
 
     def tell(self, name: str, value: object) -> None:
-        """Leave JSON for the others."""
+        """Leave a value for the other ranks, as JSON."""
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
 
     def hear(self, name: str, rank: int, seconds: float) -> Any:
-        """Give what a rank has left, waiting for it; None: it has left nothing in that time."""
+        """Wait for the value that a rank leaves, and give it; None: there is none after `seconds`."""
         key = f"{name}/{rank}"
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
@@ -74,14 +74,14 @@ class Rendezvous:
             return None
 
     def hear_all(self, name: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
-        """Give what each has left, within so many seconds for all of them together."""
+        """Give the values of ranks by rank, within `seconds` for all of them together."""
         deadline = time.monotonic() + seconds
         heard = {rank: self.hear(name, rank, deadline - time.monotonic()) for rank in ranks}
         return {rank: value for rank, value in heard.items() if value is not None}
 
     @contextmanager
     def group(self, name: str, backend: str, ranks: Sequence[int], seconds: float) -> Iterator[None]:
-        """Have a default process group of these ranks."""
+        """Start a default process group of these ranks, and end it after the block."""
         limit = timedelta(seconds=seconds)
         store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]  # as above
         own = [*ranks].index(self.rank)
@@ -98,7 +98,7 @@ def meet(place: LauncherPlace) -> Rendezvous:
     from hfdist.launch.gloo_interface import VARIABLE, choose_gloo_interface
 
     if VARIABLE not in os.environ:
-        # As each run does, so that the links are tried that a run will have.
+        # As each run does, so that the links of a run are tried.
         choose_gloo_interface()
     begun = time.monotonic()
     try:
@@ -122,12 +122,12 @@ def try_pairs(
     """Try the pairs to which this rank belongs, a rank in one at a time.
 
     Args:
-        rendezvous: of all ranks.
+        rendezvous: the store of all ranks.
         backend: `gloo` or `nccl`.
         schedule: rounds of pairs, the same on all ranks.
-        hosts: gives each one's machine.
-        seconds: how long a pair may take to connect, and for each message.
-        is_second: of one pair a round; each waits for the end of the one before.
+        hosts: gives the machine of a rank.
+        seconds: seconds that a pair may take to connect, and for each message.
+        is_second: whether rounds have one pair each, and wait for the end of the one before.
     """
     found = []
     label = f"{backend}-again" if is_second else backend
@@ -185,12 +185,12 @@ def _try(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float) -> None:
 
 
 def what_failed(error: Exception) -> str:
-    """Give a backend's words without the place in its source, where it fails."""
+    """Give the first line of a backend's error, without the place in its source."""
     return printable(re.sub(r"\[/[^\]]*\] ?", "", first_line(error)), 160)
 
 
 def _measure(pair: Pair) -> None:
-    """Measure latency, clocks, and both sizes, on both ranks together; the first keeps the figures."""
+    """Measure latency, clocks and speeds on both ranks together; the first one keeps the figures."""
     device = torch.device("cuda", torch.cuda.current_device()) if pair.backend == "nccl" else torch.device("cpu")
     own = dist.get_rank()
     trips = [_round_trip(own, device) for _ in range(_LATENCY_ROUNDS)]
@@ -268,7 +268,7 @@ def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seco
 
 
 def prepare_nccl() -> None:
-    """Let what fails raise, in place of ending the process. Before the first group."""
+    """Let NCCL raise an error in place of ending the process. Call it before the first group."""
     os.environ.update(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
 
 

@@ -1,4 +1,4 @@
-"""What the kernel gives the processes of a run: memory, files, processes, threads, and a name. Loads no torch."""
+"""Limits of this machine for the processes of a run: memory, files, processes, threads, and a name. Loads no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def check_machine(num_hosts: int) -> list[Finding]:
-    """Check what every process of this machine meets."""
+    """Check the limits of every process on this machine."""
     return [
         _check_memory(),
         _check_shared_memory(),
@@ -44,7 +44,8 @@ def _check_memory() -> Finding:
     if group is None or group.limit >= ram:
         text = f"{ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
     else:
-        free = min(free, max(group.limit - group.used, 0))
+        # The kernel frees cached files before it refuses memory.
+        free = min(free, max(group.limit - max(group.used - group.of_files, 0), 0))
         text = f"a cgroup gives {group.limit / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
     low = free < 0.1 * min(ram, limit or ram)
     return Finding.of("memory", text, warning=low, hint="end what uses it, or ask the scheduler for more memory")
@@ -64,7 +65,7 @@ def _check_shared_memory() -> Finding:
 
 
 def _check_open_files() -> Finding:
-    # The soft limit is raised to this one by each run.
+    # Each run raises the soft limit to the hard one.
     _, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
     hint = "nofile in /etc/security/limits.conf, LimitNOFILE of the service; of a container: --ulimit nofile=65536"
     text = f"a process may open {hard}" if hard < 1 << 30 else "a process may open any number"
@@ -92,7 +93,7 @@ def _check_locked_memory() -> Finding:
 
 
 def check_name(num_hosts: int) -> Finding:
-    """Check whether others find this machine by the address that gloo tells them: that of its name."""
+    """Check whether others reach this machine by the address that gloo tells them: that of its name."""
     name, check = platform.node(), "host name"
     interfaces = own_interfaces()
     known = ", ".join(f"{one} {address}" for one, address in interfaces.items()) or "none but the loopback"
@@ -120,10 +121,10 @@ def check_name(num_hosts: int) -> Finding:
 
 
 def check_threads(threads: int, cores: int, ranks: int) -> Finding:
-    """Check whether the ranks of a machine would take each other's cores."""
+    """Check whether the ranks of a machine have more threads than cores."""
     text = f"{ranks} rank{'s' * (ranks > 1)} x {threads} threads on {cores} cores"
     hint = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
-    # One each is the least there is.
+    # With one thread a rank there is nothing to lower.
     return Finding.of("threads", text, warning=threads > 1 and threads * ranks > cores, hint=hint)
 
 

@@ -1,4 +1,4 @@
-"""What two ranks measure of the link between them, and what all pairs together tell. Loads no torch."""
+"""Figures of the link between two ranks, and the findings that follow from all pairs together. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST = str(SIZES_MIB[-1])
 _LEAST_LOCAL_GBS = 0.1
 """A slower link within a machine means that its processes have no core to themselves."""
 _MOST_OF_ONE_STREAM_GBS = 1.0
-"""What a connection of gloo fills of a faster link."""
+"""Most 10^9 bytes a second of one connection of gloo, on however fast a link."""
 _MOST_OFFSET_SECONDS = 1.0
 _NAMED_PAIRS = 6
 _MOST_SLOW = 32
@@ -22,20 +22,20 @@ _MOST_SLOW = 32
 
 @dataclass(kw_only=True)
 class Pair:
-    """Two ranks, and what came of them."""
+    """Two ranks, and the figures of the link between them."""
 
     ranks: tuple[int, int]
     hosts: tuple[str, str]
     backend: str
     error: str | None = None
-    """Why the two could not speak to each other; None: they have."""
+    """Why the two could not connect; None: they have."""
     latency_seconds: float = 0.0
     """Seconds of a small message, one way."""
     gbs: dict[str, float] = field(default_factory=dict)
     """10^9 bytes a second of a message, by its MiB."""
     all_reduce_gbs: dict[str, float] = field(default_factory=dict)
     offset_seconds: float = 0.0
-    """How far the second's clock is ahead."""
+    """Seconds by which the second rank's clock is ahead."""
 
     @property
     def speed(self) -> float:
@@ -79,7 +79,7 @@ def judge_pairs(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> list[Fi
     """Say which pairs are dead or slow, and how fast the others are.
 
     Args:
-        pairs: of one backend.
+        pairs: pairs of one backend.
         link_gbs: speed of each host's link, where it is known.
     """
     backend = pairs[0].backend
@@ -93,7 +93,7 @@ def judge_pairs(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> list[Fi
 
 
 def judge_clocks(pairs: Sequence[Pair]) -> list[Finding]:
-    """Compare the clocks of hosts with that of the first, as each pair has seen them."""
+    """Compare the clock of each host with that of the first host, by what their pairs have measured."""
     alive = [pair for pair in pairs if pair.error is None and not pair.is_local]
     worst: dict[str, float] = {}
     for pair in alive:
@@ -113,7 +113,7 @@ def judge_clocks(pairs: Sequence[Pair]) -> list[Finding]:
 
 
 def _judge_dead(dead: Sequence[Pair]) -> list[Finding]:
-    """One finding for each two hosts."""
+    """Give one finding for each two hosts."""
     by_hosts: dict[tuple[str, str], list[Pair]] = {}
     for pair in dead:
         by_hosts.setdefault(pair.hosts, []).append(pair)
@@ -160,7 +160,7 @@ def _judge_speed(pairs: Sequence[Pair], link_gbs: Mapping[str, float], check: st
 
 
 def _expect(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> tuple[float, str]:
-    """Give the least that is expected, and why."""
+    """Give the least speed that is expected, and why."""
     known = [link_gbs[host] for pair in pairs for host in pair.hosts if host in link_gbs]
     if pairs[0].is_local:
         return _LEAST_LOCAL_GBS, "the least within a machine"

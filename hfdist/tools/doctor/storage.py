@@ -15,14 +15,14 @@ from hfdist.tools.doctor.finding import Finding
 
 _GIB = 1 << 30
 _LEAST_FREE = 1 * _GIB
-"""Bytes; with fewer no run can be saved."""
+"""Free bytes without which no run can be saved."""
 _ENOUGH_FREE = 20 * _GIB
-"""Bytes; with fewer the checkpoints of a run may fill the disk."""
+"""Free bytes below which the checkpoints of a run may fill the disk."""
 _SLOW_SYNC_SECONDS = 1.0
-"""A probe that takes longer tells of a disk that makes saves slow."""
+"""A disk whose probe takes longer makes saves slow."""
 _PROBE_BYTES = 1 << 20
 _HUB_SECONDS = 5.0
-"""How long an answer of the Hub is awaited."""
+"""Seconds to wait for an answer of the Hub."""
 
 
 def check_folders(run_dir: Path) -> list[Finding]:
@@ -42,7 +42,7 @@ def existing_part(folder: Path) -> Path:
 
 
 def _check_folder(check: str, folder: Path, hint: str) -> Finding:
-    """Do what a save does: write, fsync, rename, and fsync the folder."""
+    """Check a folder by a save: write, fsync, rename, and fsync the folder."""
     there = existing_part(folder)
     try:
         free = shutil.disk_usage(there).free

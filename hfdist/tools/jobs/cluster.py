@@ -1,6 +1,6 @@
 """`cluster.*`: the machines of a job, from a file of conf/cluster/ or of the user's own, and overrides.
 
-A cluster is no part of a run's config: the same run goes on elsewhere.
+A cluster is no part of a run's config: the same run may go on on other machines.
 """
 
 from __future__ import annotations
@@ -203,20 +203,20 @@ def compose_cluster(name: str, overrides: Sequence[str], own: Path | None = None
     """Merge a file and overrides over the defaults, and check them; ConfigError: the first mistake.
 
     Args:
-        name: of a file in a folder `cluster`, or the path of a file.
-        overrides: such as `cluster.nodes=2`.
+        name: name of a file in a folder `cluster`, or the path of a file.
+        overrides: overrides such as `cluster.nodes=2`.
         own: a folder of the user's own, laid out as `conf/`, whose files win.
     """
     path = _section().find(name, own, key=GROUP, hint=f"{GROUP}={_DEFAULT} cluster.nodes=2")
     cluster: ClusterConfig = _section().compose(path, overrides)
     _check(cluster)
-    # In a job's file they are quoted.
-    for name in ("folder", "python"):
-        value = getattr(cluster, name)
+    # A job's file quotes them, so that its shell expands no `~`.
+    for key in ("folder", "python"):
+        value = getattr(cluster, key)
         if value is not None and cluster.same_files:
-            setattr(cluster, name, os.path.expanduser(value))
+            setattr(cluster, key, os.path.expanduser(value))
         elif value is not None:
-            refuse_home(f"{_PREFIX}{name}", value)
+            refuse_home(f"{_PREFIX}{key}", value)
     return cluster
 
 

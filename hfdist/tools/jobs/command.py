@@ -33,7 +33,7 @@ TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
     "skypilot": ("skypilot.yaml", write_skypilot),
     "parallelcluster": ("sbatch", write_parallelcluster),
 }
-"""The ending of each one's file, and what writes it."""
+"""Ending of the file of each target, and the function that writes it."""
 _HELP = """\
 Write the job file of a run for a cluster. It submits nothing.
 
@@ -159,8 +159,13 @@ def _longest(path: Path, key: str, event: str | None = None) -> float:
     return max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
 
 
+def _head_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(500).decode(errors="replace")
+
+
 def _check_place(path: Path) -> None:
-    if path.exists() and not (path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace")[:500]):
+    if path.exists() and not (path.is_file() and MARK in _head_of(path)):
         hint = f"out={path / 'job'}" if path.is_dir() else f"out={path.stem}-job{path.suffix}"
         what = "this is a folder" if path.is_dir() else "another file is there, which no `hfdist job` has written"
         raise ConfigError(what, where=f"out ({COMMAND_LINE})", found=str(path), hint=hint)

@@ -1,4 +1,4 @@
-"""What a job file is written from: the run as it is to be started, and the machines; and the files that come of it."""
+"""A job: a run and the machines on which it is to start; and the files that start it there."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hfdist.config.run import RunConfig
-from hfdist.errors import printable
+from hfdist.errors import PreemptedError, printable
 from hfdist.tools.jobs.cluster import ClusterConfig
 
 MARK = "Written by `hfdist job`"
-"""In the first lines of each file: what has it is written over."""
+"""Text in the first lines of each job file: a file that has it is replaced."""
 STAYS = (2, 3, 4, 5, 7, 8)
 """Exit codes after which the same command fails again, or must not go on: see docs/jobs.md."""
-AGAIN = 75
+AGAIN = PreemptedError.exit_code
+"""Exit code after which the same command goes on."""
 STANDARD_OUTPUT = Path("-")
 _MARGIN_SECONDS = 30
-"""Between the end that a launcher makes of its ranks and that which the cluster makes of the launcher."""
+"""Seconds from the moment when torchrun kills its ranks to the one when the cluster kills torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Job:
     command: Sequence[str]
     """The whole command line of `hfdist job`."""
     path: Path
-    """The first file to be written; `STANDARD_OUTPUT`: all go there."""
+    """Path of the first file; `STANDARD_OUTPUT`: all files go there."""
 
     @property
     def name(self) -> str:
@@ -49,7 +50,7 @@ class Job:
 
     @property
     def folder(self) -> str | None:
-        """Where the run starts; None: where the machines start it."""
+        """Folder in which the run starts; None: that in which the machines start it."""
         if self.cluster.folder is not None:
             return self.cluster.folder
         return str(Path.cwd()) if self.cluster.same_files else None
@@ -60,15 +61,11 @@ class Job:
 
     @property
     def shutdown_seconds(self) -> int:
-        """How long torchrun waits for its ranks after a signal."""
+        """Seconds that torchrun waits for its ranks after a signal."""
         return self.cluster.grace_seconds - _MARGIN_SECONDS
 
     def head(self, *submit: str) -> str:
-        """The comment that a file begins with, each line after `# `.
-
-        Args:
-            submit: lines that say how it is submitted.
-        """
+        """Give the comment at the head of a file; `submit`: the commands that submit it."""
         # The command holds whatever the user gave: on one line it stays a comment.
         lines = [f"{MARK}, and to be submitted with:", *(f"  {line}" for line in submit), "It was written by:"]
         lines.append(f"  {shlex.join(self.command)}")

@@ -1,8 +1,8 @@
 """Kubernetes: a JobSet, or a TrainJob of Kubeflow Trainer with a runtime that holds the same JobSet.
 
 A pod ends with the run's exit code. Its job fails by the pod failure policy, and the JobSet's rules say what follows:
-all pods start again after 75 or where a pod was taken away, none does after a mistake, and after a lost rank they start
-again as often as `cluster.max_restarts` says.
+all pods start again after exit code 75 or the disruption of a pod, none does after a mistake, and after a lost rank
+they start again as often as `cluster.max_restarts` says.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _queue(job: Job) -> dict[str, str] | None:
 
 
 def _job_set_spec(job: Job, labels: dict[str, str] | None = None) -> dict[str, object]:
-    """Args: labels: of the job in it."""
+    """Give the specification of a JobSet; `labels`: labels of its job."""
     replicated = {
         "name": _REPLICATED_JOB,
         "replicas": 1,
@@ -90,7 +90,7 @@ def _job_set_spec(job: Job, labels: dict[str, str] | None = None) -> dict[str, o
             "onJobFailureMessagePatterns": [rf"exit code {AGAIN} matching", "DisruptionTarget"],
         },
         {"name": "stays", "action": "FailJobSet", "onJobFailureReasons": by_policy},
-        # What is left, such as 6, starts again up to maxRestarts times.
+        # After any other exit code, such as 6, all pods start again up to maxRestarts times.
     ]
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},

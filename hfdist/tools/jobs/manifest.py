@@ -1,4 +1,4 @@
-"""YAML documents for people: scripts as blocks of lines, no aliases, keys in the order in which they were written."""
+"""YAML documents for people: scripts as blocks of lines, no aliases, keys in their given order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import yaml
 
 
 class _Dumper(yaml.SafeDumper):
+    """Writes no aliases, which are hard to read."""
+
     def ignore_aliases(self, data: object) -> bool:
         return True
 
@@ -22,13 +24,13 @@ _Dumper.add_representer(str, _text)
 def to_documents(*documents: Mapping[str, object]) -> str:
     """Write documents one after the other, without keys whose value is None."""
     parts = (
-        yaml.dump(_given(document), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+        yaml.dump(_without_nulls(document), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
         for document in documents
     )
     return "---\n".join(parts)
 
 
-def _given(value: object) -> object:
+def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _given(item) for name, item in value.items() if item is not None}
-    return [_given(item) for item in value] if isinstance(value, list) else value
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

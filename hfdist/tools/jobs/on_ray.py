@@ -1,6 +1,6 @@
-"""What a Ray job does: a script on each machine, started again on machines that are there when it says so.
+"""What a Ray job does: it runs a script on each machine, and starts all again on other machines when the script asks.
 
-The script is that of ray.py beside it. A machine has a share: an actor with all of its GPUs, in a bundle of its own.
+The script is that of ray.py beside it. For each machine there is an actor with all of its GPUs, in a bundle of its own.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def run_on_machines(
     """Run a script on each of `nodes` machines, and end with its exit code.
 
     Args:
-        nodes: how many machines.
-        cpus: cores of each.
-        gpus: of each.
-        memory_gib: of each; None: not asked for.
-        max_restarts: how often all start again where every machine's part was lost; else the script decides.
-        script: of bash. It ends with 75 where it is to be started again, and finds FIRST, PEER, NODE_RANK, PORT and ID.
+        nodes: number of machines.
+        cpus: cores of each machine.
+        gpus: GPUs of each machine.
+        memory_gib: memory of each machine in GiB; None: not asked for.
+        max_restarts: how often all start again where all machines were lost; else the script decides.
+        script: a bash script. It ends with 75 to be started again, and finds FIRST, PEER, NODE_RANK, PORT and ID.
     """
     import ray
 
@@ -87,10 +87,7 @@ def run_on_machines(
 
 
 def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[int]) -> int | None:
-    """Give the exit code of the script; None: every machine's part was lost.
-
-    `told` gets the number of a signal that this process was sent.
-    """
+    """Give the exit code of the script; None: all machines were lost. `told` gets the signals of this process."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -114,7 +111,8 @@ def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[i
         for index in range(nodes):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             machines.append(actor.options(scheduling_strategy=place).remote())
-        return _run_on(machines, script)
+        # A signal that came before all machines were in the list has not reached them all.
+        return AGAIN if told else _run_on(machines, script)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -17,11 +17,11 @@ SHARED = "/shared"
 
 
 def write_parallelcluster(job: Job) -> JobFiles:
-    """Give the batch script, and beside it the cluster; ConfigError: it is not said where the cluster is to be."""
+    """Give the batch script and the file of the cluster; ConfigError: a key that the cluster needs is null."""
     for name in ("region", "subnet", "key_name", "instance"):
         if getattr(job.cluster.aws, name) is None:
             key = f"cluster.aws.{name}"
-            raise ConfigError("the cluster needs this", where=key, found="null", hint=f"{key}=...")
+            raise ConfigError("the file of the cluster needs this key", where=key, found="null", hint=f"{key}=...")
     slurm = dataclasses.replace(job.cluster.slurm, partition=job.cluster.slurm.partition or _QUEUE)
     cluster = dataclasses.replace(job.cluster, slurm=slurm)
     script = write_slurm(dataclasses.replace(job, cluster=cluster).starting_in(SHARED))

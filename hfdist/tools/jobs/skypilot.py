@@ -1,4 +1,4 @@
-"""SkyPilot: a task for `sky jobs launch`, which starts it again after 75, and where its machines were taken away."""
+"""SkyPilot: a task for `sky jobs launch`, started again after exit code 75 or when its machines are taken away."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ set -uo pipefail
 FIRST=$(head -n 1 <<<"$SKYPILOT_NODE_IPS") LAST=$(tail -n 1 <<<"$SKYPILOT_NODE_IPS") NODE_RANK="$SKYPILOT_NODE_RANK"
 [ "$NODE_RANK" -eq 0 ] && PEER="$LAST" || PEER="$FIRST"
 ID="$SKYPILOT_TASK_ID"
-{machine_script}# SkyPilot starts again by this code only: it has no limit of its own for a lost rank.
+{machine_script}# SkyPilot starts again after this code only: restarts after any error would have no limit.
 [ "$next" = again ] && exit {again}
 exit "$code"
 """
@@ -20,6 +20,35 @@ exit "$code"
 
 def write_skypilot(job: Job) -> JobFiles:
     """Give the task; ConfigError: the run's folder would go with the machines, or they lack hfdist, or GPUs."""
+    _check(job)
+    options = job.cluster.skypilot
+    started = job.starting_in(options.mount)
+    cluster = started.cluster
+    submit = f"sky jobs launch {job.shell_path}"
+    accelerators = f"{options.accelerator}:{cluster.processes}" if options.accelerator is not None else None
+    resources: dict[str, object] = {
+        "infra": options.infra,
+        "accelerators": accelerators,
+        "cpus": None if cluster.cpus is None else f"{cluster.cpus * cluster.processes}+",
+        "memory": None if cluster.memory_gib is None else f"{cluster.memory_gib}+",
+        "image_id": None if cluster.image is None else f"docker:{cluster.image}",
+        "use_spot": options.spot,
+        # A restart after this exit code does not count as one on an error.
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]},
+    }
+    task = {
+        "name": job.name,
+        "num_nodes": cluster.nodes,
+        "resources": resources,
+        "volumes": None if options.volume is None else {options.mount: options.volume},
+        "setup": "".join(f"{line}\n" for line in options.install) or None,
+        "run": _SCRIPT.format(machine_script=machine_script(started), again=AGAIN),
+    }
+    text = job.head(submit) + to_documents(task)
+    return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])
+
+
+def _check(job: Job) -> None:
     options = job.cluster.skypilot
     if options.volume is None and job.cluster.folder is None:
         what = "the run's folder must be on a disk that all machines see, and those that come after them"
@@ -30,30 +59,7 @@ def write_skypilot(job: Job) -> JobFiles:
         hint = "'cluster.skypilot.install=[\"pip install git+https://...\"]', or cluster.image=IMAGE, which has it"
         raise ConfigError(what, where=where, found="[]", hint=hint)
     if job.cluster.gpus != (options.accelerator is not None):
-        what, where = "SkyPilot gives GPUs of a kind that is named", "cluster.skypilot.accelerator"
+        what, where = "cluster.gpus and the kind of the GPUs must be set together", "cluster.skypilot.accelerator"
         found = f"{options.accelerator or 'null'}, with cluster.gpus={str(job.cluster.gpus).lower()}"
         hint = f"{where}=H100" if job.cluster.gpus else f"cluster.gpus=true, or {where}=null"
         raise ConfigError(what, where=where, found=found, hint=hint)
-    job = job.starting_in(options.mount)
-    cluster = job.cluster
-    submit = f"sky jobs launch {job.shell_path}"
-    accelerators = f"{options.accelerator}:{cluster.processes}" if options.accelerator is not None else None
-    resources: dict[str, object] = {
-        "infra": options.infra,
-        "accelerators": accelerators,
-        "cpus": None if cluster.cpus is None else f"{cluster.cpus * cluster.processes}+",
-        "memory": None if cluster.memory_gib is None else f"{cluster.memory_gib}+",
-        "image_id": None if cluster.image is None else f"docker:{cluster.image}",
-        "use_spot": options.spot,
-        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]},
-    }
-    task = {
-        "name": job.name,
-        "num_nodes": cluster.nodes,
-        "resources": resources,
-        "volumes": None if options.volume is None else {options.mount: options.volume},
-        "setup": "".join(f"{line}\n" for line in options.install) or None,
-        "run": _SCRIPT.format(machine_script=machine_script(job), again=AGAIN),
-    }
-    text = job.head(submit) + to_documents(task)
-    return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])

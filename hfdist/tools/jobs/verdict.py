@@ -30,8 +30,8 @@ def judge(
     Args:
         run_dir: the run's folder.
         start: number of the last start before this one; 0: there was none.
-        launcher_code: what the launcher has ended with. It counts where the start was refused: it has written nothing.
-        max_restarts: how many losses in a row may be started again without getting further.
+        launcher_code: exit code of the launcher. It counts where the run was refused before it had a record.
+        max_restarts: number of losses in a row after which the run is started again, though it gets no further.
         wait_seconds: how long to wait for the end of a start that seems to run.
     """
     record = _read_ended(run_dir, wait_seconds)
@@ -44,16 +44,18 @@ def judge(
 
 
 def num_losses(run_dir: Path, record: RunRecord) -> int:
-    """Give how many starts in a row were lost, each without getting beyond the step of those before; 1: only the last.
+    """Count the lost starts in a row, each of which got no further than those before; 1: only the last.
 
     Args:
         run_dir: the run's folder.
-        record: that of the last start, which was lost; its end may not be among the events.
+        record: the record of the last start, which was lost; its end may not be among the events.
     """
     ends = [event for event in read_lines(RunFolder(run_dir).events) if event.get("event") == Event.end.value]
-    earlier = [(event.get("exit_code"), event.get("step") or 0) for event in ends if event.get("start") != record.start]
+    # The end of a start may be corrected by a later line.
+    of_starts = {repr(event.get("start")): (event.get("exit_code"), event.get("step") or 0) for event in ends}
+    of_starts.pop(repr(record.start), None)
     losses, furthest = 0, -1
-    for exit_code, step in [*earlier, (LOST, record.step)]:
+    for exit_code, step in [*of_starts.values(), (LOST, record.step)]:
         losses = 0 if exit_code not in (LOST, None) else 1 if step > furthest else losses + 1
         furthest = max(furthest, step)
     return losses
@@ -69,7 +71,7 @@ def _read_ended(run_dir: Path, wait_seconds: float) -> RunRecord | None:
 
 
 def main() -> None:
-    """Print it."""
+    """Print the last start's number, or the verdict."""
     arguments = sys.argv[1:]
     if len(arguments) == 1:
         record = read_run(Path(arguments[0]))

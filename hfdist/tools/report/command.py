@@ -37,14 +37,14 @@ Nothing else in a run's folder changes. Exit codes: 0; 2: a mistake in the comma
 """
 _KEYS = {"out": "FILE", "port": "N", "live": FLAG}
 _MOST_RUNS = 24
-"""More make a page that no phone opens quickly: see the limit of its size."""
+"""Most runs of a page: a page of more would be too large."""
 _MOST_BEST = 12
-"""Most runs of a sweep: its trials have a part of their own."""
+"""Most runs of a sweep: the page shows all its trials in one part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest:
-    """What is to be shown."""
+    """What `hfdist report` is asked."""
 
     folders: tuple[Path, ...]
     sweeps: tuple[Path, ...] = ()
@@ -56,7 +56,7 @@ class ReportRequest:
 
 
 def _report(arguments: list[str]) -> None:
-    """Do what the command line says."""
+    """Write or serve the page."""
     request = parse_request(arguments)
     runs = [RunFiles(folder) for folder in request.folders]
     if request.is_live:
@@ -72,9 +72,9 @@ def write(runs: Sequence[RunFiles], out: Path, sweeps: Sequence[Path] = ()) -> P
     """Write the page and give its path; a file of that name is replaced whole.
 
     Args:
-        runs: that it is about.
-        out: the file.
-        sweeps: folders of those whose trials these are.
+        runs: the runs that the page is about.
+        out: path of the file.
+        sweeps: folders of the sweeps whose trials these runs are.
 
     Raises:
         ResourceError: it cannot be written.
@@ -92,8 +92,7 @@ def write(runs: Sequence[RunFiles], out: Path, sweeps: Sequence[Path] = ()) -> P
 
 def parse_request(arguments: Sequence[str]) -> ReportRequest:
     """Read the command line; ConfigError: an unknown key, a wrong value, or no such run."""
-    # A folder's name may hold anything.
-    # As audit, plan and job have it.
+    # `run=NAME` means NAME, as for audit, plan and job. But a folder's name may hold anything, also `=`.
     arguments = [one if os.path.isdir(one) else one.removeprefix("run=") for one in arguments]
     names = [one for one in arguments if not one.startswith("-") and ("=" not in one or os.path.isdir(one))]
     values = read_arguments([one for one in arguments if one not in names], _KEYS)
@@ -107,7 +106,7 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
         where = f"port ({COMMAND_LINE})"
         raise ConfigError("only a page that is served has a port", where=where, found=port, hint=f"--live port={port}")
     given = [find_run(name, (*IN_RUN.marks, TRIALS)) for name in dict.fromkeys(names)]
-    # A folder of somebody else's may be read-only.
+    # The folder of another user may be read-only.
     beside = given[0] if len(given) == 1 and os.access(given[0], os.W_OK) else Path()
     out = expand_user(values["out"]) if "out" in values else beside / "report.html"
     if os.path.isdir(out):

@@ -1,8 +1,8 @@
-"""In what the configs of several runs differ, and how their figures do."""
+"""A table of the keys in which the configs of several runs differ."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hfdist.config.composition.diff import find_changes
 from hfdist.tools.report.drawing.chart import colour
@@ -11,27 +11,22 @@ from hfdist.tools.report.text import escaped
 
 _OWN = ("run.name", "run.dir")
 """Keys that each run has for itself."""
+_PRESETS = "defaults"
+"""Hydra's list of presets: the keys that they set are compared."""
 _MOST_KEYS = 80
 
 
 def differences(runs: Sequence[RunFiles]) -> str:
-    """Give a table: a row a key that is not the same in all runs, a column a run."""
-    found = [(number, run, _read(run)) for number, run in enumerate(runs)]
-    known = [(number, run, values) for number, run, values in found if values is not None]
-    missing = [run.name for _, run, values in found if values is None]
-    note = f"<p>No config can be read of: {escaped(', '.join(missing))}.</p>" if missing else ""
-    if len(known) < 2:
+    """Give a table as HTML: a row for each key that is not the same in all runs, a column for each run."""
+    configs = {number: run.config for number, run in enumerate(runs) if run.config is not None}
+    unreadable = ", ".join(run.name for run in runs if run.config is None)
+    note = f"<p>No config can be read of: {escaped(unreadable)}.</p>" if unreadable else ""
+    if len(configs) < 2:
         return f"<h2>Config</h2>{note}" if note else ""
-    table: dict[str, list[object]] = {}
-    base = known[0][2]
-    for place, (_, _, values) in enumerate(known[1:], 1):
-        for change in find_changes(base, values):
-            if change.key not in _OWN:
-                row = table.setdefault(change.key, [change.before] * len(known))
-                row[place] = change.after
+    table = _compare([{key: one for key, one in config.items() if key != _PRESETS} for config in configs.values()])
     if not table:
         return f"<h2>Config</h2><p>The runs have the same config.</p>{note}"
-    heads = "".join(f'<th><i class="{colour(n)}"></i>{escaped(run.name, 40)}</th>' for n, run, _ in known)
+    heads = "".join(f'<th><i class="{colour(one)}"></i>{escaped(runs[one].name, 40)}</th>' for one in configs)
     rows = "".join(
         f"<tr><th>{escaped(key, 80)}</th>{''.join(f'<td>{escaped(_show(value), 120)}</td>' for value in values)}</tr>"
         for key, values in list(table.items())[:_MOST_KEYS]
@@ -43,8 +38,18 @@ def differences(runs: Sequence[RunFiles]) -> str:
     )
 
 
-def _read(run: RunFiles) -> dict[str, object] | None:
-    return None if run.config is None else {key: value for key, value in run.config.items() if key != "defaults"}
+def _compare(configs: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
+    """Give the values of all configs, in their order, by the keys that differ."""
+    first, *others = configs
+    table: dict[str, list[object]] = {}
+    for place, other in enumerate(others, 1):
+        of_first = {change.key: change.before for change in find_changes(first, other)}
+        # Only its first config gets the default of a key that is newer than the config.
+        of_other = {change.key: change.before for change in find_changes(other, first)}
+        for key in of_first:
+            if key in of_other and key not in _OWN:
+                table.setdefault(key, [of_first[key]] * len(configs))[place] = of_other[key]
+    return table
 
 
 def _show(value: object) -> str:

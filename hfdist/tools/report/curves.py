@@ -1,4 +1,4 @@
-"""Which curves a report has: of one run, or of several laid over each other, one colour each."""
+"""The curves of a report: of one run, or of several laid over each other, one colour each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TIMES = ((172_800.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 60.0
 
 
 class _Learned(NamedTuple):
-    """What tells how well each run learns: of a run of another kind, no point. In the order of the runs."""
+    """The measure by which runs learn, in the order of the runs; a run with another measure has no points."""
 
     name: str
     unit: str
@@ -40,7 +40,7 @@ class _Learned(NamedTuple):
 
 
 def loss_charts(runs: Sequence[RunFiles]) -> str:
-    """Give loss and held-out loss on tokens, and loss on time; of reinforcement learning, the reward."""
+    """Draw loss and held-out loss over tokens, and loss over time; for reinforcement learning, the reward."""
     losses = _Learned(
         "loss",
         " or ".join(dict.fromkeys(run.task.traits.loss_unit for run in runs if not run.task.traits.is_reinforcement)),
@@ -80,7 +80,7 @@ def _learning_charts(runs: Sequence[RunFiles], learned: _Learned) -> str:
 
 
 def small_charts(runs: Sequence[RunFiles]) -> str:
-    """Give all other figures of training lines by step, those that some run has."""
+    """Draw all other figures of training lines by step that some run has."""
     drawn = []
     for key, base in zip(CURVES[1:], _SMALL, strict=True):
         points, unit = [run.curve(key) for run in runs], base.unit
@@ -92,12 +92,12 @@ def small_charts(runs: Sequence[RunFiles]) -> str:
 
 
 def own_charts(run: RunFiles) -> str:
-    """Give what cannot be laid over the curves of another run."""
+    """Draw the charts of one run that cannot be laid over those of another."""
     return _other_held_out(run) + _step_split(run.ranks) + _memory(run.ranks)
 
 
 def _named(runs: Sequence[RunFiles], points: Sequence[list[Point]], alone: str) -> list[Curve]:
-    """Curves of those that have points; a run that is alone needs no name."""
+    """Give the curves that have points; `alone`: the name of the curve of a run that is alone."""
     return [
         Curve(run.name if len(runs) > 1 else alone, own, colour(number))
         for number, (run, own) in enumerate(zip(runs, points, strict=True))
@@ -106,7 +106,7 @@ def _named(runs: Sequence[RunFiles], points: Sequence[list[Point]], alone: str) 
 
 
 def _in_energy_unit(curves: list[list[Point]]) -> tuple[list[list[Point]], str]:
-    """Give curves of kWh in the unit in which the head of the report has the last of them, and what they are."""
+    """Convert curves of kWh to the unit of the report's head, and give that unit in words."""
     known = [y for points in curves for _, y in points if y is not None]
     scale, unit = energy_unit(max(known, default=0.0))
     return [[(x, None if y is None else scale * y) for x, y in points] for points in curves], f"{unit}, all starts"
@@ -127,7 +127,7 @@ def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:
 
 
 def texts_of_marks(runs: Sequence[RunFiles]) -> str:
-    """Give what the marks in all charts say, once."""
+    """Give the texts of the marks of all charts, each once."""
     return "".join(
         f'<p id="mark-{number}-{place}" hidden>{escaped_lines(f"{run.name}, " * (len(runs) > 1) + mark.text, 2000)}</p>'
         for number, run in enumerate(runs)
@@ -149,11 +149,11 @@ def _other_held_out(run: RunFiles) -> str:
 
 
 def _step_split(ranks: RankSteps) -> str:
-    """Draw what a step's time goes to, as the mean of all ranks, one part on the other."""
+    """Draw the parts of a step's time, as means of all ranks, one on top of the other."""
     compute, data, wait = ([(x, y or 0.0) for x, y in _means_of_ranks(ranks, name)] for name in PARTS)
     labels = ["compute", "wait for data", "wait for others"]
     if not any(y for _, y in (*compute, *wait)):
-        # A GPU: only the loader is known, and the whole step.
+        # On a GPU, only the loader's time and the whole step are measured.
         steps = _means_of_ranks(ranks, STEP)
         compute = [(x, max((y or 0.0) - own, 0.0)) for (x, y), (_, own) in zip(steps, data, strict=True)]
         labels[0] = "compute, or wait for others"

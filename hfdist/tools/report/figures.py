@@ -1,8 +1,9 @@
-"""Curves of what a run measures of preferences and rewards: training beside held out, several runs over each other."""
+"""Charts of the figures of preferences and rewards: training beside held out, several runs over each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from hfdist.tools.report.drawing.chart import Chart, Curve, colour, draw
@@ -49,7 +50,7 @@ def task_charts(runs: Sequence[RunFiles]) -> list[str]:
 def learning_curves(
     runs: Sequence[RunFiles], training: Sequence[list[Point]], held_out: Sequence[list[Point]]
 ) -> list[Curve]:
-    """Give both curves of each run, in its colour; of a run that is alone in two."""
+    """Give both curves of each run in its colour; a run that is alone has two colours."""
     return [
         curve for number, run in enumerate(runs) for curve in _two(runs, number, training[number], held_out[number])
     ]
@@ -69,12 +70,12 @@ def _figure_chart(runs: Sequence[RunFiles], key: str) -> str:
     curves = learning_curves(
         runs, [run.figures.get(key, []) for run in runs], [run.held_out_figures.get(key, []) for run in runs]
     )
-    form = "share" if style.is_share else "number"
-    return draw(Chart(title=style.title, unit=style.unit, curves=curves, form=form, from_zero=style.is_share))
+    chart = Chart(title=style.title, unit=style.unit, curves=curves)
+    return draw(replace(chart, form="share", from_zero=True) if style.is_share else chart)
 
 
 def _policy_loss(runs: Sequence[RunFiles]) -> str:
-    """The loss whose gradient is the policy's: near 0 whatever the model can do, and no measure of it."""
+    """Draw the policy's loss, which is near 0 whatever the model can do, and no measure of it."""
     points = [run.curve(LOSS) if run.task.traits.is_reinforcement else [] for run in runs]
     units = {run.task.traits.loss_unit for run in runs if run.task.traits.is_reinforcement}
     unit = units.pop() if len(units) == 1 else ""

@@ -1,4 +1,4 @@
-"""What has happened to a run: each event in words, as marks in its curves, and on a time line with a table."""
+"""The events of a run: in words, as marks in its curves, and on a time line with a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hfdist.errors import printable
 from hfdist.records import Event, State
-from hfdist.tools.report.drawing.chart import TOP, frame
+from hfdist.tools.report.drawing.frame import TOP, frame
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import LONGEST, escaped, instant, number
 from hfdist.units import count, duration, size
@@ -28,19 +28,16 @@ _Timed = Sequence[tuple[Mapping[str, object], datetime]]
 
 
 class EventStyle(NamedTuple):
-    """How a kind of event is shown.
-
-    Args:
-        letter: of its mark in the curves; None: it has none.
-        name: of its row in the time line.
-        is_bad: whether something went wrong.
-        words: what happened.
-    """
+    """How a kind of event is shown."""
 
     letter: str | None
+    """Letter of its mark in the curves; None: it has no mark."""
     name: str
+    """Name of its row in the time line."""
     is_bad: bool
+    """Whether something went wrong."""
     words: Callable[[Mapping[str, object]], str]
+    """Describes an event."""
 
 
 def _step(event: Mapping[str, object], key: str = "step") -> str:
@@ -119,7 +116,7 @@ def _is_used(degree: object) -> bool:
 
 
 def style_of(event: Mapping[str, object]) -> EventStyle:
-    """Give how an event is shown; one of a later hfdist has its own name."""
+    """Find how an event is shown; an event of a later hfdist is shown by its name."""
     name = str(event.get("event"))
     return _BY_NAME.get(name) or EventStyle(None, name, False, lambda e: f"{name}, step {_step(e)}")
 
@@ -145,12 +142,12 @@ class Marked(NamedTuple):
     step: float
     letters: str
     text: str
-    """May hold anything."""
+    """Text of unknown origin."""
     is_bad: bool
 
 
 def marked(run: RunFiles, most: int) -> list[Marked]:
-    """Give at most about `most` marks; a good end has none. Events whose marks would lie on each other share one."""
+    """Give about `most` marks at most; a good end has none. Events near each other share a mark."""
     found = []
     for event, step in _with_steps(run):
         letter = style_of(event).letter
@@ -176,7 +173,7 @@ def _join(marks: list[Marked]) -> Marked:
 
 
 def _with_steps(run: RunFiles) -> Iterator[tuple[Mapping[str, object], float]]:
-    """Events with their steps; of one that does not know it, that at which its start ended."""
+    """Give events with their steps; an event without a step gets the one at which its start ended."""
     ends = {repr(e.get("start")): number(e.get("step")) for e in events_of(run, Event.end)}
     last = 0.0
     for event in run.events:
@@ -188,7 +185,7 @@ def _with_steps(run: RunFiles) -> Iterator[tuple[Mapping[str, object], float]]:
 
 
 def time_line(run: RunFiles) -> str:
-    """Draw starts as bars and other events as ticks, a row a kind, over the time in which the run was running."""
+    """Draw starts as bars and other events as ticks, a row for each kind, over the time in which the run ran."""
     timed = [(event, when) for event in run.events if (when := instant(event.get("time"))) is not None]
     if not timed:
         return ""
@@ -214,7 +211,7 @@ _TIME_HEAD = "<h3>Events by time <small>pauses between starts are shortened</sma
 
 
 class _Span(NamedTuple):
-    """When a start ran."""
+    """The time in which a start ran."""
 
     first: datetime
     last: datetime

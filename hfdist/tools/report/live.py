@@ -1,8 +1,8 @@
 """The page over HTTP, for this machine alone: parts that have changed follow as server-sent events.
 
-One thread reads the files and draws; each browser has a thread that sends it what is newer than what it has. The
-address has a part that cannot be guessed, as other users of the machine reach its loopback, too; and a name of another
-host that leads here, which a page of that host might use to read this one, is refused.
+One thread reads the files and draws; each browser has a thread that sends it the parts that are newer than its own. The
+address has a part that cannot be guessed, as other users of the machine reach its loopback, too. A request by the name
+of another host that leads here is refused: a page of that host might read this one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Request = socket.socket | tuple[bytes, socket.socket]
 
 _HOST = "127.0.0.1"
 _NAMES = (_HOST, "localhost")
-"""By which a browser may call this machine; through a tunnel, the port is another one."""
+"""Names by which a browser may call this machine; through a tunnel, the port is another one."""
 _EVERY_SECONDS = 1.0
 _LEAST_REST = 10.0
-"""Between two drawings lies this many times what a drawing takes: a long run must not keep a core busy."""
+"""The pause between two drawings, as a multiple of a drawing's time: a long run must not keep a core busy."""
 _MOST_BROWSERS = 64
-"""Connections at a time. One that says nothing ends after `_Handler.timeout`."""
+"""Most connections at a time. A silent one ends after `_Handler.timeout`."""
 _PING_SECONDS = 15.0
 """A browser that has gone is noticed when something is sent to it."""
 
@@ -42,13 +42,13 @@ class LivePage:
     """The newest HTML of each part, with a version that grows when one changes.
 
     Args:
-        runs: that it is about.
-        sweeps: folders of those whose trials these are.
+        runs: the runs that the page is about.
+        sweeps: folders of the sweeps whose trials these runs are.
     """
 
     def __init__(self, runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> None:
         self.runs, self._sweeps = runs, sweeps
-        # Another start of the server counts anew: a browser that comes back takes all.
+        # Versions of another start of the server do not count: a browser that comes back takes all parts.
         self._boot = secrets.token_hex(4)
         self._changed = threading.Condition()
         self._version = 0
@@ -57,7 +57,7 @@ class LivePage:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what is new, and draw."""
+        """Read new lines of all runs, and draw."""
         for run in self.runs:
             run.read()
         html_of = parts(self.runs, self._sweeps)
@@ -69,7 +69,7 @@ class LivePage:
             self._changed.notify_all()
 
     def follow(self) -> None:
-        """Refresh for ever, until `end`. What fails once may succeed at the next look."""
+        """Refresh until `end`. A refresh that fails is tried again."""
         rest, said = _EVERY_SECONDS, ""
         while True:
             with self._changed:
@@ -112,7 +112,7 @@ class Server(ThreadingHTTPServer):
 
     Args:
         live: the page.
-        port: to listen at; 0: any that is free.
+        port: port to listen at; 0: any free port.
 
     Raises:
         ConfigError: the port is taken.
@@ -150,7 +150,7 @@ class Server(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that has gone is no error; what is one is said in a line."""
+        """Write other errors than that of a browser that has gone, in one line."""
         error = sys.exception()
         if not isinstance(error, OSError):
             sys.stderr.write(f"warning: the page cannot be sent: {type(error).__name__}: {error}\n")
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif not hmac.compare_digest(folder.encode(), self.server.secret.encode()) or name not in ("", "events"):
             self._refuse(HTTPStatus.NOT_FOUND, "no such page: the command has written its address")
         elif not slash:
-            # What the page asks for stands beside it.
+            # The page asks for `events` relative to its own address.
             self._answer(HTTPStatus.FOUND, "text/plain; charset=utf-8", b"", Location=f"/{folder}/")
         elif name == "":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", self.server.live.html("events").encode())
@@ -223,9 +223,9 @@ def serve(runs: Sequence[RunFiles], port: int, sweeps: Sequence[Path] = ()) -> N
     """Serve until Ctrl-C.
 
     Args:
-        runs: that the page is about.
-        port: to listen at; 0: any that is free.
-        sweeps: folders of those whose trials these are.
+        runs: the runs that the page is about.
+        port: port to listen at; 0: any free port.
+        sweeps: folders of the sweeps whose trials these runs are.
 
     Raises:
         ConfigError: the port is taken.

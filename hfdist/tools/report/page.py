@@ -1,40 +1,38 @@
 """The page: parts with names, style and script inside one file that asks nobody for anything.
 
-Its policy lets the browser load nothing and run only the one script, by its hash: should a text of a run escape from
-its place after all, it does nothing.
+Its policy lets the browser load nothing and run only the one script, by its hash: a text of a run that escapes its
+place cannot run.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from hfdist.tools.report import compare, curves, figures, sections
+from hfdist.tools.report import compare, curves, figures, plan, rollouts, sections, sweep
 from hfdist.tools.report.drawing.chart import colour
-from hfdist.tools.report.plan import plan
 from hfdist.tools.report.reading.run_files import RunFiles
-from hfdist.tools.report.rollouts import rollouts
-from hfdist.tools.report.sweep import sweep
 from hfdist.tools.report.text import escaped
 from hfdist.units import count
 
-_PARTS = (
-    plan,
-    sections.ranks,
-    sections.pipeline,
-    sections.traffic,
-    sections.checkpoints,
-    sections.events,
-    sections.data,
-    sections.samples,
-    rollouts,
-    sections.details,
-)
+_PARTS: dict[str, Callable[[RunFiles], str]] = {
+    "plan": plan.plan,
+    "ranks": sections.ranks,
+    "pipeline": sections.pipeline,
+    "traffic": sections.traffic,
+    "checkpoints": sections.checkpoints,
+    "events": sections.events,
+    "data": sections.data,
+    "samples": sections.samples,
+    "rollouts": rollouts.rollouts,
+    "details": sections.details,
+}
+"""Parts about one run by their ids, in the order of the page."""
 _MOST_BYTES = 260_000
 """Most bytes of all parts together, so that the page with style and script stays below 300 KB."""
 _MAY_BE_LEFT_OUT = {
@@ -42,7 +40,7 @@ _MAY_BE_LEFT_OUT = {
     "rollouts": ("Answers and their rewards", "Answers", "rollouts.jsonl"),
     "samples": ("Samples", "Samples", "samples.jsonl"),
 }
-"""Parts of a page of one run, the first to go first: title, what they have, and where that is."""
+"""Parts of a page of one run that may be left out, in this order, by their ids: title, content and file."""
 _MARKS = (
     "<footer>Marks in the curves: R a resume, S a skipped step, B a rollback, A an alert, L a lost rank, $ a budget "
     "that is used up, E an end that is no good one. Of many points, the lowest and the highest of each stretch are "
@@ -51,14 +49,14 @@ _MARKS = (
 
 
 def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, str]:
-    """Give the HTML of each part of the page by its id; a part that has nothing to say is empty.
+    """Give the HTML of each part of the page by its id, in the order of the page; a part may be empty.
 
     Args:
-        runs: that it is about.
-        sweeps: folders of those whose trials these are.
+        runs: the runs that the page is about.
+        sweeps: folders of the sweeps whose trials these runs are.
     """
     several = len(runs) > 1
-    of_sweeps = {f"sweep-{place}": sweep(folder) for place, folder in enumerate(sweeps)}
+    of_sweeps = {f"sweep-{place}": sweep.sweep(folder) for place, folder in enumerate(sweeps)}
     heads = (sections.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
     found = of_sweeps | {
         "heads": "".join(heads),
@@ -68,12 +66,15 @@ def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, st
         "marks": curves.texts_of_marks(runs),
     }
     room = _MOST_BYTES - _num_bytes(found)
-    found["curves"] = _grid("small", _fitting(figures.task_charts(runs), room) + found["curves"])
+    shown, num_left_out = _fitting(figures.task_charts(runs), room)
+    left_out = count(num_left_out, "more chart")
+    note = f"A page of fewer runs has {left_out}." if several else f"metrics.jsonl has the figures of {left_out}."
+    found["curves"] = _grid("small", shown + (f"<p>{note}</p>" if num_left_out else "") + found["curves"])
     for number, run in enumerate(runs):
         if several:
             found[f"run-{number}"] = _folded(run, number)
         else:
-            found |= {part.__name__: part(run) for part in _PARTS}
+            found |= {name: part(run) for name, part in _PARTS.items()}
     _shorten(found, _notes_of_runs(runs) if several else _notes_of_parts())
     return found
 
@@ -82,9 +83,9 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
     """Give the whole page.
 
     Args:
-        runs: that it is about.
-        html_of: as `parts` gives it.
-        events: where a page that is served hears of changes; None: it stays as it is.
+        runs: the runs that the page is about.
+        html_of: the result of `parts`.
+        events: the address at which a served page hears of changes; None: the page stays as it is.
     """
     style, script = _asset("style.css"), _asset("script.js")
     hears = "'none'" if events is None else "'self'"
@@ -109,12 +110,11 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
     )
 
 
-def _fitting(charts: Sequence[str], room: int) -> str:
-    """Give the first charts, as many as have so many bytes at the most."""
+def _fitting(charts: Sequence[str], room: int) -> tuple[str, int]:
+    """Join the first charts that fit into `room` bytes, and give the number of the others."""
     sizes = accumulate(len(chart.encode()) for chart in charts)
     shown = [chart for chart, size in zip(charts, sizes, strict=True) if size <= room]
-    left_out = f"<p>A page of fewer runs has {count(len(charts) - len(shown), 'more chart')}.</p>"
-    return "".join(shown) + (left_out if shown != [*charts] else "")
+    return "".join(shown), len(charts) - len(shown)
 
 
 def _shorten(html_of: dict[str, str], notes: Mapping[str, str]) -> None:
@@ -125,7 +125,7 @@ def _shorten(html_of: dict[str, str], notes: Mapping[str, str]) -> None:
 
 
 def _notes_of_runs(runs: Sequence[RunFiles]) -> dict[str, str]:
-    """Give notes in place of what is of one run alone, of the last run first, and then of the smaller charts."""
+    """Give notes in place of the parts about one run, the last run first, and then of the smaller charts."""
     notes = {
         f"run-{number}": f"<p>What else there is of {escaped(run.name)}, the report of that run alone has.</p>"
         for number, run in reversed([*enumerate(runs)])
@@ -149,7 +149,7 @@ def _grid(size: str, drawn: str) -> str:
 
 
 def _folded(run: RunFiles, number: int) -> str:
-    own = "".join((_grid("small", curves.own_charts(run)), *(part(run) for part in _PARTS)))
+    own = "".join((_grid("small", curves.own_charts(run)), *(part(run) for part in _PARTS.values())))
     title = f'<i class="{colour(number)}"></i>{escaped(run.name)}'
     return f'<details class="run" id="more-{number}"><summary>{title}</summary>{own}</details>'
 

@@ -1,4 +1,4 @@
-"""The part of a report about a run's plan: what it was to need, and what it has measured, item by item."""
+"""The part of a report about a run's plan: planned and measured figures, item by item."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGE_ERROR = 0.15
 
 
 def plan(run: RunFiles) -> str:
-    """Give what was planned, beside what was measured once the run has ended."""
+    """Give the planned figures, beside the measured ones once the run has ended."""
     graded = run.grade.get("items")
     rows = list(_graded(graded)) if isinstance(graded, list) else []
     titles: tuple[str, ...] = ("planned", "measured", "error")

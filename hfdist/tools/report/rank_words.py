@@ -1,4 +1,4 @@
-"""Which ranks are slow, in words and as a table: who computes for longer, who waits for data, and who for others."""
+"""Slow ranks, in words and as a table: ranks that compute longer, wait for data, or wait for others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hfdist.tools.report.text import wide_table
 from hfdist.units import duration, share, size
 
 _SLOW = 1.2
-"""A rank is slow that is busy so many times as long as the median."""
+"""A slow rank is busy at least this many times as long as the median."""
 _SLOW_SHARE = 0.05
-"""... and by at least this share of a step."""
+"""A slow rank is busy longer than the median by at least this share of a step."""
 _SLOW_FOR_A_TIME = 1.5
 _MOST_NAMED = 4
 _MOST_ROWS = 16
@@ -86,7 +86,7 @@ def share_of_step(run: RunFiles, part: str) -> float:
 
 
 def table(run: RunFiles) -> str:
-    """Give each rank's mean times and its peak memory; of many ranks, those that are busy the longest."""
+    """Give a table of mean times and peak memory by rank; of many ranks, only the busiest."""
     total, names = run.ranks.total(), rank_names(run)
     if total is None or not names:
         return ""

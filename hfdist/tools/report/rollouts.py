@@ -1,4 +1,4 @@
-"""The part of a report about what a model answered while it was trained by rewards, and what it was given for it."""
+"""The part of a report about rollouts: answers of a model that is trained by rewards, with their rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a report about one run, each a function from what its files say to HTML; nothing to say: no part."""
+"""The parts of a report about one run: each function makes HTML of the run's files, or an empty text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def state(run: RunFiles) -> tuple[str, str]:
 
 
 def figures(run: RunFiles) -> list[tuple[str, str]]:
-    """Give the figures that a reader looks for first, each with its name; escaped."""
+    """Give the first figures of a run, each with its name; escaped."""
     found: list[tuple[str, str]] = []
     record = run.record
     step = run.steps[-1] if run.steps else None
@@ -52,7 +52,7 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
         if step is not None:
             found.append(("step", f"{step:,.0f}" + (f" <small>of {most:,.0f}</small>" if most else "")))
         tokens = number(record.tokens) or (run.tokens[-1] if run.tokens else 0.0)
-        # Below, the data of the last save are counted without.
+        # The part `data` counts tokens without padding.
         is_padded = any(pool.get("filled", 1.0) < _LEAST_FILLED for pool in run.shares.values())
         found.append(("tokens", short(tokens) + (" <small>with padding</small>" if is_padded else "")))
     elif step is not None:
@@ -119,7 +119,7 @@ def head(run: RunFiles, *, colour: str = "") -> str:
 
 
 def findings(run: RunFiles) -> str:
-    """Say what stands out, in words; nothing, if nothing does."""
+    """Give what stands out, in words; empty if nothing does."""
     slow = rank_words.find_slow(run)
     texts, wait = [*slow], rank_words.share_of_step(run, PARTS[1])
     if wait > _DATA_SHARE:
@@ -127,7 +127,7 @@ def findings(run: RunFiles) -> str:
     for kind, words in ((Event.skip, "skipped step"), (Event.rollback, "rollback"), (Event.lost_rank, "lost rank")):
         if own := events_of(run, kind):
             texts.append(f"{count(len(own), words)}; the last: {history.style_of(own[-1]).words(own[-1])}")
-    # What is said above for the whole run, an alert has told of some of its steps.
+    # An alert of a slow rank is about some steps, and `slow` above about the whole run.
     alerts = [event for event in events_of(run, Event.alert) if not (slow and event.get("kind") == "slow_rank")]
     texts += [history.style_of(event).words(event) for event in alerts[-3:]]
     if len(alerts) > 3:
@@ -140,7 +140,7 @@ def findings(run: RunFiles) -> str:
 
 
 def _past_the_best(run: RunFiles) -> list[str]:
-    """Say of a run that was better before, when that was."""
+    """Say at which step a run was best, if its held-out measure is worse now."""
     known = [(value, step) for step, value in run.held_out.get(HELD_OUT, []) if value is not None]
     if not known:
         return []
@@ -171,7 +171,7 @@ def pipeline(run: RunFiles) -> str:
 
 
 def traffic(run: RunFiles) -> str:
-    """Give what a rank sends in a step, by axis of the mesh, beside what was planned."""
+    """Give the traffic of a rank in a step, by axis of the mesh, beside the plan's."""
     counted = None if run.record is None else run.record.traffic
     axes = counted.get("axes") if isinstance(counted, dict) else None
     if not isinstance(counted, dict) or not isinstance(axes, dict):
@@ -215,7 +215,7 @@ def _planned_traffic(plan: Mapping[str, object]) -> tuple[dict[str, float], dict
 
 
 def checkpoints(run: RunFiles) -> str:
-    """Give what saves took."""
+    """Give times and sizes of saves."""
     saves = events_of(run, Event.save)
     if not saves:
         return ""
@@ -237,14 +237,14 @@ def checkpoints(run: RunFiles) -> str:
 
 
 def events(run: RunFiles) -> str:
-    """Give what has happened, as a time line and in words."""
+    """Give the events, as a time line and in words."""
     if not run.events:
         return ""
     return f"<h2>Events</h2>{history.time_line(run)}{history.table(run)}"
 
 
 def data(run: RunFiles) -> str:
-    """Give how much of each pool of documents was read, as of the last save."""
+    """Give the share of each pool of documents that was read, at the last save."""
     rows = []
     for name, pool in list(run.shares.items())[:32]:
         of_all = pool.get("share", 0.0)

@@ -16,7 +16,7 @@ from hfdist.units import count, short
 
 _WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
 _MOST_AXES, _MOST_LINES, _MOST_ROWS = 8, 300, 100
-_MOST_NAMES, _LONGEST_NAME = 8, 40
+_MOST_NAMED_TICKS = 8
 _MOST_TICKS = 6
 _RATE = ".lr"
 _LOG_RANGE = 30.0
@@ -115,7 +115,7 @@ def _chart(key: str, trials: Sequence[Trial], metric: str) -> str:
         names = sorted({str(trial.values[key]) for trial in own})
         places = [float(names.index(str(trial.values[key]))) for trial in own]
         ticks = tuple((float(place), escaped(name, 16)) for place, name in enumerate(names))
-        across = Axis(-0.5, len(names) - 0.5, ticks[:_MOST_NAMES])
+        across = Axis(-0.5, len(names) - 0.5, ticks[:_MOST_NAMED_TICKS])
     else:
         across = _numbers(key, places)
     points = [(place, trial.value) for place, trial in zip(places, own, strict=True)]
@@ -123,9 +123,8 @@ def _chart(key: str, trials: Sequence[Trial], metric: str) -> str:
     name = f"trial {own[0].number}" + (", the best" if own[0] is trials[0] else "")
     # The best trial is the first of the runs on the page: everywhere in its colour.
     curves.append(Curve(name, points[:1], colour(0), is_line=False))
-    shown_names = [name[:_LONGEST_NAME] for name in names[:_MOST_NAMES]]
     title = f"{metric} by {key}"
-    return draw(Chart(title=title, x=key, curves=curves, may_be_log=True, across=across, names=shown_names))
+    return draw(Chart(title=title, x=key, curves=curves, may_be_log=True, across=across, names=names))
 
 
 def _numbers(key: str, places: Sequence[float]) -> Axis | None:

@@ -1,46 +1,39 @@
-"""The command line of `hfdist sweep`: which run, what varies, and how trials are chosen."""
+"""The command line of `hfdist sweep`: the run, what varies, and how trials are chosen."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
-from hfdist.atomic_write import write_atomically
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline
-from hfdist.config.composition.compose import to_yaml
 from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.optimizer import CHANGEABLE, Schedule
 from hfdist.config.paths import expand_user
-from hfdist.config.run import AUTO, RunConfig
-from hfdist.config.schema import plain
-from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, SweepConfig, compose_sweep
+from hfdist.config.run import AUTO
+from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, compose_sweep
 from hfdist.errors import ConfigError, HfdistError, PreemptedError
 from hfdist.processes.child_python import module
 from hfdist.processes.stop_signals import heard_signals
 from hfdist.records import RunFolder
-from hfdist.records.lines import parse_line
 from hfdist.records.run_lock import RunLock
-from hfdist.records.trials import NOTES, SETTINGS, Trial
+from hfdist.records.trials import Trial
 from hfdist.tools.jobs.cluster import GROUP as CLUSTER
-from hfdist.tools.jobs.cluster import ClusterConfig, compose_cluster
+from hfdist.tools.jobs.cluster import ClusterConfig
 from hfdist.tools.jobs.command import check_job
 from hfdist.tools.jobs.job import Job
+from hfdist.tools.sweep.checks import check_lengths, check_population, find_cluster, refuse_words_of_others
 from hfdist.tools.sweep.controller import Controller, Sweep
 from hfdist.tools.sweep.end_screen import describe_end, find_notes
+from hfdist.tools.sweep.folder import keep_notes, keep_settings, write_best
 from hfdist.tools.sweep.launchers.base import LOG, Launcher
 from hfdist.tools.sweep.launchers.local import LocalLauncher
 from hfdist.tools.sweep.launchers.ray import RayLauncher
@@ -49,8 +42,8 @@ from hfdist.tools.sweep.sampling import importances, write_study
 from hfdist.tools.sweep.space import Space, as_overrides, is_sweep, parse_dimension
 from hfdist.topology import read_launcher
 
-STUDY, BEST = "study.journal", "best"
-"""Names in the sweep's folder: all trials for Optuna's own tools, and the config of the best trial."""
+STUDY = "study.journal"
+"""File in the sweep's folder: all trials for Optuna's own tools."""
 _PRESET = "tpe"
 _MOST_SHOWN = 4
 _HELP = """\
@@ -81,7 +74,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     if (launched := read_launcher().world_size) > 1:
         what, hint = "a sweep starts the processes of its trials itself", "launch.processes=2, without a launcher"
         raise ConfigError(what, where="the launcher", found=f"{launched} processes", hint=hint)
-    _refuse_words_of_others(arguments)
+    refuse_words_of_others(arguments)
     own = None if line.config_dir is None else expand_user(line.config_dir)
     config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
     fixed = [text for text in line.overrides if not is_sweep(text)]
@@ -96,7 +89,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
             dimensions.append(parse_dimension(varied, words, COMMAND_LINE))
     is_own = GROUP in line.own or config.space or any(text.startswith("sweep.sampler=") for text in line.of_group)
     if not is_own and all(one.choices for one in dimensions):
-        # Of few values each is tried, once.
+        # Where all values are listed, each combination is tried once.
         config = compose_sweep("grid", line.of_group, own)
     space = Space(dimensions)
     trial_line = replace(line, overrides=fixed)
@@ -111,7 +104,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
         base=[line.recipe, *trial_line.recipe_arguments],
         compose=lambda own: replace(line, overrides=[*fixed, *own]).compose(),
     )
-    cluster = _find_cluster(config, line, of_cluster, own)
+    cluster = find_cluster(config, line, of_cluster, own)
     for example in space.examples():
         run = sweep.compose(as_overrides(example))
         if cluster is None:
@@ -119,55 +112,17 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
         else:
             check_job(run, cluster, is_offline=line.is_offline)
         if sweep.has_lengths:
-            _check_lengths(run, config)
-            # Of the shortest one, for which a warm-up may be too long.
+            check_lengths(run, config)
+            # The shortest trial, for which a warm-up may be too long.
             sweep.compose(sweep.overrides_of(Trial(number=0, values=example), 0))
     if config.sampler is Sampler.pbt:
-        _check_population(space, sweep.compose([]))
+        check_population(space, sweep.compose([]))
     if config.sampler is Sampler.grid:
         space.grid()
     elif importlib.util.find_spec("optuna") is None:
         what, hint = "this sampler needs a package that is not installed", "pip install 'optuna>=5', or sweep=grid"
         raise ConfigError(what, where="sweep.sampler", found=config.sampler.value, hint=hint)
     return line, sweep, _make_launcher(sweep, cluster, arguments)
-
-
-def _refuse_words_of_others(arguments: Sequence[str]) -> None:
-    """Refuse distributions as Optuna, Ray and wandb name them."""
-    for text in arguments:
-        names = r"(?:q?log_?)?uniform|q?randint|log"
-        found = re.fullmatch(rf"([\w.]+)=({names})(?:_values)?\(\s*([^,()]+),\s*([^,()]+)\)", text)
-        if found is not None:
-            key, name, low, high = found.groups()
-            values = f"tag(log, interval({low}, {high}))" if "log" in name else f"interval({low}, {high})"
-            values = f"int({values})" if "int" in name else values
-            what, hint = "these are no values of a sweep", shlex.quote(f"{key}={values}")
-            # A grid takes choices.
-            hint += " sweep=random" if f"{GROUP}=grid" in arguments else ""
-            raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=text, hint=hint)
-
-
-def _find_cluster(
-    config: SweepConfig, line: LineAboutRun, overrides: Sequence[str], own: Path | None
-) -> ClusterConfig | None:
-    """Give the machines of a trial; None: it runs on this one."""
-    if config.launcher is LauncherName.local:
-        if CLUSTER in line.own or overrides:
-            what, found = "trials run on this machine", overrides[0] if overrides else f"cluster={line.own[CLUSTER]}"
-            raise ConfigError(what, where=COMMAND_LINE, found=found, hint="sweep.launcher=slurm")
-        return None
-    if config.launcher is LauncherName.slurm and shutil.which("sbatch") is None:
-        what, hint = "SLURM's commands are not on this machine", "the cluster's login node"
-        raise ConfigError(what, where="sweep.launcher", found="no sbatch in PATH", hint=hint)
-    if config.launcher is LauncherName.ray and importlib.util.find_spec("ray") is None:
-        what, hint = "this launcher needs a package that is not installed", "pip install 'ray[default]'"
-        raise ConfigError(what, where="sweep.launcher", found="ray", hint=hint)
-    cluster = compose_cluster(line.own.get(CLUSTER, "default"), overrides, own)
-    if not cluster.same_files or cluster.folder is not None:
-        what, allowed = "a sweep reads what its trials write, in the folder where it is started", "true, and no folder"
-        found = f"cluster.same_files={str(cluster.same_files).lower()}, cluster.folder={cluster.folder}"
-        raise ConfigError(what, where="cluster.same_files, cluster.folder", found=found, allowed=allowed)
-    return cluster
 
 
 def _make_launcher(sweep: Sweep, cluster: ClusterConfig | None, arguments: Sequence[str]) -> Launcher:
@@ -186,47 +141,6 @@ def _make_launcher(sweep: Sweep, cluster: ClusterConfig | None, arguments: Seque
         )
 
     return SlurmLauncher(make_job) if sweep.config.launcher is LauncherName.slurm else RayLauncher(make_job)
-
-
-def _check_population(space: Space, run: RunConfig) -> None:
-    """Refuse keys that must stay while a model is trained."""
-    keys = [f"optimizer.{name}" for name in CHANGEABLE]
-    for one in space.dimensions:
-        if one.choices or one.is_whole or one.condition is not None or one.key not in keys:
-            what, allowed = "a member's value changes while it is trained", f"intervals of {', '.join(keys)}"
-            hint = "'optimizer.lr=tag(log, interval(1e-4, 1e-2))'"
-            raise ConfigError(what, where=one.key, found="another key or values", allowed=allowed, hint=hint)
-    if run.optimizer.changes:
-        what, found = "a population changes the optimizer's values itself", f"{len(run.optimizer.changes)} changes"
-        raise ConfigError(what, where="optimizer.changes", found=found, allowed="none", hint="optimizer.changes=[]")
-
-
-def _check_lengths(run: RunConfig, config: SweepConfig) -> None:
-    """Refuse runs whose steps depend on how long they will be, or that cannot go on."""
-    optimizer = run.optimizer
-    instead = "" if config.sampler is Sampler.pbt else ", or sweep.rungs=1"
-    if optimizer.schedule not in (Schedule.constant, Schedule.wsd) or optimizer.warmup_fraction is not None:
-        raise ConfigError(
-            "a trial that goes on to a later rung would have had another learning rate before",
-            where="optimizer.schedule, optimizer.warmup_fraction",
-            found=optimizer.schedule.value,
-            allowed="constant or wsd, with optimizer.warmup_steps or warmup_tokens",
-            hint="optimizer.schedule=constant optimizer.warmup_fraction=null" + instead,
-        )
-    last_share = 1 / config.generations if config.sampler is Sampler.pbt else 1 - 1 / config.factor
-    if optimizer.schedule is Schedule.wsd and optimizer.decay_fraction > last_share:
-        what = "the rate would fall before the last rung begins"
-        where, found, allowed = "optimizer.decay_fraction", optimizer.decay_fraction, f"<= {last_share:.3g}"
-        raise ConfigError(what, where=where, found=found, allowed=allowed)
-    if run.train.max_steps is None:
-        raise ConfigError("rungs are shares of all tokens", where="train.max_steps", found=None, hint="a number")
-    least = config.generations if config.sampler is Sampler.pbt else config.factor ** (config.rungs - 1)
-    if run.train.max_steps < least:
-        what, where, allowed = "there are more rungs than steps", "train.max_steps", f">= {least}"
-        raise ConfigError(what, where=where, found=run.train.max_steps, allowed=allowed)
-    if run.checkpoint.every is None:
-        what = "a trial goes on to a later rung from its checkpoint, and there is none"
-        raise ConfigError(what, where="checkpoint.every", found=None, hint=f"checkpoint=default{instead}")
 
 
 def _sweep(arguments: list[str]) -> None:
@@ -250,7 +164,7 @@ def _sweep(arguments: list[str]) -> None:
         path = write_best(sweep, controller.history(best))
         again = f"hfdist run {shlex.quote(str(path))}"
         notes = [*find_notes(sweep, controller.log.trials, best)]
-        _keep_notes(sweep, notes)
+        keep_notes(sweep, notes)
         _say(describe_end(sweep, controller, best, again, notes))
     lock.release()
     if not has_ended:
@@ -292,54 +206,6 @@ def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
         for number in heard_signals():
             signal.signal(number, stop)
         return controller, controller.run(look)
-
-
-def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
-    """Write the config of one run that trains as the parents of the best trial did, and then it: `best.yaml`."""
-    changes = []
-    for before, after in pairwise(history):
-        values = {key: value for key, value in after.values.items() if value != before.values[key]}
-        words = [f"step: {before.results[-1].step}", *(f"{key[len('optimizer.') :]}: {values[key]}" for key in values)]
-        changes += [f"{{{', '.join(words)}}}"] if values else []
-    own = [*as_overrides(history[0].values), f"run.dir={sweep.folder / BEST}", f"run.name={BEST}"]
-    own += [f"optimizer.changes=[{', '.join(changes)}]"] if changes else []
-    own += sweep.length_of(history[-1], len(history[-1].results) - 1) if sweep.has_lengths else []
-    path = sweep.folder / f"{BEST}.yaml"
-    text = to_yaml(sweep.compose(own))
-    # So that another name is another folder.
-    text = text.replace(f"  dir: {sweep.folder / BEST}\n", f"  dir: {sweep.folder}/${{run.name}}\n", 1)
-    write_atomically(path, text.encode())
-    return path
-
-
-def keep_settings(sweep: Sweep) -> None:
-    """Write down what is asked, or refuse it where the sweep has begun otherwise."""
-    config = sweep.config
-    path = sweep.folder / SETTINGS
-    # Where and how many at a time does not matter; nor how many in all, unless these are the members of a population.
-    free = ["slots", "devices", "space", *([] if config.sampler is Sampler.pbt else ["trials"])]
-    asked = {key: value for key, value in plain(config).items() if key not in free}
-    asked |= {"space": [repr(one) for one in sweep.space.dimensions], "command": list(sweep.base)}
-    if path.is_file():
-        # A key that hfdist did not have when the sweep began has its default.
-        before = plain(SweepConfig()) | (parse_line(path.read_bytes()) or {})
-        changed = sorted(key for key in asked if asked[key] != before.get(key))
-        if changed:
-            raise ConfigError(
-                "the sweep in this folder has begun otherwise",
-                where=", ".join(f"{GROUP}.{key}" if key != "command" else "the runs' config" for key in changed),
-                found=str(sweep.folder),
-                hint="the command that it began with, or another run.name",
-            )
-        return
-    write_atomically(path, json.dumps(asked, indent=1).encode())
-
-
-def _keep_notes(sweep: Sweep, notes: Sequence[str]) -> None:
-    """Let the page of the sweep say them, too."""
-    path = sweep.folder / SETTINGS
-    settings = parse_line(path.read_bytes()) or {}
-    write_atomically(path, json.dumps(settings | {NOTES: list(notes)}, indent=1).encode())
 
 
 def _say(line: str) -> None:

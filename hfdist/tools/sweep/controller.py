@@ -1,7 +1,7 @@
-"""The loop of a sweep: it starts trials in free slots, notes what they have reached, and asks what comes next.
+"""The loop of a sweep: it starts trials in free slots, records their results, and asks which trial comes next.
 
-It keeps nothing that is not in the folder. Whoever is killed, the same command goes on: trials that still run are found
-again, and dead ones go on from their checkpoints.
+It keeps nothing that is not in the folder. After any kill the same command goes on: it finds the trials that still run,
+and dead ones go on from their checkpoints.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from hfdist.tools.sweep.sampling import choose_values
 from hfdist.tools.sweep.space import Space, as_overrides
 
 _AIM = "aim.json"
-"""File in the folder of a trial: to the end of which rung it was started last, and its number of starts before."""
+"""File in the folder of a trial: the rung to whose end it was started last, and its number of starts before."""
 _SIGNALS = 128
-"""A shell's exit code of what a signal has ended is higher."""
+"""Exit codes above this one are those of a shell for a process that a signal has ended."""
 _MOST_KILLS = 3
 """Number of kills on the way to one rung after which a trial has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What is swept."""
+    """A sweep: the config of its runs, and what varies."""
 
     folder: Path
     config: SweepConfig
     space: Space
     base: Sequence[str]
-    """The recipe and its arguments, without a trial's own."""
+    """The recipe and its arguments, without the overrides of a trial."""
     compose: Callable[[Sequence[str]], RunConfig]
-    """Gives the config of a run with these overrides."""
+    """Composes the config of a run with further overrides."""
 
     @property
     def has_lengths(self) -> bool:
@@ -96,7 +96,7 @@ class Sweep:
 
 
 def tokens_per_step(config: RunConfig) -> int:
-    """Tokens of an optimizer step."""
+    """Give the most tokens of an optimizer step."""
     return config.train.global_batch_size * config.data.sequence_length
 
 
@@ -109,9 +109,9 @@ class Controller:
     """Runs a sweep to its end.
 
     Args:
-        sweep: what.
+        sweep: the sweep.
         launcher: starts the trials.
-        say: takes a line for people.
+        say: prints a line.
     """
 
     def __init__(self, sweep: Sweep, launcher: Launcher, say: Callable[[str], None]) -> None:
@@ -140,9 +140,9 @@ class Controller:
                 self._note(trial, len(trial.results), None)
 
     def _check(self, trial: Trial) -> None:
-        """Refuse a line that this sweep has not written: whoever reaches the folder may have."""
+        """Raise a ConfigError on a trial that this sweep has not written: others may be able to write the file."""
         where = f"{self.log.path}, line {trial.line}"
-        # They become words of a command line.
+        # Values become words of a command line.
         self.sweep.space.check(trial.values, where)
         generation = generation_of(self._config, trial.number) if self._config.sampler is Sampler.pbt else 0
         parent = None if trial.parent is None else generation_of(self._config, trial.parent)
@@ -155,7 +155,7 @@ class Controller:
             raise ConfigError(what, where=str(self.log.path), found=found, allowed=allowed)
 
     def stop(self) -> None:
-        """Tell all trials to save and to stop, each once, and start no other ones."""
+        """Tell all trials, each once, to save and to stop, and start no further trials."""
         if self._is_told_to_stop:
             return
         self._is_told_to_stop = True
@@ -166,7 +166,7 @@ class Controller:
         """Run until nothing is left to do, or until told to stop; give whether the sweep has ended.
 
         Args:
-            look: called again and again meanwhile.
+            look: called in each round of the loop.
         """
         while True:
             for number, process in list(self._running.items()):
@@ -187,7 +187,7 @@ class Controller:
 
     @cached_property
     def planned_tokens(self) -> float | None:
-        """Give the tokens of the whole sweep, if the best share of each rung goes on; None: other limits end trials."""
+        """Tokens of the whole sweep, if the best share of each rung goes on; None: other limits end trials."""
         config, run = self._config, self.sweep.compose([])
         if run.train.max_steps is None:
             return None
@@ -200,14 +200,14 @@ class Controller:
         return planned
 
     def _free_slot(self) -> int | None:
-        # Trials that were found again may run in slots that there are no more.
+        # Trials that were found again may run in slots that the sweep does not have any more.
         if len(self._running) >= self._config.slots:
             return None
         taken = {process.slot for process in self._running.values()}
         return next((slot for slot in range(self._config.slots) if slot not in taken), None)
 
     def _start_next(self, slot: int) -> bool:
-        """Start what comes next; False: nothing does, before others have ended."""
+        """Start the next trial or rung; False: there is none before others have ended."""
         trials = self.log.trials
         begun = next((one for one in trials if self._is_begun(one)), None)
         trial = begun or next_promotion(self._config, trials, self._running.keys())
@@ -228,7 +228,7 @@ class Controller:
         write_atomically(folder / _AIM, json.dumps(aim).encode())
         started = self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
         if self._is_told_to_stop:
-            # Meanwhile.
+            # A signal came while the trial was started.
             started.stop(can_save=False)
         values = " ".join(as_overrides(trial.values))
         start = "" if trial.parent is None else f" at the checkpoint of trial {trial.parent}"
@@ -254,24 +254,24 @@ class Controller:
         return len(trial.results) == rungs_of(self._config, trial.number)
 
     def _aim_of(self, trial: Trial) -> tuple[int, int]:
-        """Give to the end of which rung a trial was started last, and how many starts it had had before."""
+        """Give the rung to whose end a trial was started last, and its number of starts before that."""
         try:
             aim = json.loads((self.sweep.folder_of(trial) / _AIM).read_text(encoding="utf-8"))
             return int(aim["rung"]), int(aim["start"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            # It was chosen, and not started.
+            # The trial was chosen, but not started.
             return 0, 0
 
     def _record_of(self, trial: Trial) -> RunRecord | None:
-        """Give the record of the trial's last start; None: it has not come so far as to write one."""
+        """Give the record of the trial's last start; None: it has not written one yet."""
         record = read_run(self.sweep.folder_of(trial))
         return None if record is None or record.start <= self._aim_of(trial)[1] else record
 
     def _note(self, trial: Trial, rung: int, exit_code: int | None) -> None:
-        """Note how a trial stands whose process has ended, with this code if it is known."""
+        """Record how a trial ended; `exit_code`: that of its process, None: not known."""
         folder, record = self.sweep.folder_of(trial), self._record_of(trial)
         name = f"trial {trial.number}{self._rung_text(rung)}"
-        # A trial whose own budget is used up has come as far as it may.
+        # A trial whose own budget is used up is done.
         is_done = record is not None and (record.state is State.finished or record.exit_code == BudgetError.exit_code)
         if record is not None and is_done:
             result = Result(step=record.step, tokens=record.tokens, value=last_value(folder, self._config.metric))
@@ -311,14 +311,14 @@ class Controller:
         return rank_trials(trials, sign=self._config.direction.sign, has_lengths=self.sweep.has_lengths)
 
     def history(self, trial: Trial) -> list[Trial]:
-        """Give a trial after its parents, the earliest first: its steps had the values of these, in this order."""
+        """Give a trial and its parents, the earliest first: its steps had their values, in this order."""
         line = [trial]
         while (parent := line[0].parent) is not None:
             line.insert(0, self.log.trials[parent])
         return line
 
     def table(self) -> str:
-        """All trials, the best first."""
+        """Give the table of all trials, the best first."""
         # Without rungs each trial has one.
         rungs = ["rung"] if self.sweep.has_lengths else []
         rows: list[list[str]] = [["trial", self._config.metric, "tokens", *rungs, "values"]]

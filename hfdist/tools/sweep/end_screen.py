@@ -1,4 +1,4 @@
-"""What a sweep says at its end: the best trial, what was used, whether better values may lie outside, what is next."""
+"""The screen at the end of a sweep: the best trial, notes on the space, what all trials have used, what comes next."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str, 
 
 
 def find_notes(sweep: Sweep, trials: Sequence[Trial], best: Trial) -> Iterator[str]:
-    """Say where better values may lie, and what makes the trials unlike."""
+    """Say where better values may lie outside of the space, and where trials have read unlike numbers of tokens."""
     for dimension in sweep.space.dimensions:
         key, value = dimension.key, best.values.get(dimension.key)
         tried = [one for one in dimension.choices if isinstance(one, int | float) and not isinstance(one, bool)]
         if key.endswith("seed") or len({*tried}) < 2 or value not in (min(tried), max(tried)):
             continue
         is_largest, limit = value == max(tried), getattr(find_key(key), "limit", None)
-        # A key's own limit is no edge of what was tried.
+        # At the limit of the key itself there is nothing further to try.
         if limit is None or limit.accepts(2 * value if is_largest else value / 2 if value else -1):
             end, further = ("largest", "larger") if is_largest else ("smallest", "smaller")
             (shown,) = as_overrides({key: value})
@@ -57,7 +57,7 @@ def find_notes(sweep: Sweep, trials: Sequence[Trial], best: Trial) -> Iterator[s
 
 
 def _used(sweep: Sweep, trials: list[Trial]) -> list[str]:
-    """Say what all trials have used; nothing where no trial's record is there."""
+    """Say what all trials have used: time, energy and cost, where they are known."""
     records = [record for record in (read_run(sweep.folder_of(trial)) for trial in trials) if record is not None]
     totals = [[record.total(name) for record in records] for name in ("seconds", *SUMMED[:2])]
     seconds, kwh, spent = (sum(one for one in total if one is not None) for total in totals)

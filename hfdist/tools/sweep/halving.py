@@ -1,8 +1,8 @@
 """Which trial runs next, and how far: asynchronous successive halving (ASHA, Li et al. 2020).
 
     rung 0   0 1 2 3 4 5 6 7 8      all trials, a ninth of the tokens each
-    rung 1     1     4     7        of those that have come so far, the best third goes on from its checkpoint
-    rung 2           4              and once more
+    rung 1     1     4     7        the best third of those that ended rung 0 goes on from its checkpoint
+    rung 2           4              and the best third of those that ended rung 1
 
 With one rung all trials train to their end. With brackets (Hyperband, Li et al. 2018) the trials of bracket 1 begin at
 rung 1, and are compared with each other alone; and so on.
@@ -23,8 +23,8 @@ def next_promotion(config: SweepConfig, trials: Sequence[Trial], running: Collec
 
     Args:
         config: `sweep.*`.
-        trials: all so far.
-        running: numbers of those that run.
+        trials: all trials so far.
+        running: numbers of the trials that run.
     """
     sign = config.direction.sign
     for bracket in range(config.brackets):
@@ -43,7 +43,7 @@ def next_promotion(config: SweepConfig, trials: Sequence[Trial], running: Collec
 
 
 def bracket_of(config: SweepConfig, number: int) -> int:
-    """Give the bracket of a trial: at which rung it begins. Each has about the same tokens."""
+    """Give the bracket of a trial: the rung at which it begins. Brackets have about equally many tokens."""
     most = config.rungs - 1
     sizes = [
         math.ceil((most + 1) / (most - bracket + 1) * config.factor ** (most - bracket))
@@ -54,11 +54,11 @@ def bracket_of(config: SweepConfig, number: int) -> int:
 
 
 def rungs_of(config: SweepConfig, number: int) -> int:
-    """Give how many rungs a trial may reach."""
+    """Give the number of rungs that a trial may reach."""
     return config.rungs - bracket_of(config, number)
 
 
 def tokens_of_rungs(config: SweepConfig, number: int, tokens: int) -> list[int]:
-    """Give the tokens at whose end each rung of a trial is, of which the last is all."""
+    """Give the number of tokens at the end of each rung of a trial; the last is all `tokens`."""
     first = bracket_of(config, number)
     return [round(tokens / config.factor ** (config.rungs - 1 - rung)) for rung in range(first, config.rungs)]

@@ -1,4 +1,4 @@
-"""What a sweep does now, as a table in the terminal that is drawn anew: the trials that run, and how long still."""
+"""A live table of a sweep in the terminal: the trials that run, and the time that is left."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LiveTable:
     """Draws the table below the lines that a sweep says. Text of trials is shown as it is.
 
     Args:
-        console: where.
-        metric: of the sweep.
+        console: the terminal.
+        metric: the metric of the sweep.
     """
 
     def __init__(self, console: Console, metric: str) -> None:
@@ -48,7 +48,7 @@ class LiveTable:
         self._console.print(Text(line), soft_wrap=True)
 
     def look(self, controller: Controller) -> None:
-        """Draw how things stand, if a second has passed."""
+        """Draw the table, if a second has passed since the last drawing."""
         if time.monotonic() - self._drawn_at >= _SECONDS:
             self._drawn_at = time.monotonic()
             self._live.update(self.render(controller), refresh=True)
@@ -69,7 +69,7 @@ class LiveTable:
             left = self._left(trial, step, last)
             cells = (str(trial.number), str(len(trial.results)), f"{step}/{last or '?'}", value, left, values)
             table.add_row(*map(Text, cells))
-        # Who goes on from another one's checkpoint has not read what that has.
+        # A trial that begins at a checkpoint of its parent has not read the parent's tokens.
         before = {trial.number: 0 if trial.parent is None else trials[trial.parent].tokens for trial in trials}
         tokens = sum(max(end - before[number], 0) for number, end in read.items())
         return Group(table, Text(self._about_all(controller, tokens)))

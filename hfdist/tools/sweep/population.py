@@ -3,8 +3,8 @@
     generation 0   0  1  2  3       each for a share of the tokens
     generation 1   4  5  6  7       7 is member 3 again: the worst, so it goes on from the checkpoint of the best
 
-A member of a generation is a trial of its own, which begins at the checkpoint of its parent. All is a function of the
-seed and of what trials have reached.
+A member of a generation is a trial of its own, which begins at the checkpoint of its parent. Parents and values are
+functions of the seed and of the results of trials.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hfdist.tools.sweep.sampling import choose_values
 from hfdist.tools.sweep.space import Dimension, Space
 
 _SHARE = 4
-"""One of so many members is replaced after a generation, and as many are copied."""
+"""One of this many members is replaced after a generation, and as many are copied."""
 _FACTORS = (0.8, 1.25)
 
 
@@ -41,7 +41,7 @@ def next_member(
     if any(trial.failure is None and not trial.results for trial in before):
         return None
     sign = config.direction.sign
-    # Who has failed is worse than all others.
+    # A failed member is worse than all others.
     values = {trial.number: float("inf") if trial.value is None else sign * trial.value for trial in before}
     ranked = sorted(before, key=lambda trial: (values[trial.number], trial.number))
     number = max(1, config.trials // _SHARE)

@@ -1,4 +1,4 @@
-"""Which values the next trial gets: of a grid, at random, or by Optuna's tree-structured Parzen estimator."""
+"""Values of the next trial: from a grid, at random, or by Optuna's tree-structured Parzen estimator."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from optuna.trial import Trial as OptunaTrial
 
 _MOST_STARTS = 10
-"""Trials at random before TPE chooses."""
+"""Most trials with random values before TPE chooses."""
 _LEAST_FOR_IMPORTANCE = 8
-"""Trials that have come to their end."""
+"""Least number of trials that have come to their end, for importances."""
 
 
 def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, object]:
-    """Give the values of the trial after these: a function of them, of the seed and of the number alone.
+    """Give the values of the next trial: a function of the earlier ones, of the seed and of its number alone.
 
-    Trials without a result count as bad ones, so that those that run side by side differ.
+    Trials without a result count as bad ones, so that trials that run side by side differ.
     """
     number = len(trials)
     if config.sampler is Sampler.grid:
@@ -36,7 +36,7 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
     # Imported here: only a sweep that chooses needs it.
     import optuna
 
-    # A sampler with one seed would begin anew after each restart, and draw what it has drawn.
+    # With the sweep's own seed, a sampler would draw the same values again after each restart.
     digest = hashlib.blake2b(f"{config.seed} {number}".encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
     sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
@@ -70,7 +70,7 @@ def write_study(config: SweepConfig, space: Space, trials: Sequence[Trial], path
 
 
 def importances(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> dict[str, float]:
-    """Give how much each key decides of the metric (PED-ANOVA), the most first; empty: there are too few trials."""
+    """Give the importance of each key for the metric (PED-ANOVA), the highest first; empty: too few trials."""
     import optuna
 
     done = [

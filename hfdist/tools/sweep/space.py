@@ -38,22 +38,22 @@ class Dimension:
     is_log: bool = False
     is_whole: bool = False
     condition: tuple[str, str] | None = None
-    """Another key and its value, without which this one has no part in a trial."""
+    """Another key and the value that it must have, so that a trial has this one; None: all trials have it."""
 
     def examples(self) -> tuple[object, ...]:
-        """Give values of which each other one is between two, or is one of them."""
+        """Give the choices, or both ends of the interval."""
         return self.choices or ((int(self.low), int(self.high)) if self.is_whole else (self.low, self.high))
 
     def has(self, value: Any) -> bool:
-        """Whether a trial may have this value, which may be one that JSON has brought."""
+        """Whether a trial may have this value, as Python or JSON has it."""
         if self.choices:
-            # What stands on a trial's command line: JSON has no tuples, and a number there may be another one here.
+            # As text of a command line: JSON has no tuples, and may change the type of a number.
             return as_text(value) in map(as_text, self.choices)
         is_number = isinstance(value, int if self.is_whole else (int, float)) and not isinstance(value, bool)
         return is_number and self.low <= value <= self.high
 
     def holds(self, values: Mapping[str, object]) -> bool:
-        """Whether it has a part in a trial, whose other values are these."""
+        """Whether a trial with these other values has this key."""
         return self.condition is None or as_text(values.get(self.condition[0])) == self.condition[1]
 
 
@@ -94,7 +94,7 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
     if isinstance(found, ChoiceSweep) and found.list:
         # Without quotes, also within lists and dicts.
         choices = tuple(Override._convert_value(item) for item in found.list)
-        # Each once.
+        # Each choice once.
         choices = tuple(choice for place, choice in enumerate(choices) if choice not in choices[:place])
         return Dimension(key=key, choices=choices, condition=when)
     raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED)
@@ -116,7 +116,7 @@ def is_sweep(text: str) -> bool:
     try:
         return bool(OverridesParser.create().parse_override(body).is_sweep_override())
     except HydraException:
-        # Whoever composes it says what is wrong with it.
+        # Composing the config says what is wrong with it.
         return False
 
 
@@ -179,8 +179,8 @@ class Space:
         """Refuse values of a trial that this space does not give.
 
         Args:
-            values: by key.
-            where: a file and its line, which anybody may have written.
+            values: values by key.
+            where: a file and its line, of unknown origin.
 
         Raises:
             ConfigError: a key is missing or too many, or a value is none of its key's.
@@ -226,7 +226,7 @@ def as_text(value: object) -> str:
 
 
 def _as_part(value: object) -> str:
-    """Write what stands in a list or dict, where a text may need quotes to stay one."""
+    """Write an item of a list or dict; a text gets quotes where it would be read as something else without them."""
     if not isinstance(value, str):
         return as_text(value)
     try:

@@ -31,7 +31,8 @@ def main() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # Here: it imports torch, which takes seconds.
-    from hfdist.tune.generators.generator import Settings, serve
+    from hfdist.tune.generators.generator import serve
+    from hfdist.tune.generators.settings import Settings
 
     serve(Settings.read(settings), settings.parent, index, name)
 

@@ -1,4 +1,4 @@
-"""The broker: a thread of rank 0 that passes prompts of all data ranks to generators, and answers back."""
+"""The broker: a thread of rank 0 that passes prompts of all data ranks to generators, and their answers back."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Broker:
     """Runs until `stop`.
 
     Args:
-        socket: of `open_broker`; from here on, only the thread uses it.
-        processes: the generators.
-        files: where they read the policy.
+        socket: socket of `open_broker`; from here on, only the thread uses it.
+        processes: processes of the generators.
+        files: files of the policy that generators read.
         max_staleness, answer_seconds: see `Dispatcher`.
-        most_prompts: that a generator answers at once.
+        most_prompts: most prompts that a generator answers at once.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Broker:
         self._answer_seconds, self._most_prompts = answer_seconds, most_prompts
         self._dispatcher = Dispatcher(max_staleness=max_staleness, answer_seconds=answer_seconds)
         self._rollback = 0
-        """The newest; see `PolicyFiles`."""
+        """The newest rollback; see `PolicyFiles`."""
         self._idle: list[str] = []
         self._ended: set[str] = set()
         """Names of generators that are no more: what they have sent may come late. A new start has a new name."""
@@ -56,7 +56,7 @@ class Broker:
         self._error: PeerError | None = None
         self._heard_seconds = time.monotonic()
         self.num_tokens = 0
-        """Number of tokens that generators have given so far."""
+        """Number of tokens that generators have generated so far."""
         self._stops = threading.Event()
         self._thread = threading.Thread(target=self._run, name="generators", daemon=True)
         self._thread.start()
@@ -100,7 +100,7 @@ class Broker:
             self._hear(sender, name, unpack(content))
         except NotAMessageError as error:
             if name.startswith(RANK):
-                # It is no stranger, and would wait for ever.
+                # A rank of this run, which would wait for ever.
                 self._needed[_NOT_UNDERSTOOD] = sender, 0
                 raise PeerError(f"the broker of the generators does not understand {name}", found=str(error)) from error
             logger.warning("%s is not heard any more: %s", printable(name, _MOST_SAID), error)
@@ -131,7 +131,7 @@ class Broker:
             numbers = {f"{place}": number for place, number in enumerate(message.list("numbers"))}
             asked = [Message(numbers).integer(place) for place in numbers]
             step, first = message.integer("step"), message.integer("first")
-            # Whoever had nothing to wait for was not late.
+            # The time in which nothing was needed does not count.
             self._heard_seconds = max(self._heard_seconds, now) if not self._needed else self._heard_seconds
             self._needed |= dict.fromkeys(asked, (sender, step))
             # All ranks have left the step before by now.
@@ -146,7 +146,7 @@ class Broker:
         for number, answers in zip(numbers, given, strict=True):
             if rollback == self._rollback:
                 self._dispatcher.answer(generator, number, version, answers)
-        # Of a generator that could not read its policy, or that was started anew.
+        # Prompts without an answer: the generator could not read its policy, or was started anew.
         self._dispatcher.lose(generator)
 
     def _drop(self, name: str) -> None:
@@ -195,7 +195,7 @@ def _as_message(value: object) -> Message:
 
 
 def _count_tokens(answers: Message) -> int:
-    """Count those of a prompt's completions; NotAMessageError: they are none."""
+    """Count the tokens of a prompt's completions; NotAMessageError: they are no lists of tokens."""
     completions = answers.list("completions")
     if not all(isinstance(own, list) and all(type(token) is int for token in own) for own in completions):
         raise NotAMessageError("completions are no tokens")

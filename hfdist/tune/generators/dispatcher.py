@@ -29,7 +29,7 @@ class HandedOut(NamedTuple):
 @dataclass
 class _Prompt:
     step: int
-    """The number of steps before the one that it is for."""
+    """Number of the step that needs it: the steps before it."""
     content: object
     at: dict[str, HandedOut] = field(default_factory=dict)
     """Generators that have the prompt, by name."""
@@ -40,8 +40,8 @@ class Dispatcher:
     """Hands the prompts of one run to generators. Times are of any one clock, in seconds.
 
     Args:
-        max_staleness: how many versions older than the policy that it trains an answer's may be.
-        answer_seconds: after which a prompt is handed to another generator, too.
+        max_staleness: the most versions by which an answer's policy may be older than the one that it trains.
+        answer_seconds: seconds after which a prompt is handed to another generator, too.
     """
 
     def __init__(self, *, max_staleness: int, answer_seconds: float) -> None:
@@ -89,14 +89,14 @@ class Dispatcher:
             prompt.answers = Answers(version, content)
 
     def lose(self, generator: str) -> None:
-        """Take back what a generator will not answer."""
+        """Take back the prompts that a generator will not answer."""
         for prompt in self._prompts.values():
             prompt.at.pop(generator, None)
 
     def take(self, number: int, step: int) -> Answers | None:
         """Give the answers of a prompt for a step, and forget it; None: there are none yet.
 
-        Those that are too old for this step are thrown away, and the prompt is handed out again.
+        Answers that are too old for this step are thrown away, and the prompt is handed out again.
         """
         prompt = self._prompts[number]
         prompt.step = step

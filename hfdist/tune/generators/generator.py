@@ -1,4 +1,4 @@
-"""A generator: a process without a process group that answers prompts with the newest policy, until its run ends.
+"""A generator: a process without a process group that answers prompts by the newest policy, until its run ends.
 
 A prompt's completions follow from the policy and the seeds alone, as in `generation/sampling.py`, so it does not matter
 which generator gives them.
@@ -6,9 +6,7 @@ which generator gives them.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +14,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfdist.config.composition.compose import complete
 from hfdist.config.data import cache_dir
-from hfdist.config.run import RunConfig
-from hfdist.config.schema import from_plain
 from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
 from hfdist.strategies.base import Batch, Value
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
-from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
 from hfdist.tune.generators.messages import connect, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a generator must know of its run; a file of JSON."""
-
-    config: RunConfig
-    vocabulary: int
-    """Tokens that the model has."""
-    limits: GenerationLimits
-    policy: Path
-    """The folder of `PolicyFiles`."""
-    first_device: int
-    """GPU of the first generator: those before it are of ranks."""
-
-    def write(self, path: Path, values: Mapping[str, object]) -> None:
-        """Write the file; `values` are those of the config."""
-        content = {
-            "config": values,
-            "trust_remote_code": self.config.model.trust_remote_code,
-            "vocabulary": self.vocabulary,
-            "max_new_tokens": self.limits.max_new_tokens,
-            "end_ids": sorted(self.limits.end_ids),
-            "most_tokens": self.limits.most_tokens,
-            "policy": str(self.policy),
-            "first_device": self.first_device,
-        }
-        path.write_text(json.dumps(content), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Settings:
-        """Read the file."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        config: RunConfig = from_plain(RunConfig, content["config"])
-        # No file may set it, so that it is not among a config's values: this one is of the run itself.
-        config.model.trust_remote_code = content["trust_remote_code"]
-        names = ("max_new_tokens", "most_tokens")
-        return cls(
-            config=complete(config),
-            vocabulary=content["vocabulary"],
-            limits=GenerationLimits(end_ids=frozenset(content["end_ids"]), **{name: content[name] for name in names}),
-            policy=Path(content["policy"]),
-            first_device=content["first_device"],
-        )
+from hfdist.tune.generators.settings import Settings
 
 
 class Generator:
-    """The model of one generator, and what it has read of the policy."""
+    """The model of one generator, which reads the policy as it is asked for."""
 
     def __init__(self, settings: Settings, index: int) -> None:
         self._config, self._limits = settings.config, settings.limits
@@ -86,7 +37,8 @@ class Generator:
         if torch.cuda.is_available():
             self._device = torch.device("cuda", (settings.first_device + index) % torch.cuda.device_count())
         self._model = _build(settings).to(self._device).eval()  # type: ignore[arg-type]  # as of torch's stubs
-        self._read: tuple[int, int] | None = None
+        self._version_read: tuple[int, int] | None = None
+        """Rollback and version of the policy that the model has."""
         task = self._config.task
         self._sampling = Sampling(temperature=task.temperature, top_k=task.top_k, top_p=task.top_p)
 
@@ -95,20 +47,20 @@ class Generator:
 
         Args:
             rollback: see `PolicyFiles`.
-            version: of the policy.
+            version: version of the policy.
             prompts: each with its number, its tokens, and a seed for each completion.
 
         Returns:
-            Of each prompt its number, completions as tokens, and of each token its log-probability.
+            For each prompt its number, its completions as tokens, and the log-probability of each token.
 
         Raises:
-            FileNotFoundError: the version is not there any more.
+            FileNotFoundError: the version has been removed.
         """
-        if self._read != (rollback, version):
+        if self._version_read != (rollback, version):
             # A read that fails leaves a part of the new weights.
-            self._read = None
+            self._version_read = None
             self._files.read(rollback, version, self._model)
-            self._read = rollback, version
+            self._version_read = rollback, version
         rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
         drawn = TokenLogProbabilities(self._config.task.temperature)
         score, extras = make_score([seed for prompt in prompts for seed in prompt["seeds"]], self._sampling)
@@ -151,17 +103,17 @@ def _build(settings: Settings) -> PreTrainedModel:
 
 
 def serve(settings: Settings, folder: Path, index: int, name: str) -> None:
-    """Answer what the broker sends, for ever; `folder` has its socket."""
+    """Answer what the broker sends, until the process is ended; `folder` has the broker's socket."""
     generator = Generator(settings, index)
     broker = connect(folder, name)
     broker.send(pack({"kind": "ready"}))
     while True:
         asked = unpack(broker.recv())
-        where = {"rollback": asked["rollback"], "version": asked["version"]}
+        policy = {"rollback": asked["rollback"], "version": asked["version"]}
         try:
-            answers = generator.answer(**where, prompts=asked["prompts"])
+            answers = generator.answer(**policy, prompts=asked["prompts"])
         except FileNotFoundError:
-            # A slow one: by now there is a newer version.
+            # This generator was slow: a newer version has taken its place.
             broker.send(pack({"kind": "ready"}))
         else:
-            broker.send(pack({"kind": "answers", **where, "answers": answers}))
+            broker.send(pack({"kind": "answers", **policy, "answers": answers}))

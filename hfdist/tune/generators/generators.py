@@ -1,4 +1,4 @@
-"""Answers to the prompts of a step by generators, as the ranks see them: what is asked, awaited, and used.
+"""The generators as the ranks see them: prompts are sent to them, and their answers awaited and trained on.
 
     step s       the policy's version s is written      prompts of the steps up to s + max_staleness go to generators
                  the answers to the prompts of step s, of versions s - max_staleness to s, are awaited and trained on
@@ -18,7 +18,6 @@ from typing import Any, cast
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
-from hfdist.config.composition.compose import to_values
 from hfdist.config.run import RunConfig
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, PeerError
@@ -29,10 +28,10 @@ from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
 from hfdist.tune.generators.broker import Broker
-from hfdist.tune.generators.generator import Settings
 from hfdist.tune.generators.messages import RANK, connect, make_folder, open_broker, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
+from hfdist.tune.generators.settings import Settings
 from hfdist.watch.diagnosis import GENERATING
 
 _Answers = dict[int, dict[str, Any]]
@@ -43,9 +42,9 @@ class Generators(TrainerCallback):
     """The generators of one Trainer. As a callback it ends them with the training.
 
     Args:
-        config: of the run.
+        config: config of the run.
         read_prompts: gives the prompts of a batch, as tokens.
-        seeds_of: gives a seed for each completion of the prompt with a number.
+        seeds_of: gives a seed for each completion of a prompt, by the prompt's number.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Generators(TrainerCallback):
             policy=self._files.folder,
             first_device=self._topology.world_size,
         )
-        settings.write(sockets / "settings.json", to_values(self._config))
+        settings.write(sockets / "settings.json")
         command = module(__package__, str(sockets / "settings.json"))
         self._processes = Processes(self._task.generators, command, self._folder)
         return str(sockets)
@@ -115,8 +114,8 @@ class Generators(TrainerCallback):
         """Give the answers to the prompts of a step of this data rank. A collective.
 
         Args:
-            numbers: in the run's data, ascending.
-            prompts: as tokens.
+            numbers: numbers of the prompts in the run's data, ascending.
+            prompts: the prompts as tokens.
 
         Raises:
             PeerError: no generator is left, or none answers; on all ranks alike.

@@ -1,4 +1,4 @@
-"""How ranks, the broker and generators speak: JSON over ZeroMQ, through a socket that only this user can open."""
+"""Messages of ranks, the broker and generators: JSON over ZeroMQ, through a socket that only this user can open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfdist.messages.message import Message, read_message
 Socket = zmq.Socket[bytes]
 _PREFIX, _NAME = "hfdist-generators-", "broker"
 RANK = "rank-"
-"""Begins the names of ranks."""
+"""Prefix of the names of ranks."""
 _MOST_BYTES = 2**28
 """The most bytes of one message: of the prompts of a step, or of their answers."""
 
@@ -37,7 +37,7 @@ def open_broker(folder: Path) -> Socket:
 
 
 def connect(folder: Path, name: str) -> Socket:
-    """Connect to the broker, which need not be there yet, under a name that nobody else has."""
+    """Connect to the broker, which need not be there yet, under a name that no other process has."""
     made: Socket = zmq.Context.instance().socket(zmq.DEALER)
     made.setsockopt(zmq.IDENTITY, name.encode())
     _keep_all(made)
@@ -46,7 +46,7 @@ def connect(folder: Path, name: str) -> Socket:
 
 
 def _keep_all(made: Socket) -> None:
-    # None is dropped while a peer is slow; and nobody waits for one that is gone.
+    # No message is dropped while a peer is slow, and none is waited for when a peer has gone.
     made.setsockopt(zmq.SNDHWM, 0)
     made.setsockopt(zmq.RCVHWM, 0)
     made.setsockopt(zmq.LINGER, 0)
@@ -58,5 +58,5 @@ def pack(message: Mapping[str, object]) -> bytes:
 
 
 def unpack(content: bytes) -> Message:
-    """Read a message; NotAMessageError: it is none."""
+    """Read a message; NotAMessageError: the bytes are no message."""
     return read_message(content, _MOST_BYTES)

@@ -12,7 +12,7 @@ from hfdist.errors import PeerError
 from hfdist.topology import without_launcher
 
 MOST_RESTARTS = 3
-"""How often each generator is started again. What kills it more often will do so again."""
+"""Most restarts of each generator. What has killed it more often would kill it again."""
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Processes:
 
     Args:
         count: number of generators.
-        command: starts one; its number, the name under which it is to connect, and the id of this process follow.
-        logs: the folder for what they print.
+        command: command of a generator; its number, its name for `connect`, and the id of this process follow.
+        logs: folder for the output of the generators.
     """
 
     def __init__(self, count: int, command: Sequence[str], logs: Path) -> None:
@@ -82,7 +82,7 @@ class Processes:
         return dead
 
     def end(self) -> None:
-        """End them: they hold nothing that would be lost."""
+        """Kill all generators: they hold nothing that would be lost."""
         for own in self._all:
             if own.process is not None:
                 own.process.kill()

@@ -1,8 +1,8 @@
 """What a generator is told of its run, through a file."""
 
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.tune.generators.generator import Settings
+from hfdist.tune.generators.settings import Settings
 
 
 def test_settings_come_back_as_they_were(tmp_path):
@@ -11,5 +11,5 @@ def test_settings_come_back_as_they_were(tmp_path):
     config.model.trust_remote_code = True
     limits = GenerationLimits(end_ids=frozenset({1, 2}), max_new_tokens=8, most_tokens=64)
     told = Settings(config=config, vocabulary=300, limits=limits, policy=tmp_path / "policy", first_device=2)
-    told.write(tmp_path / "settings.json", to_values(config))
+    told.write(tmp_path / "settings.json")
     assert Settings.read(tmp_path / "settings.json") == told

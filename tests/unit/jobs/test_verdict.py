@@ -48,6 +48,17 @@ def test_losses_count_that_got_no_further(tmp_path, ends, losses):
     assert judge(tmp_path, len(ends) - 1, 1, losses - 1) == (6, False)
 
 
+def test_an_end_that_was_corrected_counts_once(tmp_path):
+    leave(tmp_path, *[(6, 10)] * 3)
+    path = RunFolder(tmp_path).events
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    # Rank 0 met what followed from the end of another rank, and its launcher knew better.
+    lines = [own for line in lines for own in (line | {"exit_code": 1}, line)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert judge(tmp_path, 2, 1, 3) == (6, True)
+    assert judge(tmp_path, 2, 1, 2) == (6, False)
+
+
 def test_a_record_that_still_runs_is_of_a_lost_start(tmp_path):
     RunFolder(tmp_path).record.write_text(json.dumps(RunRecord(start=1, step=4).to_json()))
     assert judge(tmp_path, 0, 1, 1, wait_seconds=0.0) == (6, True)

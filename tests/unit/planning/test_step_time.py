@@ -11,7 +11,8 @@ from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.planning.costs import AxisTraffic, OpCosts, RankCosts, StageCosts
 from hfdist.planning.timing.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
-from hfdist.planning.timing.step_time import simulate, step_parts, step_time
+from hfdist.planning.timing.simulate import simulate
+from hfdist.planning.timing.step_time import step_parts, step_time
 from hfdist.sent_bytes import ALL_REDUCE, SEND
 from hfdist.strategies.traffic import Phase
 from tests.unit.planning.layouts import make_layout
@@ -230,7 +231,8 @@ def test_lines_of_timed_steps(tmp_path):
     write_step(other, path)
     with path.open("a") as file:
         file.write(
-            '{"hardware": "cpu"}\n[]\nnull\n{"hardware": "cpu", "layout": "", "ideal": {}, "step_seconds": 1}\n{'
+            '{"hardware": "cpu"}\n[]\nnull\n{"hardware": "cpu", "layout": "", "ideal": {}, "step_seconds": 1}\n{\n'
+            '{"hardware": "cpu", "layout": "", "ideal": {"compute": 1.0}, "step_seconds": Infinity}\n'
         )
     assert read_steps(path, "cpu") == [step]
     assert read_steps(path, "h100_80gb") == [other]

@@ -4,11 +4,13 @@ import itertools
 import json
 import math
 import re
+from html import unescape
 
 import pytest
 
-from hfdist.tools.report import curves
+from hfdist.tools.report import compare, curves
 from hfdist.tools.report.drawing.axis import linear, logarithmic
+from hfdist.tools.report.drawing.chart import Chart, Curve, draw
 from hfdist.tools.report.page import page, parts
 from hfdist.tools.report.reading.run_files import RunFiles
 from tests.unit.report.folders import SENT, SPIKES, event, rank_line, record, rewarded_line, training_line, write_run
@@ -347,6 +349,32 @@ def test_runs_are_laid_over_each_other_with_what_differs_on_top(tmp_path):
     assert "betas" not in table
     first = re.search(r"Training loss.*?</figure>", content, re.DOTALL)[0]
     assert re.findall(r'class="line (c\d)" data-label="(\w)"', first) == [("c0", "a"), ("c1", "b"), ("c2", "c")]
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_key_that_is_newer_than_a_config_has_its_default_there(tmp_path, order):
+    configs = {
+        "a": "optimizer: {lr: 0.1}\nmodel: {config: {}}\n",
+        "b": "optimizer: {lr: 0.1}\nmodel: {config: {rope_scaling: {factor: 2}}}\ntrain: {compile: auto}\n",
+    }
+    for name, text in configs.items():
+        write_run(tmp_path / name)
+        (tmp_path / name / "config.yaml").write_text(text)
+    rows = re.findall(r"<tr><th>([a-z._]+)</th>", compare.differences([read(tmp_path / name) for name in order]))
+    assert rows == ["model.config.rope_scaling.factor"]
+
+
+def test_a_page_of_one_run_says_where_the_charts_are_that_it_leaves_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("hfdist.tools.report.page._MOST_BYTES", 10_000)
+    content = html(write_run(tmp_path, lines=[rewarded_line(step) for step in (1, 2, 3)], task="grpo"))
+    assert re.search(r"metrics.jsonl has the figures of \d more chart", content)
+    assert "fewer runs" not in content
+
+
+def test_names_in_place_of_numbers_can_always_be_read_by_the_script():
+    drawn = draw(Chart(title="x", curves=[Curve("c", [(0.0, 1.0)])], names=["\N{GRINNING FACE}" * 300] * 300))
+    names = json.loads(unescape(re.search(r'data-names="([^"]*)"', drawn)[1]))
+    assert (len(names), {*names}) == (8, {"\N{GRINNING FACE}" * 40})
 
 
 def chart(content, title):

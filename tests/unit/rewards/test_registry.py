@@ -20,13 +20,14 @@ def endless(generations): return [float("inf") for one in generations]
 def unknown(generations): return [float("nan") for one in generations]
 def nothing(generations): return [None for one in generations]
 def broken(generations): return [1 / 0 for one in generations]
+def late(generations): yield 1 / 0
 """
 TWO = [Generation(prompt="1 + 1", text=text, reference="2") for text in ("2", "three")]
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    names = ("length", "whole", "short", "words", "endless", "unknown", "nothing", "broken")
+    names = ("length", "whole", "short", "words", "endless", "unknown", "nothing", "broken", "late")
     install_package(tmp_path, monkeypatch, "toyrewards", SOURCE, GROUP, **{name: name for name in names})
 
 
@@ -49,6 +50,7 @@ def test_rewards_of_a_package_stand_beside_those_of_hfdist(package):
         ("unknown", "score 0", "nan"),
         ("nothing", "score 0", "None"),
         ("broken", "the reward fails: ZeroDivisionError", None),
+        ("late", "the reward fails: ZeroDivisionError", None),
     ],
 )
 def test_what_is_no_score_is_said(package, name, what, found):
@@ -76,6 +78,7 @@ def test_a_name_that_nothing_has_is_said():
         (len, "with their weights", "{'len': 1.0}"),
         ({"arithmetic": "2.5"}, "is text", "{'arithmetic': 2.5}"),
         ({"arithmetic": "high"}, "is text", "{'arithmetic': 1.0}"),
+        ({"arithmetic": "1.2.3"}, "is text", "{'arithmetic': 1.0}"),
     ],
 )
 def test_rewards_are_a_mapping_of_numbers(given, what, hint):

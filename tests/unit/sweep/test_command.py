@@ -11,7 +11,8 @@ from hfdist.records.trials import SETTINGS, Trial
 from hfdist.tools.jobs.cluster import compose_cluster
 from hfdist.tools.jobs.ray import write_ray
 from hfdist.tools.jobs.slurm import write_slurm
-from hfdist.tools.sweep.command import STUDY, _make_launcher, check_some_have_ended, keep_settings, parse_sweep
+from hfdist.tools.sweep.command import STUDY, _make_launcher, check_some_have_ended, parse_sweep
+from hfdist.tools.sweep.folder import keep_settings
 from tests.unit.jobs.jobs import run_script, shell_of
 
 RUN = ("model=tiny", "train.global_batch_size=8")

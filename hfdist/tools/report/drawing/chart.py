@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import floor, log10
+from typing import Literal
 
 from hfdist.tools.report.drawing.axis import Axis, linear, logarithmic
+from hfdist.tools.report.drawing.frame import TOP, frame, labels_below
 from hfdist.tools.report.reading.downsample import Point, keep_extremes, means
 from hfdist.tools.report.text import escaped
 from hfdist.units import short
 
-TOP, BOTTOM = 20, 22
-"""Pixels above the curves, for letters of marks, and below them, for the labels of x."""
 _SMALLEST_HEIGHT = 1e-3
+_MOST_NAMES, _LONGEST_NAME = 8, 40
+"""Most names in place of numbers of x, and most characters of each."""
 _MOST_POINTS = 640
 """Most points of all curves of a chart together."""
 _MOST_DOTS = 60
+"""Most points of a dotted curve that have dots."""
 COLOURS = 6
 _LOG_RANGE = 40.0
 """Ratio of the highest value to the lowest from which on the axis is logarithmic."""
@@ -29,66 +32,57 @@ _LOG_RANGE = 40.0
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve with its points.
-
-    Args:
-        label: in the page's words or of unknown origin; escaped here.
-        points: x and y.
-        colour: class of the page's style: c0, c1 ...
-        is_dotted: with a dot for each of its few points.
-        is_line: whether a line joins the points; else each is a dot, in the order of x.
-    """
+    """A curve with its points."""
 
     label: str
+    """In the page's words or of unknown origin; escaped here."""
     points: Sequence[Point]
     colour: str = "c0"
+    """Class of the page's style: c0, c1 ..."""
     is_dotted: bool = False
+    """Whether each of its few points has a dot."""
     is_line: bool = True
+    """Whether a line joins the points; else each is a dot, in the order of x."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at an x: a line with a letter. The element of the page with the id has its text.
-
-    It has the colour of its run, where there are several.
-    """
+    """An event at an x: a line with a letter."""
 
     x: float
     letter: str
     text_id: str
+    """Id of the element of the page that has the text."""
     is_bad: bool
     colour: str = ""
+    """Colour of its run, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart.
-
-    Args:
-        title: what it shows.
-        unit: of y, in words.
-        x: what lies on the x axis, in words.
-        form: how the script writes y: number, share, seconds.
-        from_zero: whether the y axis has 0.
-        may_be_log: whether the y axis may be logarithmic.
-        is_stacked: each curve lies on top of the next one and the area between them is its value.
-        height: of the part with the curves, in pixels.
-        across: the x axis, whose labels are escaped; None: from the points.
-        names: what a reader sees in place of the whole numbers of x, of unknown origin.
-    """
+    """What a chart shows, and how."""
 
     title: str
     curves: Sequence[Curve]
     x: str = "step"
+    """What lies on the x axis, in words."""
     unit: str = ""
-    form: str = "number"
-    marks: Sequence[Mark] = field(default=())
+    """Unit of y, in words."""
+    form: Literal["number", "share", "seconds"] = "number"
+    """How the script writes y."""
+    marks: Sequence[Mark] = ()
     from_zero: bool = False
+    """Whether the y axis has 0."""
     may_be_log: bool = False
+    """Whether the y axis may be logarithmic."""
     is_stacked: bool = False
+    """Whether each curve lies on top of the next one, and the area between them is its value."""
     height: int = 150
+    """Height of the part with the curves, in pixels."""
     across: Axis | None = None
+    """The x axis, whose labels are escaped; None: from the points."""
     names: Sequence[str] = ()
+    """A few short names in place of the whole numbers of x, of unknown origin."""
 
 
 def colour(number: int) -> str:
@@ -103,7 +97,8 @@ def draw(chart: Chart) -> str:
         return ""
     across = _horizontal(chart)
     up = _vertical(chart, values)
-    words, scale = _describe(chart), 1.0
+    words = _describe(chart)
+    scale = 1.0
     if not up.is_log and up.width < _SMALLEST_HEIGHT:
         # Browsers draw nothing in so low a box, such as that of a learning rate of 1e-6.
         scale = 10.0 ** floor(log10(up.width))
@@ -130,52 +125,20 @@ def _divided(chart: Chart, scale: float) -> Chart:
 
 
 def _divided_axis(up: Axis, scale: float) -> Axis:
-    """Its labels stay."""
+    """Divide an axis; its labels stay."""
     ticks = tuple((value / scale, label) for value, label in up.ticks)
     return replace(up, low=up.low / scale, high=up.high / scale, ticks=ticks)
 
 
 def _for_script(chart: Chart, across: Axis, up: Axis) -> dict[str, str]:
     flags = {"log": up.is_log, "logx": across.is_log, "stacked": chart.is_stacked}
-    names = {"names": escaped(json.dumps(list(chart.names)), 4000)} if chart.names else {}
+    # Names are cut, and not their JSON, which the script must read.
+    listed = json.dumps([name[:_LONGEST_NAME] for name in chart.names[:_MOST_NAMES]])
+    names = {"names": escaped(listed, len(listed))} if chart.names else {}
     return {"x": escaped(chart.x), "form": chart.form} | {name: str(int(flag)) for name, flag in flags.items()} | names
 
 
-def frame(
-    *, labels: Sequence[tuple[float, str]], inner: str, height: float, words: tuple[str, str], data: dict[str, str]
-) -> str:
-    """Give a drawing with labels, each at a height in pixels, on its left.
-
-    Args:
-        labels: of the y axis, of unknown origin.
-        inner: SVG elements.
-        height: of the inner part without TOP and BOTTOM.
-        words: title and description, of unknown origin.
-        data: attributes `data-...` for the script, in the page's own words.
-    """
-    total = height + TOP + BOTTOM
-    texts = "".join(f'<text x="100%" y="{y + 4:.1f}">{escaped(label, 24)}</text>' for y, label in labels)
-    longest = max((len(label) for _, label in labels), default=0)
-    wide = " wide" if longest > 8 else ""
-    attributes = "".join(f' data-{name}="{value}"' for name, value in data.items())
-    named = f"<title>{escaped(words[0])}</title><desc>{escaped(words[1], 1000)}</desc>"
-    return (
-        f'<div class="frame{wide}"><svg class="labels" height="{total:.0f}" aria-hidden="true">{texts}</svg>'
-        f'<svg class="plot" height="{total:.0f}" role="img" tabindex="0"{attributes}>{named}{inner}</svg></div>'
-    )
-
-
-def labels_below(across: Axis, height: float) -> str:
-    """Give the labels of an x axis below a part of that height in pixels; those at its ends stay inside."""
-    texts = []
-    for value, label in across.ticks:
-        share = (value - across.low) / across.width
-        side = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
-        texts.append(f'<text class="{side}" x="{across.place(value)}" y="{height + TOP + 16:.0f}">{label}</text>')
-    return "".join(texts)
-
-
-def path(points: Sequence[Point]) -> str:
+def _path(points: Sequence[Point]) -> str:
     """Give the `d` of a line through points, with a gap where there is no y."""
     parts, is_drawing = [], False
     for x, y in points:
@@ -228,7 +191,7 @@ def _plot(chart: Chart, across: Axis, up: Axis) -> str:
 def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
     label = f'data-label="{escaped(curve.label)}"'
     if chart.is_stacked:
-        top = path(curve.points)
+        top = _path(curve.points)
         ends = [x for x, y in curve.points if y is not None]
         closed = f"V0H{_short(ends[0])}Z" if ends else ""
         return f'<path class="area {curve.colour}" {label} d="{top}{closed}"/>'
@@ -242,14 +205,15 @@ def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
         return f'<path class="dots {curve.colour}" {label} d="{dots}"/>'
     if curve.is_dotted:
         kept = keep_extremes(points, most)
-        dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in kept if y is not None and len(kept) <= _MOST_DOTS)
-        line = path(kept)
+        dotted = kept if len(kept) <= _MOST_DOTS else []
+        dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in dotted if y is not None)
+        line = _path(kept)
         return f'<path class="line {curve.colour}" {label} d="{line}"/><path class="dots {curve.colour}" d="{dots}"/>'
     is_noisy = len(points) > most // 2
     kind = "faint" if is_noisy else "line"
-    drawn = f'<path class="{kind} {curve.colour}" {label} d="{path(keep_extremes(points, most))}"/>'
+    drawn = f'<path class="{kind} {curve.colour}" {label} d="{_path(keep_extremes(points, most))}"/>'
     # Of many points the eye sees a band; its mean tells how it goes.
-    return drawn + (f'<path class="line {curve.colour}" d="{path(means(points, most // 6))}"/>' if is_noisy else "")
+    return drawn + (f'<path class="line {curve.colour}" d="{_path(means(points, most // 6))}"/>' if is_noisy else "")
 
 
 def _marks(chart: Chart, across: Axis) -> str:

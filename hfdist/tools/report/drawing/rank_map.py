@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
 
-from hfdist.tools.report.drawing.chart import TOP, frame
+from hfdist.tools.report.drawing.frame import TOP, frame
 from hfdist.tools.report.reading.rank_steps import Stretch
 from hfdist.tools.report.text import escaped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hfdist.tools.report.drawing.axis import linear
-from hfdist.tools.report.drawing.chart import TOP, frame, labels_below
+from hfdist.tools.report.drawing.frame import TOP, frame, labels_below
 from hfdist.tools.report.reading.run_files import Span
 from hfdist.units import count, share
 

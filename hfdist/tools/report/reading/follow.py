@@ -1,4 +1,4 @@
-"""Lines of a file to which another process adds: each reading takes only what is new, or all, if it was replaced."""
+"""Lines of a file to which another process adds: each reading takes new lines only, or all if the file was replaced."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from stat import S_ISREG
 from hfdist.records.lines import parse_line
 
 _LONGEST = 1 << 24
-"""Bytes of a line; what is longer is no line of ours."""
+"""Most bytes of a line; hfdist writes no longer ones."""
 _KNOWN = 64
-"""Bytes before the place that was reached, by which a file that was replaced is known."""
+"""Bytes before the place that was reached. In a file that was replaced they differ."""
 
 
 class Follower:
@@ -21,7 +21,7 @@ class Follower:
 
     Args:
         path: the file, which need not exist.
-        begin: called when the file begins anew: what it said before no longer counts.
+        begin: called when the file was replaced: earlier lines do not count any more.
         take: called with each line.
     """
 
@@ -32,7 +32,7 @@ class Follower:
         self._known = b""
 
     def read(self) -> bool:
-        """Read what is new; whether there was anything."""
+        """Read new lines; whether there was anything new."""
         try:
             stat = self._path.stat()
             if not S_ISREG(stat.st_mode):

@@ -1,4 +1,4 @@
-"""What each rank did in its steps: means of all of them, and of stretches that stay few however long a run is."""
+"""Times of each rank: means of all steps, and of stretches that stay few however long a run is."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Stretch:
         return [value / number_of if number_of else None for value, number_of in pairs]
 
     def busy(self) -> list[float | None]:
-        """Give the seconds a step that each rank was busy or waited for its data: what makes others wait."""
+        """Give the seconds a step in which each rank computed or waited for data, so that others waited for it."""
         compute, data = self.means(PARTS[0]), self.means(PARTS[1])
         data += [None] * (len(compute) - len(data))
         return [None if own is None else own + (of_data or 0.0) for own, of_data in zip(compute, data, strict=False)]

@@ -1,4 +1,4 @@
-"""A run folder as a report needs it; `read` takes what has changed since, and nothing in the folder is touched."""
+"""The files of a run folder as a report needs them; `read` takes what has changed, and changes nothing."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Span(NamedTuple):
 
 
 class RunFiles:
-    """What the files of a run say so far.
+    """The contents of a run's files so far.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -218,7 +218,7 @@ def _read_config(path: Path) -> dict[str, object] | None:
 
 
 def _read_json(path: Path) -> object:
-    """Give what a file holds; None: nothing that can be read."""
+    """Read a file of JSON; None: it cannot be read."""
     try:
         return None if path.stat().st_size > _MOST_BYTES else json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -226,7 +226,7 @@ def _read_json(path: Path) -> object:
 
 
 def _read_spans(path: Path) -> list[Span]:
-    """Read a Chrome trace; what is no span of it is passed over."""
+    """Read a Chrome trace; events that are no spans are left out."""
     content = _read_json(path)
     events = content.get("traceEvents") if isinstance(content, dict) else None
     found = [_to_span(event) for event in events if isinstance(event, dict)] if isinstance(events, list) else []

@@ -1,4 +1,4 @@
-"""What a sweep asks of whoever starts its trials. A trial outlives the sweep's process, and is found again."""
+"""The interface of launchers, which start the trials of a sweep. A trial outlives the sweep's process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class LaunchedTrial(Protocol):
     slot: int
     rung: int
     exit_code: int | None
-    """Once it has ended. Below zero: the signal that has ended it; None: not known."""
+    """Exit code of a trial that has ended; below zero: the signal that ended it; None: not known."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it does not run, and does not wait to run, any more."""
+        """Whether the trial neither runs nor waits to run."""
 
     def stop(self, *, can_save: bool) -> None:
-        """Tell it to save and to stop. Call it once.
+        """Tell the trial to save and to stop. Call it once.
 
         Args:
             can_save: whether the run has begun, as its record says; before, a signal may not find it.
@@ -44,7 +44,7 @@ class Launcher(Protocol):
 
 
 def trial_mark(slot: int, rung: int, folder: Path) -> str:
-    """Give what a trial is found again by."""
+    """Give the mark by which `find_all` knows a trial."""
     return f"{slot} {rung} {folder.resolve()}"
 
 

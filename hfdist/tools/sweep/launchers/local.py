@@ -1,4 +1,4 @@
-"""Trials as processes of this machine: started in a slot, found again by who comes after, and told to stop."""
+"""Trials as processes of this machine: started in a slot, found by a later process of the sweep, and told to stop."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class TrialProcess:
         """Start it; what it prints goes to `LOG`."""
         mark = {_MARK: trial_mark(slot, rung, folder)}
         with (folder / LOG).open("ab") as log:
-            # Held, and not only its number: Python itself waits for children that it has forgotten, and with them
-            # goes the exit code.
+            # The object is kept: Python itself waits for children that nothing refers to, and drops their exit codes.
             started = psutil.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -50,11 +49,11 @@ class TrialProcess:
     def find_all(cls) -> dict[Path, LaunchedTrial]:
         """Give those that run on this machine, by their folders."""
         found: dict[Path, LaunchedTrial] = {}
-        # A trial before what it has started in sessions of their own, as a tracker's service.
+        # A trial comes before the processes that it has started in sessions of their own, such as a tracker's service.
         for process in sorted(psutil.process_iter(["create_time"]), key=lambda one: one.info["create_time"] or 0.0):
             with contextlib.suppress(psutil.Error, OSError):
                 mark = read_mark(process.environ().get(_MARK, ""))
-                # Its ranks have the mark, too.
+                # The ranks of a trial have its mark, too.
                 is_first = mark is not None and os.getsid(process.pid) == process.pid
                 if mark is not None and is_first and process.status() != psutil.STATUS_ZOMBIE:
                     slot, rung, folder = mark
@@ -89,9 +88,9 @@ class LocalLauncher:
     """Starts trials on this machine.
 
     Args:
-        command: of a trial, without its own overrides.
-        slots: how many may run at once.
-        devices: `CUDA_VISIBLE_DEVICES` of each slot; empty: all see all.
+        command: command of a trial, without its own overrides.
+        slots: number of trials that may run at once.
+        devices: `CUDA_VISIBLE_DEVICES` of each slot; empty: all trials see all GPUs.
     """
 
     poll_seconds = 0.2

@@ -1,0 +1,96 @@
+"""Which rank computes longer than the others, or waits for its data, over some lines of ranks.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from hfdist.records.lines import Line
+from hfdist.tools.alerts.alert import Detection
+
+_SLOW_TIMES, _SLOW_SHARE = 1.3, 0.15
+"""How much longer than the others a rank computes, and how much of the step that is; both."""
+_SLOW_LINES = 0.75
+"""Share of the lines in which it is slower than each of the others."""
+_DATA_SHARE = 0.2
+"""Share of the step in which a rank waits for its data, from which on that is an alert."""
+
+
+class RankWindow:
+    """Times of ranks, summed over some lines of ranks.jsonl.
+
+    Args:
+        num_stages: number of pipeline stages: only ranks of one stage have the same work.
+        hosts: name of each rank's host; empty: not known.
+    """
+
+    def __init__(self, num_stages: int, hosts: Sequence[str]) -> None:
+        self._num_stages, self._hosts = num_stages, hosts
+        self.num_lines, self.seconds = 0, 0.0
+        self._num_steps = 0
+        self._data: list[float] = []
+        self._compute: list[float] = []
+        self._num_slowest: list[int] = []
+
+    def add(self, line: Line, num_steps: int) -> None:
+        """Add a line, whose times are means of `num_steps` steps."""
+        step, data, compute = (line[f"{name}_seconds"] for name in ("step", "data", "compute"))
+        if not self.num_lines:
+            self._data, self._compute, self._num_slowest = [0.0] * len(data), [0.0] * len(data), [0] * len(data)
+        self.num_lines, self._num_steps = self.num_lines + 1, self._num_steps + num_steps
+        self.seconds += num_steps * fmean(step)
+        for rank, seconds in enumerate(data):
+            self._data[rank] += num_steps * (seconds or 0.0)
+        if None in compute:
+            return
+        for rank, seconds in enumerate(compute):
+            self._compute[rank] += num_steps * seconds
+        for stage in self._stages():
+            self._num_slowest[max(stage, key=lambda rank: compute[rank])] += 1
+
+    def find_slow_rank(self) -> Detection | None:
+        """Find a rank that computes much longer than those with the same work."""
+        found: list[tuple[float, int, float]] = []
+        for stage in self._stages():
+            rank = max(stage, key=lambda rank: self._compute[rank])
+            others = [self._compute[other] for other in stage if other != rank]
+            if others and self._num_slowest[rank] >= _SLOW_LINES * self.num_lines:
+                found.append((self._compute[rank] - median(others), rank, median(others)))
+        excess, rank, usual = max(found, default=(0.0, 0, 0.0))
+        if excess <= _SLOW_SHARE * self.seconds or excess <= (_SLOW_TIMES - 1) * usual:
+            return None
+        own, others_own = self._compute[rank] / self._num_steps, usual / self._num_steps
+        return Detection(
+            f"{self._name(rank)} is slow: it computes {own:.3g} s in a step of {self._step:.3g} s, the others"
+            f" {others_own:.3g} s, and they wait for it; that machine may be too hot, or have other work",
+            {"rank": rank, "host": self._host(rank), "compute_seconds": own, "of_others": others_own},
+        )
+
+    def find_data_wait(self) -> Detection | None:
+        """Find a rank that waits for its loader much of the time."""
+        rank = max(range(len(self._data)), key=lambda rank: self._data[rank])
+        share = self._data[rank] / self.seconds
+        if share <= _DATA_SHARE:
+            return None
+        own = self._data[rank] / self._num_steps
+        return Detection(
+            f"{self._name(rank)} waits for its data in {share:.0%} of the time: {own:.3g} s in a step of"
+            f" {self._step:.3g} s; more data.workers, or files on a faster disk",
+            {"rank": rank, "host": self._host(rank), "data_seconds": own, "share": share},
+        )
+
+    @property
+    def _step(self) -> float:
+        return self.seconds / self._num_steps
+
+    def _stages(self) -> list[range]:
+        num_ranks = len(self._data)
+        size = max(num_ranks // self._num_stages, 1)
+        return [range(first, first + size) for first in range(0, num_ranks, size)]
+
+    def _host(self, rank: int) -> str:
+        return self._hosts[rank] if rank < len(self._hosts) else ""
+
+    def _name(self, rank: int) -> str:
+        host = self._host(rank)
+        return f"rank {rank} (on {host})" if host else f"rank {rank}"
