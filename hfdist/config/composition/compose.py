@@ -32,8 +32,7 @@ SCHEMA = RUN_DEFAULTS[0]
 """Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
 
 _RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"), ("report", "alert_command"))
-COMMAND_LINE_KEYS = tuple(".".join(key) for key in _RUNS_CODE)
-"""Keys that no file may set, and no saved config has."""
+"""Keys that no file may set, and no saved config has where they are set."""
 
 
 def compose_config(
