@@ -66,7 +66,7 @@ def main() -> None:
     elif sys.argv[1:] == ["completion", "bash"]:
         sys.stdout.write(_COMPLETION)
     elif sys.argv[1:] == ["completion", "query"]:
-        _complete(os.environ["COMP_LINE"], recipes)
+        _complete(os.environ.get("COMP_LINE", ""), recipes)
     elif name in recipes:
         _call(name, arguments, recipes)
     else:

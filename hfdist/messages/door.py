@@ -146,14 +146,15 @@ class DoorThread:
 
 async def read_line(reader: asyncio.StreamReader, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a line of so many bytes at most; EOFError: the connection has ended before."""
-    parts: list[bytes] = []
-    while True:
+    line = bytearray()
+    while not line.endswith(b"\n"):
         try:
-            return b"".join([*parts, await reader.readuntil(b"\n")])
+            line += await reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as error:
-            parts.append(await reader.readexactly(error.consumed))
-            if sum(map(len, parts)) > most_bytes:
-                raise NotAMessageError(f"a line is longer than {most_bytes} bytes") from None
+            line += await reader.readexactly(error.consumed)
+        if len(line) > most_bytes:
+            raise NotAMessageError(f"a line is longer than {most_bytes} bytes")
+    return bytes(line)
 
 
 async def read_bytes(reader: asyncio.StreamReader, num_bytes: int, heard: Callable[[], None]) -> bytes:

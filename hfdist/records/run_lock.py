@@ -51,11 +51,14 @@ class RunLock:
             raise
         self._released = threading.Event()
         self._write(0)
-        threading.Thread(target=self._beat, args=[beat_seconds], name="run-lock", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, args=[beat_seconds], name="run-lock", daemon=True)
+        self._thread.start()
 
     def release(self) -> None:
         """Let others have the folder at once."""
         self._released.set()
+        # A beat under way would be written into whatever file gets the number of this one next.
+        self._thread.join()
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 

@@ -92,15 +92,20 @@ class TrialLog:
             if not isinstance(values, dict):
                 raise TypeError("values have keys")
             trial = Trial(number=len(self.trials), values=values, line=number)
-            trial.parent = None if parent is None else self.trials[parent].number
+            trial.parent = None if parent is None else self._find(parent).number
             self.trials.append(trial)
         elif "failed" in line:
-            self.trials[line["trial"]].failure = str(line["failed"])
+            self._find(line["trial"]).failure = str(line["failed"])
         else:
             value = None if line["value"] is None else float(line["value"])
             is_finite = value is not None and math.isfinite(value)
             result = Result(step=int(line["step"]), tokens=int(line["tokens"]), value=value if is_finite else None)
-            self.trials[line["trial"]].results.append(result)
+            self._find(line["trial"]).results.append(result)
+
+    def _find(self, number: int) -> Trial:
+        if number < 0:
+            raise IndexError("trials are numbered from 0")
+        return self.trials[number]
 
 
 def rank_trials(trials: Sequence[Trial], *, sign: int, has_lengths: bool) -> list[Trial]:

@@ -115,14 +115,15 @@ class Section(Generic[T]):
                 raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
         refuse_number(self.keys.get(key), value, f"{key} ({place})")
         nested: object = value
-        for part in reversed(key.removeprefix(self._prefix).split(".")):
+        for part in reversed(key.split(".")[1:]):
             nested = {part: nested}
         try:
             return cast(DictConfig, OmegaConf.merge(config, nested))
         except OmegaConfBaseException as error:
             what = f"this value does not fit: {first_line(error)}"
-            # A member of a free mapping is no key itself.
-            allowed = (self.keys.get(key) or self.keys[key.rpartition(".")[0]]).allowed
+            # A member of a free mapping is no key itself, and neither is the whole section.
+            known = self.keys.get(key) or self.keys.get(key.rpartition(".")[0])
+            allowed = None if known is None else known.allowed
             raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
 
     def _of_a_run(self, name: str, value: object) -> str | None:

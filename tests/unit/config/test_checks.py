@@ -45,6 +45,11 @@ def check_with(composed, name, value):
     check_config(config)
 
 
+def test_a_whole_number_that_is_larger_than_any_float_is_out_of_range(composed):
+    with pytest.raises(ConfigError, match="out of range"):
+        check_with(composed, "train.max_steps", 10**400)
+
+
 @pytest.mark.parametrize("key", [key.name for key in LIMITED])
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
 def test_no_limited_number_is_negative_or_infinite(composed, key, value):
