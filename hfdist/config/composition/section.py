@@ -122,8 +122,8 @@ class Section(Generic[T]):
         except OmegaConfBaseException as error:
             what = f"this value does not fit: {first_line(error)}"
             # A member of a free mapping is no key itself, and neither is the whole section.
-            known = self.keys.get(key) or self.keys.get(key.rpartition(".")[0])
-            allowed = None if known is None else known.allowed
+            found = self.keys.get(key) or self.keys.get(key.rpartition(".")[0])
+            allowed = None if found is None else found.allowed
             raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
 
     def _of_a_run(self, name: str, value: object) -> str | None:

@@ -133,6 +133,7 @@ LINES = [
     f"pretrain {TWO} strategy.tp=2",
     "dpo task=ipo model=tiny data=pairs.jsonl",
     "pretrain model.name=tiny",
+    "pretrain model.name=gpt2",
     "pretrain data=owner/rows",
     "pretrain data=alpaca",
     "pretrain texts.jsonl",
