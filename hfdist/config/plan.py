@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hfdist.config.composition.files import shipped_folder
 from hfdist.config.composition.section import Section
+from hfdist.config.conf_folder import shipped_folder
 from hfdist.config.hardware import CPU
 from hfdist.config.ranges import limited
 from hfdist.errors import ConfigError

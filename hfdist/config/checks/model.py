@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from hfdist.config.checks.conflict import conflict
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init, ModelConfig
 from hfdist.config.run import RunConfig
@@ -27,10 +28,8 @@ def _check_is_one(model: ModelConfig) -> None:
         raise ConfigError("no model is named", where=where, found="both null", allowed=allowed, hint=hint)
     if model.name is not None and model.type is not None:
         what = "two models are named: the architecture of a model.name is known, so it takes no model.type"
-        hint = f"model=hub model.name={model.name}"
-        if not ("/" in model.name or os.path.exists(model.name) or model.name.endswith(".gguf")):
-            # Ids of some old models have no owner, as options have none.
-            hint += f", or model={model.name} model.name=null for an option of hfdist"
+        is_option = model.name in list_options(shipped_folder(), "model")
+        hint = f"model={model.name} model.name=null" if is_option else f"model=hub model.name={model.name}"
         hint += ", or model.name=null for a model that begins with random weights"
         raise ConfigError(what, where=where, found=found, hint=hint)
 

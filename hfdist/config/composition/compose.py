@@ -17,9 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
 from hfdist.config.composition.defaults_list import check_defaults_list
-from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching, shipped_folder
+from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
+from hfdist.config.conf_folder import shipped_folder
 from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind
 from hfdist.config.model import Init
 from hfdist.config.paths import expand_user

@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from hfdist.config.composition.aliases import override_for, override_for_option
-from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
+from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.hydra_errors import Request, no_option
 from hfdist.config.composition.overrides import in_yaml
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.schema import ANY_NAME, all_keys, members
 from hfdist.errors import ConfigError, nearest
 

@@ -20,9 +20,10 @@ from omegaconf.errors import (
 )
 
 from hfdist.config.composition.aliases import OWN_REWARD, VALUES, override_for, override_for_option, reason_against
-from hfdist.config.composition.files import display, list_groups, list_options, read_config, shipped_folder
+from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.composition.quantities import read_quantity
+from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
 from hfdist.config.run import AUTO, TRACKERS
 from hfdist.config.schema import OFF, all_keys, find_key, flatten, likely_keys, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest

@@ -16,8 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
-from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
+from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.paths import expand_user
 from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest

@@ -332,6 +332,7 @@ LINES = [
     "job to=slurm strategy=ddp",
     "sweep sweep=grid optimizer.lr=1e-3",
     "sweep sweep=grid sweep.lr=[1e-3,3e-3]",
+    "sweep sweep.brackets=3 optimizer.lr=1e-3,3e-3",
     "sweep sweep=grdi optimizer.lr=1e-3,3e-3",
     "finetune model=hub model.name=owner/model data=pairs.jsonl task=dpo",
     "sweep sweep=grid 'optimizer.lr=loguniform(1e-5,1e-3)'",

@@ -100,7 +100,7 @@ CONTRADICTIONS = [
     (["model.type=null"], "model.name, model.type", "no model is named", "model=small"),
     (["model=hub"], "model.name, model.type", "no model is named", "model=HuggingFaceTB/SmolLM2-135M, model=FOLDER"),
     (["model.name=a/b"], "model.name, model.type", "two models", "model=hub model.name=a/b, or model.name=null"),
-    (["model.name=gpt2"], "model.name, model.type", "two models", "model=hub model.name=gpt2, or model=gpt2 model."),
+    (["model.name=gpt2"], "model.name, model.type", "two models", "model=hub model.name=gpt2, or model.name=null"),
     (
         ["data.eval_fraction=0", "+data.eval_sources.val.kind=tokens"],
         "data.eval_sources.val.path",
