@@ -48,7 +48,7 @@ class Door:
     """Serves a listening socket.
 
     Args:
-        secret: that all know who may come in; empty: anybody may.
+        secret: what all know who may come in; empty: anybody may.
         hear: speaks with one that has come in, whose hello it gets. Once it returns, the connection ends. RefusedError:
             what the other one is told.
         note: takes a line on a connection that was dropped, once in a while.
@@ -117,7 +117,7 @@ class DoorThread:
     Args:
         door: what is served.
         listener: a listening socket.
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, door: Door, listener: socket.socket, name: str) -> None:
@@ -180,10 +180,10 @@ def knock(
 
     Args:
         address: host and port.
-        secret: of the door; empty: none.
-        hello: for whoever listens there.
-        more: for who has proven to know the secret.
-        timeout_seconds: of the connection, and of each answer.
+        secret: what the door asks for; empty: nothing.
+        hello: what whoever listens there may know.
+        more: what only one may know who has proven to know the secret.
+        timeout_seconds: the longest wait for the connection, and for each answer.
 
     Returns:
         The connection, and what it is read by.
@@ -217,7 +217,7 @@ def hear_answer(answers: BinaryIO) -> Message:
 
     Raises:
         ConnectionError: it has ended the connection.
-        NotAMessageError: it is none.
+        NotAMessageError: what it says is no message.
         RefusedError: it does not let this one in.
     """
     line = answers.readline(MOST_BYTES)

@@ -34,7 +34,7 @@ class RunRecorder:
     """Keeps `run.json` and `events.jsonl` of one start; on rank 0, once it holds the folder's lock.
 
     Args:
-        run_dir: the folder.
+        run_dir: the run's folder.
         layout: degree of each axis, and `sharding`.
         processes: number of ranks.
 

@@ -27,10 +27,10 @@ class RunLock:
     """Holds a run folder until it is released or the process ends.
 
     Args:
-        run_dir: the folder.
-        beat_seconds: between two heartbeats of the holder.
-        silent_seconds: without a heartbeat, after which the lock of another machine is taken over.
-        dying_seconds: that a holder on this machine may take to end: a killed process frees its memory first.
+        run_dir: the run's folder.
+        beat_seconds: seconds between two heartbeats of the holder.
+        silent_seconds: seconds without a heartbeat, after which the lock of another machine is taken over.
+        dying_seconds: seconds that a holder on this machine may take to end: a killed process frees its memory first.
 
     Raises:
         ConfigError: another run holds the folder.

@@ -112,7 +112,7 @@ def rank_trials(trials: Sequence[Trial], *, sign: int, has_lengths: bool) -> lis
     """Give the best first, and last those without a value; where trials have several lengths, the furthest first.
 
     Args:
-        trials: of one sweep.
+        trials: the trials of one sweep.
         sign: 1 where lower values are better, -1 where higher ones are.
         has_lengths: whether a trial that has read more has come further; else its batch is larger.
     """

@@ -73,7 +73,7 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_pipeline(config: RunConfig) -> None:
-    """A pipeline has keys of its own, and excludes others."""
+    """Check the keys of a pipeline, and what it excludes."""
     strategy = config.strategy
     for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):
         if strategy.pipeline == 1 and shown(config, key) != "null":
@@ -95,7 +95,7 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_compression(config: RunConfig) -> None:
-    """Compressed are the gradients of DDP, which other layouts do without."""
+    """Check that gradients are only compressed in DDP, which other layouts do without."""
     strategy, what = config.strategy, "DDP compresses gradients, and this layout reduces them by itself"
     if strategy.sharding is not Sharding.none:
         keys, hint = "strategy.compression strategy.sharding", "strategy=ddp, or strategy.compression=none"

@@ -181,7 +181,7 @@ def run_composed(command: Callable[[], None], config: RunConfig) -> None:
 
 
 def _processes_to_start(config: RunConfig) -> int:
-    """How many processes are to do the run; 1: this one does it. ConfigError: the launcher has started other ones."""
+    """Give the number of processes to start; 1: this one does the run. ConfigError: the launcher started others."""
     launcher, asked = read_launcher(), config.launch.processes
     if launcher.is_given and asked not in (AUTO, "1", str(launcher.world_size)):
         what = "the launcher has started another number of processes"

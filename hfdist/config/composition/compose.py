@@ -188,7 +188,7 @@ def _fit_to_task(config: RunConfig) -> None:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole resolved config as a primary config file, which composes to an equal RunConfig.
+    """Write the whole resolved config as a primary config file, which composes to an equal RunConfig.
 
     The exceptions are `model.trust_remote_code`, `evaluate.lm_eval_include` and `report.alert_command`: no file may set
     them, so they are left out when they are set.
@@ -205,7 +205,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def to_values(config: RunConfig) -> dict[str, object]:
-    """The resolved config as plain values, without what only the command line can set; ConfigError: it has a secret."""
+    """Give the resolved config as plain values, without what only the command line sets; ConfigError: a secret."""
     values: dict[str, Any] = plain(config)
     refuse_secrets(values, "")
     for source in values["data"]["sources"].values():
@@ -218,6 +218,6 @@ def to_values(config: RunConfig) -> dict[str, object]:
 
 
 def _texts(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Every text in the config with its key, before interpolation."""
+    """Give every text in the config with its key, before interpolation."""
     values = flatten(OmegaConf.to_container(config, resolve=False), "")
     return ((key, value) for key, value in values if isinstance(value, str))

@@ -213,7 +213,7 @@ def refuse_target(key: str, where: str) -> None:
 
 
 def display(path: Path) -> str:
-    """The path as people read it: relative to where they are, if below."""
+    """Give a path as people read it: relative to the working folder, if it is below."""
     try:
         return str(path.resolve().relative_to(Path.cwd().resolve()))
     except (ValueError, OSError):
@@ -300,7 +300,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
 def _pairs(
     node: yaml.Node, path: tuple[str, ...], place: str
 ) -> Iterator[tuple[tuple[str, ...], yaml.Node, yaml.Node]]:
-    """Every key with its value, and the names above it; ConfigError: a mapping has the same key twice.
+    """Give every key with its value, and the names above it; ConfigError: a mapping has the same key twice.
 
     What `<<` merges into a mapping stands in it under the same names.
     """
