@@ -66,28 +66,28 @@ def main() -> None:
     elif sys.argv[1:] == ["completion", "bash"]:
         sys.stdout.write(_COMPLETION)
     elif sys.argv[1:] == ["completion", "query"]:
-        _complete(os.environ["COMP_LINE"], recipes)
+        _complete(os.environ.get("COMP_LINE", ""), recipes)
     elif name in recipes:
         _call(name, arguments, recipes)
     else:
-        known = [*{**recipes, **NAMES}, RUN, "completion bash"]
-        after = next((word for word in arguments if word in NAMES), RECIPES[0])
-        called = HINTS[name].format(name=after) if name in HINTS else None
-        # Such as `train_dpo`.
-        parts = [re.sub("[-_]", "", name), *re.split("[-_]", name)]
-        part = next((part for part in parts if part in NAMES), None)
-        called = called if part is None else f"hfdist {part}"
-        if name.endswith((".yaml", ".yml")):
-            called = f"hfdist run {shlex.quote(name)}"
-        error = ConfigError(
-            "there is no such command",
-            where="command line",
-            found=" ".join(sys.argv[1:3]),
-            allowed=", ".join(known),
-            hint=called or nearest(name, known, "hfdist {}", cutoff=0.7) or "hfdist --help",
-        )
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_code)
+        with told_in_one_message(stop_everywhere):
+            known = [*{**recipes, **NAMES}, RUN, "completion bash"]
+            hint = _command_for(name, arguments) or nearest(name, known, "hfdist {}", cutoff=0.7) or "hfdist --help"
+            what, found = "there is no such command", " ".join(sys.argv[1:3])
+            raise ConfigError(what, where="command line", found=found, allowed=", ".join(known), hint=hint)
+
+
+def _command_for(name: str, arguments: list[str]) -> str | None:
+    """Give the command for a name that other programs have, or that holds one of hfdist's; None: it is not known."""
+    if name.endswith((".yaml", ".yml")):
+        return f"hfdist run {shlex.quote(name)}"
+    # Such as `train_dpo`.
+    parts = [re.sub("[-_]", "", name), *re.split("[-_]", name)]
+    part = next((part for part in parts if part in NAMES), None)
+    if part is not None:
+        return f"hfdist {part}"
+    recipe = next((word for word in arguments if word in NAMES), RECIPES[0])
+    return HINTS[name].format(name=recipe) if name in HINTS else None
 
 
 def _read_name(given: list[str]) -> tuple[str, list[str]]:

@@ -1,7 +1,7 @@
-"""What a file of somebody else makes a library do, done in a process of its own with limits of time and memory.
+"""Runs code that reads somebody else's file in a forked process with limits of time and memory.
 
-A fork, so that nothing is imported again: it costs some tens of milliseconds and what is done. Call it before there are
-threads or a process group.
+In a fork nothing is imported again, so that it costs some tens of milliseconds. Call it before there are threads or a
+process group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DAMAGED = "the file asks for what no model needs, or is damaged: copy or downlo
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What may be used for it."""
+    """What the fork may use."""
 
     cpu_seconds: int = 12
     memory_bytes: int = 4 * 2**30
@@ -47,14 +47,13 @@ def do_apart(do: Callable[[], object], *, where: str, found: object, limits: Lim
 
     Args:
         do: reads a file of unknown origin, or writes what it has made of it to the disk.
-        where: the config key that names the file.
-        found: the file.
-        limits: of the fork.
+        where: the config key that names the file, for messages.
+        found: the file, for messages.
+        limits: what the fork may use; None: the defaults.
 
     Raises:
-        ConfigError: it is not done within the limits, or a library raises.
-        HfdistError: that of `do`.
-        OSError: that of `do`.
+        ConfigError: it takes more than the limits, or a library raises.
+        HfdistError, OSError: what `do` raises.
     """
     limits = limits or Limits()
     reader, writer = os.pipe()

@@ -27,6 +27,7 @@ _gloo_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 TRAVELLING_ERRORS = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError, NumericsError, PeerError, ResourceError)
 }
+"""Errors that the other ranks raise as what they are, by name."""
 
 
 def rank() -> int:
@@ -114,7 +115,7 @@ def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None =
     try:
         report["value"] = action()
     except Exception as error:
-        own = _for_the_reader(error)
+        own = _to_readable(error)
         report["error"] = _describe(own)
     reports = gather_json(report, group)
     if own is not None:
@@ -130,7 +131,8 @@ def on_rank_zero(action: Callable[[], object], group: dist.ProcessGroup | None =
     return on_all_ranks(lambda: action() if rank() == 0 else None, group)[0]
 
 
-def _for_the_reader(error: Exception) -> Exception:
+def _to_readable(error: Exception) -> Exception:
+    """Give an error of the system as one for the reader; others stay as they are."""
     if not isinstance(error, OSError):
         return error
     where = str(error.filename) if error.filename else None
@@ -154,14 +156,12 @@ def _for_the_reader(error: Exception) -> Exception:
 def _describe(error: Exception) -> dict[str, str | None]:
     if not isinstance(error, HfdistError):
         return {"kind": type(error).__name__, "what": str(error)}
-    fields = {name: getattr(error, name) for name in ("what", "where", "found", "allowed", "hint")}
     kind = next((name for name, known in TRAVELLING_ERRORS.items() if isinstance(error, known)), "CheckpointError")
-    return {"kind": kind} | {name: None if v is None else str(v) for name, v in fields.items()}
+    return {"kind": kind} | error.texts()
 
 
 def _rebuild(failed_rank: int, described: dict[str, Any]) -> HfdistError:
     kind = TRAVELLING_ERRORS.get(described["kind"])
     if kind is None:
         return CheckpointError(f"rank {failed_rank} failed: {described['kind']}: {described['what']}")
-    fields = {name: described.get(name) for name in ("where", "found", "allowed", "hint")}
-    return kind(described["what"], **fields)
+    return kind(**{part: text for part, text in described.items() if part != "kind"})

@@ -142,7 +142,10 @@ def printable(text: str, longest: int | None = None) -> str:
     # Cut first, as it may be a file's whole content; and cut after the end, where a secret may begin.
     short = text if longest is None else text[: 2 * longest]
     safe = "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in mask_secrets(short))
-    return safe if longest is None or len(safe) <= longest else safe[:longest] + " ..."
+    if longest is None or (short == text and len(safe) <= longest):
+        return safe
+    # Of a text that masks have made this short, the last word may be a part of another secret.
+    return (safe[:longest] if len(safe) > longest else safe.rpartition(" ")[0]) + " ..."
 
 
 def nearest(word: str, known: Iterable[str], template: str = "{}", *, cutoff: float = 0.5) -> str | None:

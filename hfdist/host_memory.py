@@ -1,34 +1,40 @@
-"""How much memory a process of this machine may hold: what is free, a cgroup's limit, and its own. Loads no torch."""
+"""How much memory a process of this machine may hold: what is free, limits of cgroups, and its own. Loads no torch."""
 
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from hfdist.cgroup import read_group_file, read_group_limit
+from hfdist.cgroup import find_groups, read_group_file, read_group_number
 
 
-class GroupMemory(NamedTuple):
-    """The memory of this process's cgroup, in bytes."""
+class CgroupMemory(NamedTuple):
+    """The memory of a cgroup that has a limit."""
 
-    limit: int
-    used: int
-    """What files have been read counts, too, but gives way."""
-    of_files: int
-    """The part of `used` that is files which nobody has used of late."""
+    limit_bytes: int
+    used_bytes: int
+    """Bytes that its processes use, the page cache of files that they have read included."""
+    inactive_file_bytes: int
+    """The part of `used_bytes` that is page cache the kernel gives back first."""
     kills: int
     """How many of its processes were killed for memory."""
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that its processes may still take."""
+        return max(self.limit_bytes - max(self.used_bytes - self.inactive_file_bytes, 0), 0)
+
 
 def usable_bytes(processes: int = 1) -> float:
-    """Give what each of so many processes like this one may hold here, itself included."""
+    """Give the bytes that each of so many processes like this one may hold here, itself included."""
     own = psutil.Process().memory_info()
     free = [psutil.virtual_memory().available / processes]
-    group = group_memory()
+    group = cgroup_memory()
     if group is not None:
-        free.append(max(group.limit - max(group.used - group.of_files, 0), 0) / processes)
+        free.append(group.free_bytes / processes)
     for kind, held in ((resource.RLIMIT_AS, own.vms), (resource.RLIMIT_DATA, getattr(own, "data", own.rss))):
         most = resource.getrlimit(kind)[0]
         if most != resource.RLIM_INFINITY:
@@ -36,18 +42,26 @@ def usable_bytes(processes: int = 1) -> float:
     return own.rss + min(free)
 
 
-def group_memory() -> GroupMemory | None:
-    """Read the memory of this process's cgroup; None: it has no limit."""
-    limit = read_group_limit("memory.max", "memory.limit_in_bytes", "memory")
+def cgroup_memory() -> CgroupMemory | None:
+    """Read the memory of the cgroup that leaves this process the least; None: it is in none with a limit."""
+    found = [memory for group in find_groups("memory") if (memory := _read(group)) is not None]
+    return min(found, key=lambda memory: memory.free_bytes, default=None)
+
+
+def _read(group: Path) -> CgroupMemory | None:
+    limit = read_group_number(group, "memory.max", "memory.limit_in_bytes")
     if limit is None:
         return None
-    used = read_group_limit("memory.current", "memory.usage_in_bytes", "memory") or 0
-    of_files = _counted("memory.stat", "memory.stat", "inactive_file")
-    return GroupMemory(limit, used, of_files, _counted("memory.events", "memory.oom_control", "oom_kill"))
+    return CgroupMemory(
+        limit_bytes=limit,
+        used_bytes=read_group_number(group, "memory.current", "memory.usage_in_bytes") or 0,
+        inactive_file_bytes=_read_counter(group, "inactive_file", "memory.stat"),
+        kills=_read_counter(group, "oom_kill", "memory.events", "memory.oom_control"),
+    )
 
 
-def _counted(name: str, old_name: str, key: str) -> int:
-    """Give a number of a file with one on each line; 0: it is not there."""
-    numbers = dict(line.partition(" ")[::2] for line in (read_group_file(name, old_name, "memory") or "").splitlines())
-    value = numbers.get(key, "")
+def _read_counter(group: Path, key: str, *names: str) -> int:
+    """Read a counter from a file with one on each line; 0: it is not there."""
+    lines = (read_group_file(group, *names) or "").splitlines()
+    value = dict(line.partition(" ")[::2] for line in lines).get(key, "")
     return int(value) if value.isdecimal() else 0

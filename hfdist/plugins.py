@@ -15,10 +15,10 @@ def load_plugin(
     """Import what an installed package offers under an entry point.
 
     Args:
-        group: of entry points, as in a package's pyproject.toml: `[project.entry-points."GROUP"]`.
-        name: of the entry point.
-        kind: for messages: "metric".
-        expected: for messages: what it must be.
+        group: the group of entry points, as in a package's pyproject.toml: `[project.entry-points."GROUP"]`.
+        name: the entry point's name.
+        kind: what it is in messages, such as "metric".
+        expected: what it must be, in messages.
         where: the config key.
         hint: the override that takes a name, with `{}` in its place.
         built_in: further names that are allowed.

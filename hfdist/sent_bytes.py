@@ -141,9 +141,9 @@ def ring_bytes(kind: str, whole_bytes: float, num_ranks: int) -> int:
     """Give what each rank of a ring sends on average.
 
     Args:
-        kind: of the collective, such as `ALL_REDUCE`, or `SEND`.
-        whole_bytes: of what all ranks have together at the end (a gather), or each at the beginning (the others).
-        num_ranks: of the group.
+        kind: the collective, such as `ALL_REDUCE`, or `SEND`.
+        whole_bytes: bytes that all ranks have together at the end (a gather), or each at the beginning (the others).
+        num_ranks: number of ranks of the group.
     """
     share = (num_ranks - 1) / num_ranks
     return round({ALL_REDUCE: 2 * share, SEND: 1.0}.get(kind, share) * whole_bytes)

@@ -50,7 +50,7 @@ def run_ranks(
         What each rank returned, in order of rank.
 
     Raises:
-        RankFailed: with the traceback of the lowest rank that failed.
+        RankFailed: a rank failed, with the traceback of the first one that did; or they took too long.
     """
     context = multiprocessing.get_context("fork")
     server, port = _serve_store(context) if group else (None, None)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 
 from hfdist.errors import ConfigError
 
-_OF_A_LAUNCHER = re.compile(
+_LAUNCHER_VARIABLES = re.compile(
     r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_\w+|ROLE_\w+|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|ACCELERATE_\w+"
     r"|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+)"
 )
@@ -204,4 +204,4 @@ def _number(values: Mapping[str, str], name: str, default: int) -> int:
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Leave out what a launcher tells its ranks, for a process that is to be none of them."""
-    return {name: value for name, value in environment.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+    return {name: value for name, value in environment.items() if not _LAUNCHER_VARIABLES.fullmatch(name)}

@@ -117,7 +117,7 @@ class BadRows(Enum):
 
 
 def are_columns(value: object) -> bool:
-    """Whether it names a column, or several."""
+    """Whether a value names a column, or several."""
     names = value if isinstance(value, list) else [value]
     return bool(names) and all(isinstance(name, str) and name for name in names)
 
@@ -260,6 +260,6 @@ class DataConfig:
 
 
 def cache_dir(config: DataConfig) -> Path:
-    """Folder for what is computed once: `data.cache_dir`, $HFDIST_CACHE, or ~/.cache/hfdist."""
+    """Give the folder for what is computed once: `data.cache_dir`, $HFDIST_CACHE, or ~/.cache/hfdist."""
     named = config.cache_dir or os.environ.get("HFDIST_CACHE") or Path.home() / ".cache" / "hfdist"
     return expand_user(named)

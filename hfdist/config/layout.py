@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import plain
+from hfdist.config.schema import in_override, plain
 from hfdist.config.strategy import ONE_F_ONE_B, ContextMethod, Offload, Schedule, Sharding
 from hfdist.config.train import Recompute, TrainConfig
 from hfdist.topology import MODEL_AXES, Mesh
@@ -72,7 +72,7 @@ class Layout(Mesh):
         changed: list[str] = []
         for section in ("strategy", "train", "data"):
             before, after = plain(getattr(config, section)), plain(getattr(new, section))
-            changed += [f"{section}.{key}={_written(after[key])}" for key in after if after[key] != before[key]]
+            changed += [f"{section}.{key}={in_override(after[key])}" for key in after if after[key] != before[key]]
         return tuple(changed)
 
     @classmethod
@@ -95,9 +95,3 @@ class Layout(Mesh):
 def recompute_of(train: TrainConfig) -> Recompute | None:
     """What activation checkpointing computes again in this run; None: it is off."""
     return train.recompute if train.gradient_checkpointing else None
-
-
-def _written(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)

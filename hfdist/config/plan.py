@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hfdist.config.composition.files import shipped_folder
 from hfdist.config.composition.section import Section
+from hfdist.config.conf_folder import shipped_folder
 from hfdist.config.hardware import CPU
 from hfdist.config.ranges import limited
 from hfdist.errors import ConfigError
@@ -57,5 +57,5 @@ def compose_plan(overrides: Sequence[str]) -> PlanConfig:
         raise ConfigError(what, where="plan.processes", found=plan.processes, allowed="null", hint=hint)
     if plan.calibrate and plan.hardware not in (None, CPU):
         what, hint = "only the hardware at hand can be measured", "leave plan.hardware out, or plan.calibrate=false"
-        raise ConfigError(what, where="plan.calibrate", found="true, with plan.hardware", hint=hint)
+        raise ConfigError(what, where="plan.calibrate", found=f"true, with {plan.hardware}", hint=hint)
     return plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field
 from typing import Any
@@ -32,7 +32,8 @@ def limited(
 
     def accepts(value: float) -> bool:
         return (
-            math.isfinite(value)
+            # Whole numbers have no limit of their own, and no float is as large as some.
+            abs(value) <= sys.float_info.max
             and (at_least is None or value >= at_least)
             and (above is None or value > above)
             and (at_most is None or value <= at_most)

@@ -95,7 +95,7 @@ class Key:
 
 @cache
 def all_keys() -> Mapping[str, Key]:
-    """Every key by its full name, sections included, in the order of the dataclasses."""
+    """Give every key by its full name, sections included, in the order of the dataclasses."""
     return types.MappingProxyType({key.name: key for key in keys_of(RunConfig, "")})
 
 
@@ -113,7 +113,7 @@ def find_key(name: str) -> Key | None:
 
 
 def members(name: str) -> list[str]:
-    """Names directly below a section ("" is the root)."""
+    """Give the names directly below a section ("" is the root)."""
     prefix = f"{name}." if name else ""
     return [key.leaf for key in all_keys().values() if key.name == prefix + key.leaf]
 
@@ -170,7 +170,7 @@ def flatten(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def plain(value: object) -> Any:
-    """Dataclasses as mappings and enums as their names, so that YAML and JSON can hold them."""
+    """Write dataclasses as mappings and enums as their names, so that YAML and JSON can hold them."""
     if isinstance(value, Enum):
         return value.name
     if dataclasses.is_dataclass(value):
@@ -183,6 +183,11 @@ def plain(value: object) -> Any:
         # What is resolved stays as it is: "${" in a value is text by now.
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
     return value
+
+
+def in_override(value: object) -> str:
+    """Write a plain value as an override has it: null, true and false are not Python's."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def from_plain(kind: type[T], values: object, name: str = "") -> T:
@@ -259,7 +264,7 @@ def _starred(section: str) -> str:
 
 
 def keys_of(cls: Any, prefix: str) -> Iterator[Key]:
-    """Every key of a dataclass, sections included; each name begins with `prefix`."""
+    """Give every key of a dataclass, sections included; each name begins with `prefix`."""
     for key in _direct_keys(cls, prefix):
         yield key
         if dataclasses.is_dataclass(key.type):

@@ -33,7 +33,7 @@ class Direction(Enum):
 
     @property
     def sign(self) -> int:
-        """What makes lower values the better ones."""
+        """Factor after which lower values are better."""
         return 1 if self is Direction.minimize else -1
 
 
@@ -62,13 +62,13 @@ class SweepConfig:
     space: dict[str, str] = field(default_factory=dict)
     """Values by key, as after the = on the command line: {optimizer.lr: 'tag(log, interval(1e-4, 1e-2))'}."""
     rungs: int = limited(1, at_least=1)
-    """Lengths of trials: 1: all train to their end; 3: a ninth, a third and all of the tokens."""
+    """Lengths of trials (successive halving, ASHA): 1: all train to their end; 3: 1/9, 1/3 and all of the tokens."""
     factor: int = limited(3, at_least=2)
-    """How many times longer the next rung is, and which share of the trials it takes."""
+    """Factor by which the next rung is longer, and takes fewer trials; with 3 it takes the best third."""
     brackets: int = limited(1, at_least=1)
-    """With rungs: so many begin at later rungs, and are compared with each other alone."""
+    """With rungs: groups of trials that begin each at another rung, and are compared within the group (Hyperband)."""
     generations: int = limited(1, at_least=1)
-    """pbt: how often bad members go on as changed good ones, and one."""
+    """pbt: rounds of training; after each but the last, the worst members go on as changed copies of the best."""
     launcher: LauncherName = LauncherName.local
     """Where trials run: local | slurm (a job each) | ray (a placement group each); cluster.* says on what."""
     slots: int = limited(1, at_least=1)
@@ -94,21 +94,29 @@ def compose_sweep(name: str, overrides: Sequence[str], own: Path | None) -> Swee
     """
     path = SECTION.find(name, own, key=f"{GROUP} (command line)", hint=f"{GROUP}=tpe")
     config: SweepConfig = SECTION.compose(path, overrides)
+    _check_devices(config)
+    _check_rungs(config)
+    return config
+
+
+def _check_devices(config: SweepConfig) -> None:
     if config.devices and config.launcher is not LauncherName.local:
         what, found = "the cluster gives a trial its devices", f"{config.devices}, with {config.launcher.value}"
-        raise ConfigError(
-            what, where="sweep.devices", found=found, allowed="[]", hint="sweep.devices=[] cluster.gpus=true"
-        )
+        hint = "sweep.devices=[] cluster.gpus=true"
+        raise ConfigError(what, where="sweep.devices", found=found, allowed="[]", hint=hint)
     if config.devices and len(config.devices) != config.slots:
         what, found = "each slot needs its devices", f"{len(config.devices)} for {config.slots} slots"
-        raise ConfigError(what, where="sweep.devices", found=found, hint='sweep.devices=\'["0,1","2,3"]\'')
+        raise ConfigError(what, where="sweep.devices", found=found, hint=f"sweep.slots={len(config.devices)}")
+
+
+def _check_rungs(config: SweepConfig) -> None:
     if config.brackets > config.rungs:
-        what, allowed = "a bracket begins at each rung", f"1 to {config.rungs}, which is sweep.rungs"
-        raise ConfigError(what, where="sweep.brackets", found=config.brackets, allowed=allowed)
+        what, hint = "there are more brackets than rungs to begin at", f"sweep.brackets={config.rungs}"
+        allowed = f"1 to {config.rungs}, which is sweep.rungs"
+        raise ConfigError(what, where="sweep.brackets", found=config.brackets, allowed=allowed, hint=hint)
     if config.sampler is not Sampler.pbt and config.generations > 1:
         what = "only population based training has generations"
         raise ConfigError(what, where="sweep.generations", found=config.generations, hint="sweep=pbt")
     if config.sampler is Sampler.pbt and config.rungs > 1:
-        what = "the generations of a population are its rungs"
-        raise ConfigError(what, where="sweep.rungs", found=config.rungs, hint="sweep.rungs=1")
-    return config
+        what = "a population has generations in place of rungs"
+        raise ConfigError(what, where="sweep.rungs", found=config.rungs, allowed="1", hint="sweep.rungs=1")

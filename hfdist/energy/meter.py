@@ -19,7 +19,7 @@ class Source(Enum):
 
 
 class Meter(ABC):
-    """Counts energy from its making on."""
+    """Counts energy in joules, from the moment when it is made."""
 
     source: ClassVar[Source]
     sample_seconds: ClassVar[float | None] = None

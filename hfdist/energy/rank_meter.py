@@ -35,9 +35,9 @@ class RankMeter:
 
     Args:
         device: the UUID of the rank's NVIDIA device; None: it computes on the host's processors.
-        device_watts: of a device that cannot be measured; None: its energy is not known.
-        host_watts: of a whole host that cannot be measured, under full load; None: 5 W for each core.
-        powercap: the folder of RAPL.
+        device_watts: watts of a device that cannot be measured; None: its energy is not known.
+        host_watts: watts of a whole host that cannot be measured, under full load; None: 5 W for each core.
+        powercap: the folder of RAPL's counters.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RankMeter:
             return sum(meter.joules() for meter in self._counted)
 
     def close(self) -> None:
-        """End the thread."""
+        """Sample no more."""
         self._is_closed.set()
 
     def _sample(self, seconds: float) -> None:

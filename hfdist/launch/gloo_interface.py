@@ -14,13 +14,12 @@ import socket
 import psutil
 
 from hfdist.errors import ConfigError
-from hfdist.launch.address import find_route, is_loopback, own_interfaces
+from hfdist.launch.address import LOOPBACK, find_route, is_loopback, own_interfaces
 from hfdist.topology import read_launcher
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-_LOOPBACK = "127.0.0.1"
 _ANYWHERE = "192.0.2.1"
 """An address in a block that nobody has: its route is the default one."""
 
@@ -56,7 +55,7 @@ def address_of_own_name() -> str:
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
-        return _LOOPBACK
+        return LOOPBACK
     for family, kind, _, _, address in found:
         try:
             with socket.socket(family, kind) as probe:
@@ -64,7 +63,7 @@ def address_of_own_name() -> str:
                 return str(address[0])
         except OSError:
             continue
-    return _LOOPBACK
+    return LOOPBACK
 
 
 def _interface_to(peer: str) -> str | None:

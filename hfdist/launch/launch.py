@@ -33,7 +33,7 @@ _MOST_POLLS = 20
 """How often a signal waits for processes that are being started when it comes."""
 
 
-class _ToldError(BaseException):
+class _ToldToStop(BaseException):  # no error
     """Raised when this process was told to stop and the others have ended."""
 
 
@@ -69,7 +69,7 @@ def start_ranks(main: Callable[..., None], *arguments: object, processes: int, m
     for starts_left in reversed(range(max_restarts + 1)):
         # What a signal's handler raises is lost where Python ignores errors, as in a finalizer: so it is noted as well.
         told: list[int] = []
-        with contextlib.suppress(_ToldError), _passing_signals_on(told, processes) as delayed:
+        with contextlib.suppress(_ToldToStop), _passing_signals_on(told, processes) as delayed:
             exit_code = _start_once(main, arguments, processes)
         if told:
             return told[-1]
@@ -86,7 +86,7 @@ def start_ranks(main: Callable[..., None], *arguments: object, processes: int, m
 
 
 def count_gpus() -> int:
-    """How many GPUs this process may use."""
+    """Give the number of GPUs that this process may use."""
     return torch.cuda.device_count()
 
 
@@ -147,7 +147,7 @@ def _passing_signals_on(told: list[int], processes: int) -> Iterator[list[thread
             delayed[-1].start()
             return
         told.append(_pass_on(number))
-        raise _ToldError
+        raise _ToldToStop
 
     before = {number: signal.signal(number, pass_on) for number in heard_signals()}
     try:

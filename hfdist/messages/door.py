@@ -48,7 +48,7 @@ class Door:
     """Serves a listening socket.
 
     Args:
-        secret: that all know who may come in; empty: anybody may.
+        secret: what all know who may come in; empty: anybody may.
         hear: speaks with one that has come in, whose hello it gets. Once it returns, the connection ends. RefusedError:
             what the other one is told.
         note: takes a line on a connection that was dropped, once in a while.
@@ -117,7 +117,7 @@ class DoorThread:
     Args:
         door: what is served.
         listener: a listening socket.
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, door: Door, listener: socket.socket, name: str) -> None:
@@ -146,14 +146,15 @@ class DoorThread:
 
 async def read_line(reader: asyncio.StreamReader, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a line of so many bytes at most; EOFError: the connection has ended before."""
-    parts: list[bytes] = []
-    while True:
+    line = bytearray()
+    while not line.endswith(b"\n"):
         try:
-            return b"".join([*parts, await reader.readuntil(b"\n")])
+            line += await reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as error:
-            parts.append(await reader.readexactly(error.consumed))
-            if sum(map(len, parts)) > most_bytes:
-                raise NotAMessageError(f"a line is longer than {most_bytes} bytes") from None
+            line += await reader.readexactly(error.consumed)
+        if len(line) > most_bytes:
+            raise NotAMessageError(f"a line is longer than {most_bytes} bytes")
+    return bytes(line)
 
 
 async def read_bytes(reader: asyncio.StreamReader, num_bytes: int, heard: Callable[[], None]) -> bytes:
@@ -179,10 +180,10 @@ def knock(
 
     Args:
         address: host and port.
-        secret: of the door; empty: none.
-        hello: for whoever listens there.
-        more: for who has proven to know the secret.
-        timeout_seconds: of the connection, and of each answer.
+        secret: what the door asks for; empty: nothing.
+        hello: what whoever listens there may know.
+        more: what only one may know who has proven to know the secret.
+        timeout_seconds: the longest wait for the connection, and for each answer.
 
     Returns:
         The connection, and what it is read by.
@@ -216,7 +217,7 @@ def hear_answer(answers: BinaryIO) -> Message:
 
     Raises:
         ConnectionError: it has ended the connection.
-        NotAMessageError: it is none.
+        NotAMessageError: what it says is no message.
         RefusedError: it does not let this one in.
     """
     line = answers.readline(MOST_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,11 +82,11 @@ class Message(dict[str, Any]):
         return Message(value)
 
     def by_number(self, key: str) -> dict[int, object]:
-        """Take an object whose keys are whole numbers."""
-        try:
-            return {int(name[:20]): value for name, value in self.mapping(key).items()}
-        except ValueError as error:
-            raise NotAMessageError(f"{key} has a key that is no number") from error
+        """Take an object whose keys are whole numbers from 0, each written in one way."""
+        found = self.mapping(key)
+        if not all(re.fullmatch(r"0|[1-9]\d{0,18}", name, re.ASCII) for name in found):
+            raise NotAMessageError(f"{key} has a key that is no whole number")
+        return {int(name): value for name, value in found.items()}
 
     def _take(self, key: str, default: object = _MISSING) -> Any:
         if key not in self and default is _MISSING:

@@ -18,7 +18,7 @@ _progress = ""
 
 
 def switch_reports(is_on: bool) -> None:
-    """Say whether this process reports what its start is doing."""
+    """Set whether this process reports what its start is doing."""
     global _is_on
     _is_on = is_on
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+from contextlib import suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals of a launcher or a scheduler, of Ctrl-C, of a scheduler's warning, and of a terminal that closes."""
@@ -17,9 +18,11 @@ def heard_signals() -> list[signal.Signals]:
 
 
 def leave_closed_terminal() -> None:
-    """Send what would be written to a terminal that has closed nowhere: else each write is an error."""
+    """Replace standard output and error by /dev/null where their terminal has closed: else each write is an error."""
     for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+        # OSError: a process may have been started without it.
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)

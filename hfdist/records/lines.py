@@ -16,16 +16,16 @@ from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.errors import ResourceError
 
 Line = dict[str, Any]
-"""What such a line holds; nobody has checked it."""
+"""The object of a line; nobody has checked what it holds."""
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Read such a file; none: an empty list. A line cut off by a kill is left out."""
+    """Read the objects of a file; []: there is no file. A line cut off by a kill is left out."""
     return [content for _, content in read_numbered(path)]
 
 
 def read_numbered(path: Path) -> Iterator[tuple[int, Line]]:
-    """Read such a file with the numbers of its lines, from 1."""
+    """Read the objects of a file with the numbers of their lines, from 1."""
     for number, line in enumerate(_lines_of(path), 1):
         content = parse_line(line)
         if content is not None:
@@ -83,7 +83,7 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def parse_line(line: str | bytes) -> Line | None:
-    """Give the object of a line; None: it is none."""
+    """Give the object of a line; None: the line is no JSON object."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ class RunRecorder:
     """Keeps `run.json` and `events.jsonl` of one start; on rank 0, once it holds the folder's lock.
 
     Args:
-        run_dir: the folder.
+        run_dir: the run's folder.
         layout: degree of each axis, and `sharding`.
         processes: number of ranks.
 
@@ -215,6 +215,6 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):
             return error.code, _error_of(error.code)
-        # None or a message, as sys.exit takes them.
-        return int(bool(error.code)), error.code
+        # None, or what Python prints in place of a code.
+        return (0, None) if error.code is None else (1, str(error.code))
     return 1, f"{type(error).__name__}: {first_line(error)}"

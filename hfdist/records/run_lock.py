@@ -27,10 +27,10 @@ class RunLock:
     """Holds a run folder until it is released or the process ends.
 
     Args:
-        run_dir: the folder.
-        beat_seconds: between two heartbeats of the holder.
-        silent_seconds: without a heartbeat, after which the lock of another machine is taken over.
-        dying_seconds: that a holder on this machine may take to end: a killed process frees its memory first.
+        run_dir: the run's folder.
+        beat_seconds: seconds between two heartbeats of the holder.
+        silent_seconds: seconds without a heartbeat, after which the lock of another machine is taken over.
+        dying_seconds: seconds that a holder on this machine may take to end: a killed process frees its memory first.
 
     Raises:
         ConfigError: another run holds the folder.
@@ -51,11 +51,14 @@ class RunLock:
             raise
         self._released = threading.Event()
         self._write(0)
-        threading.Thread(target=self._beat, args=[beat_seconds], name="run-lock", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, args=[beat_seconds], name="run-lock", daemon=True)
+        self._thread.start()
 
     def release(self) -> None:
         """Let others have the folder at once."""
         self._released.set()
+        # A beat under way would be written into whatever file gets the number of this one next.
+        self._thread.join()
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 

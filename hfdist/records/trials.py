@@ -92,22 +92,27 @@ class TrialLog:
             if not isinstance(values, dict):
                 raise TypeError("values have keys")
             trial = Trial(number=len(self.trials), values=values, line=number)
-            trial.parent = None if parent is None else self.trials[parent].number
+            trial.parent = None if parent is None else self._find(parent).number
             self.trials.append(trial)
         elif "failed" in line:
-            self.trials[line["trial"]].failure = str(line["failed"])
+            self._find(line["trial"]).failure = str(line["failed"])
         else:
             value = None if line["value"] is None else float(line["value"])
             is_finite = value is not None and math.isfinite(value)
             result = Result(step=int(line["step"]), tokens=int(line["tokens"]), value=value if is_finite else None)
-            self.trials[line["trial"]].results.append(result)
+            self._find(line["trial"]).results.append(result)
+
+    def _find(self, number: int) -> Trial:
+        if number < 0:
+            raise IndexError("trials are numbered from 0")
+        return self.trials[number]
 
 
 def rank_trials(trials: Sequence[Trial], *, sign: int, has_lengths: bool) -> list[Trial]:
     """Give the best first, and last those without a value; where trials have several lengths, the furthest first.
 
     Args:
-        trials: of one sweep.
+        trials: the trials of one sweep.
         sign: 1 where lower values are better, -1 where higher ones are.
         has_lengths: whether a trial that has read more has come further; else its batch is larger.
     """

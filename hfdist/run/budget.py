@@ -42,17 +42,17 @@ class Pace:
     _num_steps: int = 0
 
     def stepped(self, seconds: float) -> None:
-        """A step has taken so long. The first one compiles and warms up: it counts until there is a second one."""
+        """Note how long a step took. The first one compiles and warms up: it counts until there is a second one."""
         self.step_seconds = max(self.step_seconds, seconds) if self._num_steps > 1 else seconds
         self._num_steps += 1
 
     def saved(self, seconds: float) -> None:
-        """A save has taken so long."""
+        """Note how long a save took."""
         self.save_seconds = max(self.save_seconds, seconds) if self._is_save_measured else seconds
         self._is_save_measured = True
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation has taken so long."""
+        """Note how long an evaluation took."""
         self.evaluation_seconds = max(self.evaluation_seconds or 0.0, seconds)
 
     @property
@@ -76,10 +76,10 @@ def find_reached(
     """Give the first budget of which less is left than the run uses in `reserve_seconds`; None: there is none.
 
     Args:
-        limits: by name, as `find_limits` gives them.
-        used: of each; None: not known before the first sum of energy.
-        rates: what a second uses.
-        reserve_seconds: for what is still to be done.
+        limits: the limit of each budget, as `find_limits` gives them.
+        used: what is used of each; None: not known before the first sum of energy.
+        rates: what a second uses of each.
+        reserve_seconds: seconds for what is still to be done.
     """
     for name, limit in limits.items():
         now = used[name]
@@ -92,11 +92,11 @@ class Budget(TrainerCallback):
     """Stops a run at the first of its limits. A `RankFlag`; all ranks have it, and rank 0 decides.
 
     Args:
-        config: with the limits.
-        usage: of this rank.
-        recorder: of rank 0.
-        num_parameters: of the whole model.
-        num_held_out: sequences of an evaluation.
+        config: the run's, with the limits.
+        usage: what this rank measures.
+        recorder: that of rank 0; None on the others.
+        num_parameters: number of parameters of the whole model.
+        num_held_out: number of sequences of an evaluation.
     """
 
     def __init__(
@@ -177,17 +177,17 @@ class Budget(TrainerCallback):
         self._end_seconds = time.monotonic()
 
     def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Note how long it took, with what other callbacks measure."""
+        """Note how long the evaluation took, with what other callbacks measure."""
         if self._begin_seconds is not None:
             self._pace.evaluated(self._leave_out())
 
     def on_save(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """A save has begun, and in the foreground it has ended."""
+        """Note that a save has begun; in the foreground it has ended, too."""
         self._leave_out()
         self._pace.is_saving = True
 
     def _leave_out(self) -> float:
-        """Take the time since the end of the step out of it, and give that."""
+        """Take the time since the end of the step out of the step's, and give it in seconds."""
         now = time.monotonic()
         seconds, self._end_seconds = now - self._end_seconds, now
         if self._begin_seconds is not None:

@@ -17,7 +17,7 @@ class OptimizerChanges(TrainerCallback):
     """Sets the values that hold after each step. All schedules of a config are torch's LambdaLR.
 
     Args:
-        config: of the optimizer, which has just been made of it.
+        config: the config that the optimizer has just been made of.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -35,7 +35,7 @@ class OptimizerChanges(TrainerCallback):
         lr_scheduler: Any = None,
         **kwargs: object,
     ) -> None:
-        """Called by the Trainer, after a resume."""
+        """Keep the groups as they were made, after a resume; ConfigError: the optimizer lacks a value that changes."""
         self._scheduler = lr_scheduler
         groups = zip(lr_scheduler.optimizer.param_groups, lr_scheduler.base_lrs, strict=True)
         self._begun = [{**group, "params": None, "base_lr": base} for group, base in groups]

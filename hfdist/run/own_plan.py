@@ -54,8 +54,8 @@ class OwnPlan:
     """Makes a plan beside this process.
 
     Args:
-        make: gives it; called in the other process.
-        forks: a fork of this process; otherwise a new one without a GPU, which needs a `make` that can be pickled.
+        make: makes the plan; called in the other process.
+        forks: whether that is a fork of this one; else a new one without a GPU, for which `make` is pickled.
     """
 
     def __init__(self, make: Callable[[], Made], *, forks: bool = True) -> None:
@@ -116,10 +116,10 @@ def take_plan(own: OwnPlan, config: RunConfig, *, runtime_bytes: int | None, max
     """Take the plan once all else is built, and warn where the run will not fit, or where there is no plan.
 
     Args:
-        own: that `begin_plan` has begun.
-        config: of the run.
-        runtime_bytes: what this process held before the model was made, which is better than what a plan takes.
-        max_steps: of the run.
+        own: the plan that `begin_plan` has begun.
+        config: the run's.
+        runtime_bytes: bytes that this process held before the model was made, which a plan can only assume.
+        max_steps: number of steps of the run.
     """
     found = own.take()
     if isinstance(found, str):

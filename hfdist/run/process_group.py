@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfdist.topology import read_launcher
+
 
 def start_group_under_torchrun(*, backend: str | None = None, timeout_seconds: int | None = None) -> None:
     """Make the group before accelerate does, where torchrun's agents keep one store for all starts; else nothing.
@@ -24,7 +26,7 @@ def start_group_under_torchrun(*, backend: str | None = None, timeout_seconds: i
         return
     store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]  # as below
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(read_launcher().local_rank)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     # As by default in TrainingArguments; torch's own for NCCL is ten minutes.
     timeout = timedelta(seconds=timeout_seconds or 1800)

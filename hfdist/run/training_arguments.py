@@ -33,7 +33,7 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
         arguments = TrainingArguments(**fields, **own)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(
-            f"transformers refuses the arguments: {str(error).splitlines()[0]}",
+            f"transformers refuses the arguments: {first_line(error)}",
             where="train.arguments, optimizer.* or train.*",
         ) from error
     except RuntimeError as error:

@@ -35,9 +35,9 @@ class Usage(TrainerCallback):
     It is a `RankFlag`, too: rank 0 says before a step whether the ranks sum at its end, so most steps cost nothing.
 
     Args:
-        recorder: of rank 0.
+        recorder: that of rank 0; None on the others.
         cost: prices, and the watts of what is not measured.
-        device: on which this rank computes.
+        device: the device on which this rank computes.
     """
 
     def __init__(self, recorder: RunRecorder | None, cost: CostConfig, device: torch.device) -> None:

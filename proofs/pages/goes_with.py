@@ -17,7 +17,7 @@ from typing import Any
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.checks.values import check_config
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.files import list_options, shipped_folder
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.model import Attention
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision

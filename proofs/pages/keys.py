@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.compose import compose_untyped, make_request
-from hfdist.config.composition.files import list_groups, list_options, shipped_folder
+from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
 from hfdist.config.data import SourceConfig
 from hfdist.config.schema import ANY_NAME, Key, all_keys, members, plain
 from proofs.pages.python_names import python

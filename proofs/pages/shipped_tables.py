@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hfdist.__main__ import find_recipes, first_line
-from hfdist.config.composition.files import NOT_GROUPS, list_groups, list_options, shipped_folder
+from hfdist.config.conf_folder import NOT_GROUPS, list_groups, list_options, shipped_folder
 from hfdist.config.schema import all_keys, members
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ COMPOSE_ALL = """
 import json, sys
 import hfdist
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.files import shipped_folder
+from hfdist.config.conf_folder import shipped_folder
 for primary, overrides in json.load(sys.stdin):
     compose_config(overrides, name=primary)
 print(json.dumps([hfdist.__file__, str(shipped_folder()), [name for name in sys.modules if name == "torch"]]))

@@ -138,7 +138,7 @@ def test_a_budget_is_not_counted_from_nothing_where_the_record_is_damaged(tmp_pa
     assert caught.value.hint.startswith(f"rm {RunFolder(tmp_path).record}")
 
 
-@pytest.mark.parametrize("limit", [{}, {"limit": None}, {"limit": "soon"}, {"limit": [1]}])
+@pytest.mark.parametrize("limit", [{}, {"limit": None}, {"limit": "soon"}, {"limit": [1]}, {"limit": 10**400}])
 def test_a_damaged_stop_of_an_earlier_start_does_not_count(tmp_path, limit):
     start(tmp_path, budget="max_hours", limit=1.0)
     add_event(tmp_path, Event.budget, start=2, step=4, which="max_hours", **limit)

@@ -52,6 +52,11 @@ def test_no_part_of_a_message_is_endless():
     assert len(str(ConfigError(part, where=part, found=part, allowed=part, hint=part))) < 15_000
 
 
+def test_a_secret_that_is_cut_after_a_masked_one_is_not_shown():
+    key = f"-----BEGIN PRIVATE KEY-----{'x' * 930}-----END PRIVATE KEY-----"
+    assert errors.printable(f"{key} use {HUB}", 500) == "*** use ..."
+
+
 HUB = "hf_" + "aB3" * 11
 SECRETS = [
     HUB,

@@ -3,6 +3,7 @@
 `python -m tests.unit.test_messages 5000` sends so many to each, and prints how many were sent and what became of them.
 """
 
+import asyncio
 import copy
 import json
 import random
@@ -21,7 +22,7 @@ from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.schema import plain
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.transport import AbortedError, Transport
-from hfdist.messages.door import SECRET, knock
+from hfdist.messages.door import SECRET, knock, read_line
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message
 from hfdist.tools.doctor.links import Rendezvous
 from hfdist.tune.generators.broker import Broker
@@ -317,10 +318,23 @@ def test_values_are_taken_by_their_kinds():
         lambda: message.number("d"), lambda: message.number("c"), lambda: message.text("a"),
         lambda: message.text("c", most=0), lambda: message.flag("a"), lambda: message.list("f"),
         lambda: message.mapping("e"), lambda: message.integer("z"), lambda: Message(a={"x": 1}).by_number("a"),
+        *(lambda name=name: Message(a={name: 1}).by_number("a") for name in ("01", " 1", "1_0", "-1", "9" * 20)),
     )  # fmt: skip
     for take in wrong:
         with pytest.raises(NotAMessageError):
             take()
+
+
+@pytest.mark.parametrize(("size", "most"), [(10, 9), (60_000, 4096), (200_000, 4096), (200_000, 199_999)])
+def test_a_line_is_as_long_as_it_may_be(size, most):
+    async def read(most_bytes):
+        reader = asyncio.StreamReader(limit=2**16)
+        reader.feed_data(b"x" * (size - 1) + b"\nmore\n")
+        return await read_line(reader, most_bytes), await read_line(reader, most_bytes)
+
+    assert asyncio.run(read(size)) == (b"x" * (size - 1) + b"\n", b"more\n")
+    with pytest.raises(NotAMessageError, match="longer"):
+        asyncio.run(read(most))
 
 
 def test_a_refusal_may_have_any_key():

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 import sys
 
@@ -11,12 +12,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, TrainerControl, TrainerState, TrainingArguments
 
+from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.config.task import TaskName
 from hfdist.data.stream.ledger import _append
 from hfdist.errors import ResourceError
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
 from hfdist.run.callbacks.metrics import MetricsWriter, ProgressBar, plot_losses
+from hfdist.run.parts.folder import Beginning
 from hfdist.run.parts.part import warning_of_failure
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.model_files import _save_tokenizer
@@ -187,3 +190,14 @@ def test_the_ledger_names_its_file(full):
     path = full("lane-00000.records")
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         _append(path, b"record")
+
+
+def test_the_config_in_a_runs_folder_is_replaced_whole(tmp_path):
+    """A run that is killed meanwhile leaves the one of before."""
+    config = compose_config([f"run.dir={tmp_path}"])
+    path = config.run.folder.config
+    path.write_text("of an earlier start\n")
+    os.link(path, tmp_path / "same")
+    Beginning(config, goes_on=True)._begin()
+    assert path.read_text() == to_yaml(config)
+    assert (tmp_path / "same").read_text() == "of an earlier start\n"

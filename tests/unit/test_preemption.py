@@ -23,6 +23,12 @@ from tests.unit.data.corpora import files_config, tokenizer, write_txt
 FORK = get_context("fork")
 
 
+def train_without_output(listening, seconds):
+    """As `train` in a process that was started with `>&-`."""
+    os.close(1)
+    train(listening, seconds)
+
+
 def train(listening, seconds):
     """Is in a step for so long, and says by its exit status whether it was to stop after it."""
     callback, control = Preemption(), TrainerControl()
@@ -58,9 +64,12 @@ def step(monkeypatch):
         process.kill()
 
 
-@pytest.mark.parametrize("numbers", [STOP_SIGNALS[:1], STOP_SIGNALS[1:]])
-def test_one_signal_or_what_a_terminal_and_a_launcher_send_together_lets_the_step_end(step, numbers):
-    process = step()
+@pytest.mark.parametrize(
+    ("numbers", "run"),
+    [(STOP_SIGNALS[:1], train), (STOP_SIGNALS[1:], train), (STOP_SIGNALS[:1], train_without_output)],
+)
+def test_one_signal_or_what_a_terminal_and_a_launcher_send_together_lets_the_step_end(step, numbers, run):
+    process = step(run=run)
     for number in numbers:
         os.kill(process.pid, number)
     process.join()

@@ -54,6 +54,9 @@ def events(folder):
         (OSError("password=abc"), State.failed, 1, "OSError: password=***"),
         (SystemExit(7), State.failed, 7, "a rank has ended with exit code 7"),
         (SystemExit("no such file"), State.failed, 1, "no such file"),
+        (SystemExit(""), State.failed, 1, ""),
+        (SystemExit(["a", 2]), State.failed, 1, "['a', 2]"),
+        (SystemExit(), State.finished, 0, None),
     ],
 )
 def test_the_end_of_a_run(tmp_path, error, state, exit_code, said):

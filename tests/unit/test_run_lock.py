@@ -75,6 +75,26 @@ def test_a_released_folder_says_nothing_of_its_holder(tmp_path):
     assert RunFolder(tmp_path).lock.read_bytes() == b""
 
 
+def test_a_beat_under_way_is_waited_for(tmp_path, monkeypatch):
+    begun, may_end, order = threading.Event(), threading.Event(), []
+
+    def write(descriptor, content, offset):
+        if threading.current_thread().name == "run-lock":
+            begun.set()
+            may_end.wait(20)
+            order.append("beat")
+
+    lock = RunLock(tmp_path, **QUICK)
+    monkeypatch.setattr(os, "pwrite", write)
+    assert begun.wait(20)
+    threading.Timer(0.2, may_end.set).start()
+    lock.release()
+    order.append("released")
+    # By then another file may have the number of the descriptor.
+    assert may_end.wait(20)
+    assert order == ["beat", "released"]
+
+
 def write_beat(folder, beat):
     RunFolder(folder).lock.write_text(json.dumps({"host": "another-machine", "pid": 7, "beat": beat}))
 

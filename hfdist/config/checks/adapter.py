@@ -19,21 +19,35 @@ _TARGETS = ("targets", "target_pattern", "target_parts")
 
 def check_adapter(config: RunConfig) -> None:
     """Raise a ConfigError on keys without an adapter, and on layouts that quantized weights do not go with."""
+    adapter = config.adapter
+    if not adapter.is_used:
+        _check_defaults(config, ("path", "merge"), "without an adapter this key has no meaning")
+    elif adapter.path is not None:
+        _check_defaults(config, ("path", "merge", "quantization"), "a saved adapter has its own value of this key")
+    _check_targets(config)
+    if adapter.target_parts is not None:
+        _check_parts(config, adapter.target_parts)
+    if adapter.quantization is not None:
+        _check_quantization(config)
+
+
+def _check_defaults(config: RunConfig, free: Collection[str], what: str) -> None:
+    """Refuse values other than the defaults, but of the keys in `free`."""
     adapter, default = config.adapter, AdapterConfig()
-    if adapter.path is not None or not adapter.is_used:
-        what = (
-            "a saved adapter has its own value of this key"
-            if adapter.is_used
-            else "without an adapter this key has no meaning"
-        )
-        for name in (field.name for field in dataclasses.fields(adapter)):
-            kept = ("path", "merge", "quantization") if adapter.is_used else ("path", "merge")
-            if name not in kept and getattr(adapter, name) != getattr(default, name):
-                allowed, hint = json.dumps(plain(getattr(default, name))), "adapter=lora"
-                if adapter.is_used:
-                    is_option = name == "type"
-                    hint = f"adapter=none adapter.path={adapter.path}" if is_option else f"adapter.{name}={allowed}"
-                raise conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
+    for name in (field.name for field in dataclasses.fields(adapter)):
+        if name not in free and getattr(adapter, name) != getattr(default, name):
+            allowed = json.dumps(plain(getattr(default, name)))
+            if not adapter.is_used:
+                hint = "adapter=lora"
+            elif name == "type":
+                hint = f"adapter=none adapter.path={adapter.path}"
+            else:
+                hint = f"adapter.{name}={allowed}"
+            raise conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
+
+
+def _check_targets(config: RunConfig) -> None:
+    adapter, default = config.adapter, AdapterConfig()
     given = [name for name in _TARGETS if getattr(adapter, name) != getattr(default, name)]
     if len(given) > 1:
         what, where = "the layers to adapt are given twice", ", ".join(f"adapter.{name}" for name in given)
@@ -45,10 +59,6 @@ def check_adapter(config: RunConfig) -> None:
         raise conflict(config, "adapter.targets", what, hint=hint)
     if not adapter.targets:
         raise conflict(config, "adapter.targets", "no layer is to be adapted", hint=f"adapter.targets=[{ALL_LINEAR}]")
-    if adapter.target_parts is not None:
-        _check_parts(config, adapter.target_parts)
-    if adapter.quantization is not None:
-        _check_quantization(config)
 
 
 def _check_parts(config: RunConfig, parts: Collection[AdapterPart]) -> None:

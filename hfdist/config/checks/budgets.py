@@ -156,7 +156,7 @@ def _find_earlier_stops(events: Path) -> Mapping[str, float]:
     for event in read_lines(events):
         if event.get("event") == Event.budget.value and event.get("which") in BUDGETS:
             # A file that anybody may have written.
-            with suppress(KeyError, TypeError, ValueError):
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
                 given = event["limit"]
                 limit = parse_time(given).timestamp() if isinstance(given, str) else float(given)
                 stops[event["which"]] = max(limit, stops.get(event["which"], 0.0))

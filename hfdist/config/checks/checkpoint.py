@@ -11,17 +11,28 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import OFF
 from hfdist.errors import nearest
 
+_WORDS = ("auto", "never")
+"""Values of checkpoint.resume that are no paths."""
+
 
 def check_checkpoints(config: RunConfig) -> None:
-    """Raise a ConfigError on saves that come at no step, and on what needs saves."""
-    every, keep_every, resume = config.checkpoint.every, config.checkpoint.keep_every, config.checkpoint.resume
-    eval_every = config.train.eval_every
-    if every is not None and keep_every is not None and keep_every % every != 0:
+    """Raise a ConfigError on saves that come at no step, on what needs saves, and on a start that is not there."""
+    if config.checkpoint.every is not None:
+        _check_kept(config, config.checkpoint.every)
+    if config.checkpoint.replicate_every is not None:
+        _check_replicas(config)
+    if config.checkpoint.resume not in _WORDS:
+        _check_resume(config)
+
+
+def _check_kept(config: RunConfig, every: int) -> None:
+    keep_every, eval_every = config.checkpoint.keep_every, config.train.eval_every
+    if keep_every is not None and keep_every % every != 0:
         what = "most of the steps to keep are not saved"
         allowed = "a multiple of checkpoint.every, or null"
         hint = f"checkpoint.keep_every={-(-keep_every // every) * every}"
         raise conflict(config, "checkpoint.keep_every checkpoint.every", what, allowed=allowed, hint=hint)
-    if every is not None and config.checkpoint.keep_best and (eval_every is None or every % eval_every != 0):
+    if config.checkpoint.keep_best and (eval_every is None or every % eval_every != 0):
         what = "not every checkpoint is evaluated, so the best is not known"
         allowed = "true where train.eval_every divides checkpoint.every, or false"
         # Save as often as the run evaluates, unless this misses steps of `keep_every`.
@@ -29,33 +40,33 @@ def check_checkpoints(config: RunConfig) -> None:
         more_evaluations = f"train.eval_every={every}"
         hint = more_evaluations if is_missed else f"checkpoint.every={eval_every}, or {more_evaluations}"
         raise conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)
-    if config.checkpoint.replicate_every is not None:
-        _check_replicas(config, every)
-    words = ["auto", "never"]
-    steps = _checkpoints_in(Path(resume))
-    if resume and resume not in words and steps:
+
+
+def _check_resume(config: RunConfig) -> None:
+    """Check a path: it is the folder of a checkpoint, if there is one."""
+    path = config.checkpoint.resume
+    if path and (steps := _checkpoints_in(Path(path))):
         what = "this folder holds checkpoints, but it is not a checkpoint"
         hint = shlex.quote(f"checkpoint.resume={steps[-1]}")
         raise conflict(config, "checkpoint.resume", what, allowed="the folder of one of them", hint=hint)
-    if resume not in words and not (resume and Path(resume).is_dir()):
-        what = "this is neither auto, nor never, nor a folder that exists"
-        allowed = "auto, never, or the folder of a checkpoint"
-        beside = _checkpoints_in(Path(resume).parent)
-        hint = (
-            shlex.quote(f"checkpoint.resume={beside[-1]}")
-            if beside
-            else f"checkpoint.resume={'never' if resume.lower() in OFF else 'auto'}"
-        )
-        hint = nearest(resume.lower(), words, "checkpoint.resume={}") or hint
-        raise conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
+    if path and Path(path).is_dir():
+        return
+    near, beside = nearest(path.lower(), _WORDS, "checkpoint.resume={}"), _checkpoints_in(Path(path).parent)
+    word = "never" if path.lower() in OFF else "auto"
+    hint = near or shlex.quote(f"checkpoint.resume={beside[-1] if beside else word}")
+    what, allowed = (
+        "this is neither auto, nor never, nor a folder that exists",
+        f"{', '.join(_WORDS)}, or the folder of a checkpoint",
+    )
+    raise conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
 
 
 def _checkpoints_in(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob("step-*") if not path.suffix)
 
 
-def _check_replicas(config: RunConfig, every: int | None) -> None:
-    if every is None:
+def _check_replicas(config: RunConfig) -> None:
+    if config.checkpoint.every is None:
         what = "replicas are made between saves, and this run saves nothing"
         hint = "checkpoint.every=100, or checkpoint.replicate_every=null"
         raise conflict(config, "checkpoint.replicate_every checkpoint.every", what, hint=hint)

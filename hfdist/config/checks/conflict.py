@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import plain
+from hfdist.config.schema import in_override, plain
 from hfdist.errors import ConfigError
 
 
@@ -23,8 +23,6 @@ def conflict(
 def shown(config: RunConfig, key: str) -> str:
     """Give a value as it is written in an override."""
     value = plain(reduce(getattr, key.split("."), config))
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
     if isinstance(value, (list, dict)):
         return f"[{', '.join(map(str, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else in_override(value)

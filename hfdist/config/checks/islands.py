@@ -14,7 +14,7 @@ from hfdist.config.train import Precision
 from hfdist.topology import PARTS
 
 _ROUNDS = (IslandMethod.diloco, IslandMethod.federated)
-_OF_METHODS = (
+_METHODS_OF_KEYS = (
     dict.fromkeys(("every", "outer_optimizer", "outer_lr", "outer_momentum", "outer_beta2", "outer_eps"), _ROUNDS)
     | dict.fromkeys(("fragments", "overlap", "mix"), _ROUNDS[:1])
     | dict.fromkeys(("participation", "proximal"), _ROUNDS[1:])
@@ -24,36 +24,58 @@ _OF_METHODS = (
 
 
 def check_islands(config: RunConfig) -> None:
-    """Raise a ConfigError on keys that the method, or none, has no use for."""
-    islands, default = config.islands, IslandsConfig()
-    if not islands.is_used:
-        for name in (field.name for field in dataclasses.fields(islands)):
-            if getattr(islands, name) != getattr(default, name):
-                what = "this key belongs to islands, and there are none"
-                value = json.dumps(plain(getattr(default, name))).strip('"')
-                hint = f"islands.method=diloco, or islands.{name}={value}"
-                raise conflict(config, f"islands.{name} islands.method", what, hint=hint)
+    """Raise a ConfigError on keys that the method, or none, has no use for, and on what does not go with it."""
+    if not config.islands.is_used:
+        _check_unused(config)
         return
-    if islands.address is None or not re.fullmatch(r".+:\d{1,5}", islands.address):
+    _check_address(config)
+    _check_keys_of_method(config)
+    _check_arithmetic(config)
+    _check_exchanges(config)
+
+
+def _check_unused(config: RunConfig) -> None:
+    islands, default = config.islands, IslandsConfig()
+    for name in (field.name for field in dataclasses.fields(islands)):
+        if getattr(islands, name) != getattr(default, name):
+            what = "this key belongs to islands, and there are none"
+            value = json.dumps(plain(getattr(default, name))).strip('"')
+            hint = f"islands.method=diloco, or islands.{name}={value}"
+            raise conflict(config, f"islands.{name} islands.method", what, hint=hint)
+
+
+def _check_address(config: RunConfig) -> None:
+    address = config.islands.address
+    if address is None or not re.fullmatch(r".+:\d{1,5}", address):
         what = "the server of the islands has no address"
         hint = "hfdist serve port=29600, and islands.address=HOST:29600"
         raise conflict(config, "islands.address islands.method", what, allowed="HOST:PORT", hint=hint)
-    is_server = islands.method is IslandMethod.parameter_server
-    for name, methods in _OF_METHODS.items():
+
+
+def _check_keys_of_method(config: RunConfig) -> None:
+    islands, default = config.islands, IslandsConfig()
+    for name, methods in _METHODS_OF_KEYS.items():
         if islands.method not in methods and getattr(islands, name) != getattr(default, name):
             what = f"this key does not belong to islands.method={islands.method.value}"
             raise conflict(config, f"islands.{name} islands.method", what, hint=f"islands={methods[0].value}")
-    if is_server and config.train.precision is Precision.fp16:
+
+
+def _check_arithmetic(config: RunConfig) -> None:
+    islands = config.islands
+    if islands.method is IslandMethod.parameter_server and config.train.precision is Precision.fp16:
         what = "a loss scaler looks at the gradients of one island alone"
-        raise conflict(
-            config, "train.precision islands.method", what, allowed="fp32, bf16", hint="train.precision=bf16"
-        )
+        keys, hint = "train.precision islands.method", "train.precision=bf16"
+        raise conflict(config, keys, what, allowed="fp32, bf16", hint=hint)
     for axis in ("pipeline", *PARTS):
         if islands.codec in (Codec.int8, Codec.fp4) and getattr(config.strategy, axis) > 1:
             # Numbers that stand together share a scale, and each of these ranks has others beside what all have.
             what = "ranks with other parts of the model would round differently what all of them have"
             keys, hint = f"islands.codec strategy.{axis}", "islands.codec=bf16"
             raise conflict(config, keys, what, allowed="fp32, bf16", hint=hint)
+
+
+def _check_exchanges(config: RunConfig) -> None:
+    islands = config.islands
     if islands.every % islands.fragments != 0:
         what = "the parts of the model cannot be exchanged at equal distances"
         allowed = f"a divisor of {islands.every}"

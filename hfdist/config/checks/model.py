@@ -5,33 +5,47 @@ from __future__ import annotations
 import os
 
 from hfdist.config.checks.conflict import conflict
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.data import SourceKind
-from hfdist.config.model import Init
+from hfdist.config.model import Init, ModelConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise a ConfigError on a model that is not named, or twice, and on weights without their tokenizer."""
-    model, both = config.model, "model.name, model.type"
+    """Raise a ConfigError on no model, on two of them, or on pretrained weights without their tokenizer."""
+    _check_is_one(config.model)
+    _check_gguf(config)
+    if config.model.init is Init.pretrained:
+        _check_pretrained(config)
+
+
+def _check_is_one(model: ModelConfig) -> None:
+    where, found = "model.name, model.type", f"{model.name} and {model.type}"
     if model.name is None and model.type is None:
         allowed = "a Hub id or folder in model.name, or an architecture in model.type"
         hint = "model=HuggingFaceTB/SmolLM2-135M, model=FOLDER, or model=small, which begins with random weights"
-        raise ConfigError("no model is named", where=both, found="both null", allowed=allowed, hint=hint)
+        raise ConfigError("no model is named", where=where, found="both null", allowed=allowed, hint=hint)
     if model.name is not None and model.type is not None:
         what = "two models are named: the architecture of a model.name is known, so it takes no model.type"
-        is_path = "/" in model.name or os.path.exists(model.name) or model.name.endswith(".gguf")
-        hint = f"model=hub model.name={model.name}" if is_path else f"model={model.name} model.name=null"
-        hint = f"{hint}, or model.name=null for a model that begins with random weights"
-        raise ConfigError(what, where=both, found=f"{model.name} and {model.type}", hint=hint)
+        is_option = model.name in list_options(shipped_folder(), "model")
+        hint = f"model={model.name} model.name=null" if is_option else f"model=hub model.name={model.name}"
+        hint += ", or model.name=null for a model that begins with random weights"
+        raise ConfigError(what, where=where, found=found, hint=hint)
+
+
+def _check_gguf(config: RunConfig) -> None:
+    model = config.model
     if model.gguf_file is not None and (model.name is None or not model.gguf_file.endswith(".gguf")):
         what = "a GGUF file lies in a repository or folder, which model.name gives"
         file = model.gguf_file if model.gguf_file.endswith(".gguf") else "NAME.gguf"
         hint = f"model=OWNER/NAME model.gguf_file={file}, or model=FOLDER/{file} model.gguf_file=null"
         allowed = "NAME.gguf, with a model.name"
         raise conflict(config, "model.gguf_file model.name", what, allowed=allowed, hint=hint)
-    if model.init is not Init.pretrained:
-        return
+
+
+def _check_pretrained(config: RunConfig) -> None:
+    model = config.model
     if model.name is None:
         what = "pretrained weights need the name of a model"
         hint = "model=hub model.name=HuggingFaceTB/SmolLM2-135M, or model.init=random"
@@ -42,12 +56,13 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_tokens(config: RunConfig) -> None:
-    """Tokens mean nothing without the tokenizer that made them."""
+    """Raise a ConfigError on a source of tokens without the tokenizer that made them."""
+    if config.model.tokenizer.name is not None:
+        return
     for section in ("sources", "eval_sources"):
         for name, source in getattr(config.data, section).items():
-            # A file is refused for what it is, with its path.
-            is_folder = source.path is None or not os.path.isfile(source.path)
-            if source.kind is SourceKind.tokens and config.model.tokenizer.name is None and is_folder:
+            # The reader of token files refuses a file in place of their folder, and names its path.
+            if source.kind is SourceKind.tokens and source.path is not None and not os.path.isfile(source.path):
                 what = "a source of tokens needs the tokenizer that made them"
                 found = f"data.{section}.{name}.kind=tokens"
                 hint = f"model.tokenizer.name={source.path}/tokenizer"

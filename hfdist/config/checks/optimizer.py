@@ -14,15 +14,24 @@ from hfdist.errors import ConfigError
 
 def check_optimizer(config: RunConfig) -> None:
     """Check warm-up, schedule, changes and base width; ConfigError: they do not go together."""
-    optimizer = config.optimizer
-    names = ("warmup_steps", "warmup_tokens", "warmup_fraction")
-    warmups = {f"optimizer.{name}": getattr(optimizer, name) for name in names if getattr(optimizer, name)}
-    if len(warmups) > 1:
-        found = ", ".join(map(str, warmups.values()))
-        hint = " ".join(f"{key}=null" for key in [*warmups][1:])
-        raise ConfigError("the warm-up is given more than once", where=", ".join(warmups), found=found, hint=hint)
+    _check_warmup(config)
     if config.train.max_steps is not None and config.train.epochs is None:
         check_schedule(config, config.train.max_steps)
+    _check_end_of_schedule(config)
+    _check_changes(config)
+    _check_base_width(config)
+
+
+def _check_warmup(config: RunConfig) -> None:
+    names = ("warmup_steps", "warmup_tokens", "warmup_fraction")
+    given = {f"optimizer.{name}": value for name in names if (value := getattr(config.optimizer, name))}
+    if len(given) > 1:
+        found, hint = ", ".join(map(str, given.values())), " ".join(f"{key}=null" for key in [*given][1:])
+        raise ConfigError("the warm-up is given more than once", where=", ".join(given), found=found, hint=hint)
+
+
+def _check_end_of_schedule(config: RunConfig) -> None:
+    optimizer = config.optimizer
     if optimizer.name.is_schedule_free and optimizer.schedule is not Schedule.constant:
         what = "a schedule-free optimizer averages weights instead of lowering the rate"
         keys = "optimizer.schedule optimizer.name"
@@ -32,8 +41,6 @@ def check_optimizer(config: RunConfig) -> None:
         what = f"the {optimizer.schedule.value} schedule ends at {end}, so a smallest rate has no meaning"
         hint = "optimizer.min_lr_ratio=null, or optimizer.schedule=cosine"
         raise conflict(config, "optimizer.min_lr_ratio", what, allowed="null", hint=hint)
-    _check_changes(config)
-    _check_base_width(config)
 
 
 def _check_base_width(config: RunConfig) -> None:

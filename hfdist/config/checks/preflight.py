@@ -194,7 +194,7 @@ def check_offline(config: RunConfig) -> None:
 
 
 def _sources(config: RunConfig) -> dict[str, SourceConfig]:
-    """All sources, of both kinds, by their keys."""
+    """Give all sources, those of the training and the held-out ones, by their keys."""
     sections = {"data.sources": config.data.sources, "data.eval_sources": config.data.eval_sources}
     return {f"{key}.{name}": source for key, sources in sections.items() for name, source in sources.items()}
 
@@ -266,7 +266,7 @@ def _check_source(key: str, source: SourceConfig) -> None:
 
 
 def _is_local(name: str) -> bool:
-    """Whether it is a path, and no Hub id."""
+    """Whether a name is a path, and no Hub id."""
     return name.startswith((".", "/", "~"))
 
 

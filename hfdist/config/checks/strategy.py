@@ -17,17 +17,28 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     if strategy.data is not None and strategy.data < strategy.min_data:
         what, hint = "there are fewer data ranks than strategy.min_data", f"strategy.min_data={strategy.data}"
         raise conflict(config, "strategy.data strategy.min_data", what, hint=hint)
+    _check_sharding(config)
+    _check_context(config)
+    if strategy.compression is not Compression.none:
+        _check_compression(config)
+    for axis, what in PARTS.items():
+        if getattr(strategy, axis) > 1:
+            _check_shared(config, axis, what)
+    _check_pipeline(config)
+
+
+def _check_sharding(config: RunConfig) -> None:
+    """Check what goes with what is sharded, and with what shards it."""
+    strategy = config.strategy
     if strategy.sharding is Sharding.none and strategy.offload is not Offload.none:
         what = "ZeRO and FSDP2 do the offloading, and this layout has none of them"
         hint = "strategy=zero3_offload, or strategy.offload=none"
         raise conflict(config, "strategy.offload strategy.sharding", what, allowed="none", hint=hint)
     is_offloaded_fsdp = strategy.sharding is Sharding.fsdp2 and strategy.offload is Offload.cpu
-    if is_offloaded_fsdp and train.precision is Precision.fp16:
+    if is_offloaded_fsdp and config.train.precision is Precision.fp16:
         what = "the loss scale lies on the device, and offloaded gradients do not"
         hint = "train.precision=bf16, or strategy=zero3_offload"
         raise conflict(config, "train.precision strategy.offload", what, allowed="fp32, bf16", hint=hint)
-    if strategy.compression is not Compression.none:
-        _check_compression(config)
     if strategy.deepspeed and not strategy.sharding.is_deepspeed:
         what = "these keys are DeepSpeed's, and without ZeRO DeepSpeed is not used"
         section = strategy.deepspeed.get("zero_optimization")
@@ -46,6 +57,11 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         )
         keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=zero1, or strategy.sharding=fsdp2"
         raise conflict(config, keys, what, allowed="none, zero1, fsdp2", hint=hint)
+
+
+def _check_context(config: RunConfig) -> None:
+    """Check ranks that share a sequence."""
+    strategy = config.strategy
     if strategy.context > 1 and strategy.sharding.is_deepspeed and strategy.pipeline == 1:
         what = "ZeRO counts each process as a data rank, and ranks that share sequences are one"
         hint = "strategy.sharding=fsdp2, or strategy.context=1"
@@ -54,14 +70,10 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         what, keys = "no ranks share a sequence", "strategy.context_method strategy.context"
         hint = "strategy.context=2, or strategy.context_method=auto"
         raise conflict(config, keys, what, allowed="auto", hint=hint)
-    for axis, what in PARTS.items():
-        if getattr(strategy, axis) > 1:
-            _check_shared(config, axis, what)
-    _check_pipeline(config)
 
 
 def _check_pipeline(config: RunConfig) -> None:
-    """A pipeline has keys of its own, and excludes others."""
+    """Check the keys of a pipeline, and what it excludes."""
     strategy = config.strategy
     for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):
         if strategy.pipeline == 1 and shown(config, key) != "null":
@@ -83,7 +95,7 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_compression(config: RunConfig) -> None:
-    """Compressed are the gradients of DDP, which other layouts do without."""
+    """Check that gradients are only compressed in DDP, which other layouts do without."""
     strategy, what = config.strategy, "DDP compresses gradients, and this layout reduces them by itself"
     if strategy.sharding is not Sharding.none:
         keys, hint = "strategy.compression strategy.sharding", "strategy=ddp, or strategy.compression=none"

@@ -8,7 +8,7 @@ from functools import reduce
 
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import plain
+from hfdist.config.schema import in_override, plain
 from hfdist.config.task import REWARD_MODEL, SCORE, PreferenceLoss, TaskConfig, TaskName
 from hfdist.errors import ConfigError
 
@@ -68,8 +68,7 @@ def _check_others(config: RunConfig) -> None:
 
 
 def _misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:
-    found = plain(reduce(getattr, key.split("."), config))
-    found = str(found).lower() if isinstance(found, bool) else found
+    found = in_override(plain(reduce(getattr, key.split("."), config)))
     task = f"task.name={config.task.name.value}"
     return ConfigError(why, where=key, found=f"{found}, with {task}", allowed=allowed, hint=f"{key}={allowed}")
 
@@ -84,7 +83,7 @@ def _formats(config: RunConfig) -> dict[str, RowFormat]:
 
 
 def _check_rows(config: RunConfig) -> None:
-    """Each task reads rows of its own format; a task of next tokens reads the others."""
+    """Check that rows have the format of the task; a task of next tokens reads the formats that no other task has."""
     wanted = config.task.name.traits.row_format
     for key, found in _formats(config).items():
         if config.task.name.traits.is_reinforcement:

@@ -19,7 +19,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
-from hfdist.config.cli.arguments import as_config_flags
+from hfdist.config.cli.arguments import as_config_flags, value_after
 from hfdist.config.cli.finished import describe_finished
 from hfdist.config.cli.process_end import ending, stop_everywhere, stop_here, told_in_one_message
 from hfdist.config.cli.unnamed import choose_run_name
@@ -181,7 +181,7 @@ def run_composed(command: Callable[[], None], config: RunConfig) -> None:
 
 
 def _processes_to_start(config: RunConfig) -> int:
-    """How many processes are to do the run; 1: this one does it. ConfigError: the launcher has started other ones."""
+    """Give the number of processes to start; 1: this one does the run. ConfigError: the launcher started others."""
     launcher, asked = read_launcher(), config.launch.processes
     if launcher.is_given and asked not in (AUTO, "1", str(launcher.world_size)):
         what = "the launcher has started another number of processes"
@@ -234,8 +234,7 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     for text in rest:
         if text.startswith("-"):
             following = [*arguments, ""][[*arguments].index(text) + 1]
-            value = following if following and not following.startswith("-") and "=" not in following else None
-            raise _unknown_flag(text, value, parser)
+            raise _unknown_flag(text, value_after(following), parser)
     flags.overrides = [*flags.overrides, *rest]
     given = [name for name in _PRINTING_FLAGS if getattr(flags, name)]
     if len(given) > 1:
@@ -256,7 +255,7 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _unknown_flag(text: str, following: str | None, parser: argparse.ArgumentParser) -> ConfigError:
-    """Args: text: the flag. following: the argument after it, if it may be its value."""
+    """Say what is meant by the flag `text`; `following`: the argument after it, where it may be its value."""
     name, _, value = text.lstrip("-").partition("=")
     key, value = name.replace("-", "_"), value or following or ""
     known = [option for action in parser._actions for option in action.option_strings]

@@ -7,12 +7,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hfdist.config.composition.compose import COMMAND_LINE_KEYS, compose_config, to_values
-from hfdist.config.composition.diff import LENGTHS, Change, find_changes
-from hfdist.config.composition.files import refuse_references
+from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.diff import LENGTHS, Change, changes_since
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError, HfdistError
+from hfdist.errors import ConfigError
 from hfdist.records import RunRecord, State, read_run
 from hfdist.units import count, duration
 
@@ -36,7 +35,7 @@ def describe_finished(config: RunConfig) -> str | None:
         return None
     if record.step != record.max_steps or not _has_results(config, record.max_steps):
         return None
-    changes = _find_changes(config)
+    changes = changes_since(config.run.folder, to_values(config))
     if changes is None or not leaves_all_done(changes):
         _refuse_without_effect(config, changes or [], record.max_steps)
         return None
@@ -53,17 +52,6 @@ def model_folder(config: RunConfig) -> Path:
 def _has_results(config: RunConfig, step: int) -> bool:
     checkpoint = config.run.folder.checkpoints / f"step-{step:08d}"
     return (checkpoint / "manifest.json").is_file() and any(model_folder(config).glob("*.safetensors"))
-
-
-def _find_changes(config: RunConfig) -> list[Change] | None:
-    """Compare with the config of the run's folder; None: that cannot be read."""
-    folder = config.run.folder
-    try:
-        refuse_references(folder.config)
-        before = to_values(compose_config(name=folder.config.stem, extra_dir=folder.path))
-    except (HfdistError, OSError):
-        return None
-    return [change for change in find_changes(before, to_values(config)) if change.key not in COMMAND_LINE_KEYS]
 
 
 def leaves_all_done(changes: Sequence[Change]) -> bool:

@@ -90,7 +90,7 @@ def _say(message: str) -> None:
 
 
 def report_uncaught() -> None:
-    """From now on, let an `HfdistError` that a user's own program does not catch end the process as a recipe ends.
+    """Let an `HfdistError` that a user's own program does not catch end the process as a recipe ends, from now on.
 
     Other errors go where they would have gone. A session at a prompt keeps its tracebacks: it does not end. Notebooks
     and test runners catch all errors before this.
@@ -134,7 +134,7 @@ def ending() -> Iterator[None]:
 
 
 def group_size() -> int:
-    """Processes of the group that is up; 0 without one. Never imports torch: without it there is no group."""
+    """Give the number of processes of the group that is up; 0 without one. Without torch there is none."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hfdist.config.composition.compose import COMMAND_LINE_KEYS, compose_config, to_values
-from hfdist.config.composition.diff import Change, find_changes
-from hfdist.config.composition.files import refuse_references
+from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.diff import Change, changes_since
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError, HfdistError, printable
+from hfdist.errors import ConfigError, printable
 from hfdist.records.run_folder import IN_RUN, RunFolder
 
 _NAMES = ("run.name", "run.dir")
+"""Keys that name a run; one that sets them gets no other name."""
 _RESULTS = (IN_RUN.checkpoints / "step-*", IN_RUN.model, IN_RUN.adapter)
+"""What makes a folder that of a run, by pattern."""
 _PATHS = "data.*sources.*.path"
+"""Keys of data: nothing but a checkpoint tells whether those of another path are the same."""
 _SHOWN_CHANGES, _SHOWN_CHARACTERS = 3, 120
 _MOST_FOLDERS = 20
 """Each is composed, which takes half a second."""
 
 
 def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
-    """Give the name of a run that has none, where another run has left something in its folder, and say so.
+    """Choose the folder of a run without a name: that in which it began, else the first free one; and say which.
 
     Args:
         config: of the run that is to start.
@@ -36,42 +38,39 @@ def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
         ConfigError: there are too many such runs.
     """
     first, name = config.run.folder.path, config.run.name
-    # Who allows changes goes on in spite of them.
+    # With checkpoint.allow_changes it goes on in the folder of its name, whatever has changed.
     if any(key in given for key in _NAMES) or first.name != name or config.checkpoint.allow_changes:
         return None
     values = to_values(config)
-    others: list[Change] = []
-    free: Path | None = None
-    for number in range(1, _MOST_FOLDERS + 1):
-        folder = first if number == 1 else first.with_name(f"{name}-{number}")
+    folders = [first, *(first.with_name(f"{name}-{number}") for number in range(2, _MOST_FOLDERS + 1))]
+    free: list[Path] = []
+    changes_of_first: Sequence[Change] | None = None
+    for folder in folders:
         if not any(next(folder.glob(str(pattern)), None) for pattern in _RESULTS):
-            free = free or folder
+            free.append(folder)
             continue
-        changes = _changes(RunFolder(folder), values)
-        if changes is None:
-            # Its own, even where an earlier folder was removed.
-            return None if number == 1 else folder.name
-        others = others or changes
-    if free is None:
+        changes = changes_since(RunFolder(folder), values)
+        if changes is not None and not any(map(_makes_another_run, changes)):
+            # It goes on here, even where an earlier folder is free by now.
+            return None if folder == first else folder.name
+        if folder == first:
+            changes_of_first = changes
+    if not free:
         what, found = "there are many runs without a name", f"{_MOST_FOLDERS} folders, each with another config"
         raise ConfigError(what, where="run.name", found=found, hint=f"run.name=NAME, or remove some of {first.parent}")
-    if free == first:
+    if free[0] == first:
         return None
-    shown = "; ".join(printable(str(change), _SHOWN_CHARACTERS) for change in others[:_SHOWN_CHANGES])
-    sys.stderr.write(
-        f"this run is {free}, as {first} holds another one ({shown or 'its config cannot be read'}); "
-        "run.name=NAME names it\n"
-    )
-    return free.name
+    why = _describe(changes_of_first)
+    sys.stderr.write(f"this run is {free[0]}, as {first} holds another one ({why}); run.name=NAME names it\n")
+    return free[0].name
 
 
-def _changes(folder: RunFolder, values: Mapping[str, object]) -> list[Change] | None:
-    """Give what makes the run of a folder another one, [] if its config cannot be read; None: it is this one."""
-    try:
-        refuse_references(folder.config)
-        before = to_values(compose_config(name=folder.config.stem, extra_dir=folder.path))
-    except (HfdistError, OSError):
-        return []
-    found = [change for change in find_changes(before, values) if change.key not in COMMAND_LINE_KEYS]
-    # Where a checkpoint does not compare them, data of another path are other data.
-    return [change for change in found if not change.is_safe or fnmatch.fnmatch(change.key, _PATHS)] or None
+def _makes_another_run(change: Change) -> bool:
+    return not change.is_safe or fnmatch.fnmatch(change.key, _PATHS)
+
+
+def _describe(changes: Sequence[Change] | None) -> str:
+    if changes is None:
+        return "its config cannot be read"
+    texts = [str(change) for change in changes if _makes_another_run(change)]
+    return "; ".join(printable(text, _SHOWN_CHARACTERS) for text in texts[:_SHOWN_CHANGES])

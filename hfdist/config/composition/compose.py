@@ -17,9 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
 from hfdist.config.composition.defaults_list import check_defaults_list
-from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching, shipped_folder
+from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
+from hfdist.config.conf_folder import shipped_folder
 from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind
 from hfdist.config.model import Init
 from hfdist.config.paths import expand_user
@@ -32,8 +33,7 @@ SCHEMA = RUN_DEFAULTS[0]
 """Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
 
 _RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"), ("report", "alert_command"))
-COMMAND_LINE_KEYS = tuple(".".join(key) for key in _RUNS_CODE)
-"""Keys that no file may set, and no saved config has."""
+"""Keys that no file may set, and no saved config has where they are set."""
 
 
 def compose_config(
@@ -188,7 +188,7 @@ def _fit_to_task(config: RunConfig) -> None:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole resolved config as a primary config file, which composes to an equal RunConfig.
+    """Write the whole resolved config as a primary config file, which composes to an equal RunConfig.
 
     The exceptions are `model.trust_remote_code`, `evaluate.lm_eval_include` and `report.alert_command`: no file may set
     them, so they are left out when they are set.
@@ -205,7 +205,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def to_values(config: RunConfig) -> dict[str, object]:
-    """The resolved config as plain values, without what only the command line can set; ConfigError: it has a secret."""
+    """Give the resolved config as plain values, without what only the command line sets; ConfigError: a secret."""
     values: dict[str, Any] = plain(config)
     refuse_secrets(values, "")
     for source in values["data"]["sources"].values():
@@ -218,6 +218,6 @@ def to_values(config: RunConfig) -> dict[str, object]:
 
 
 def _texts(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Every text in the config with its key, before interpolation."""
+    """Give every text in the config with its key, before interpolation."""
     values = flatten(OmegaConf.to_container(config, resolve=False), "")
     return ((key, value) for key, value in values if isinstance(value, str))

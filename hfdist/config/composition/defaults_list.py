@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from hfdist.config.composition.aliases import override_for, override_for_option
-from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
+from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.hydra_errors import Request, no_option
 from hfdist.config.composition.overrides import in_yaml
-from hfdist.config.schema import ANY_NAME, all_keys, members
+from hfdist.config.conf_folder import list_options, shipped_folder
+from hfdist.config.schema import ANY_NAME, all_keys, in_override, members
 from hfdist.errors import ConfigError, nearest
 
 _SELF = "_self_"
@@ -99,8 +100,7 @@ def _override(key: str, value: object) -> str | None:
     """Write a value for the command line; None: it is no plain one."""
     if isinstance(value, dict | list):
         return None
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return shlex.quote(f"{key}={text}")
+    return shlex.quote(f"{key}={in_override(value)}")
 
 
 def _check_name(name: str, all_groups: Mapping[str, list[str]], request: Request, where: str) -> None:

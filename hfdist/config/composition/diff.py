@@ -1,4 +1,4 @@
-"""What has changed in a config since a checkpoint, and whether it changes the training."""
+"""Keys in which two configs differ, and whether that changes the training."""
 
 from __future__ import annotations
 
@@ -7,28 +7,38 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.files import refuse_references
 from hfdist.config.data import SourceConfig
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.strategy import Compression
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, HfdistError
+from hfdist.records.run_folder import RunFolder
 
-# The layout is safe by design. Paths are, as the data's cursor compares the content of files. Rows are quarantined
-# while a run goes on, and leave the others where they were.
-_SAFE = """
-run.* launch.* report.* export.* checkpoint.* evaluate.* watch.* cost.* strategy.* adapter.merge model.loss
-model.attention islands.address islands.timeout_seconds train.max_hours train.max_cost train.max_kwh train.deadline
-train.micro_batch_size train.eval_* train.max_skipped_steps train.max_rollbacks train.compare_replicas_every
-train.compile train.gradient_checkpointing train.recompute train.activation_offload optimizer.fused data.sources.*.path
-data.chat.template data.workers data.prefetch data.on_bad_rows data.quarantine data.eval_sources*
-task.answer_seconds data.eval_sequences data.cache_dir data.file_cache_bytes data.token_cache_bytes
-"""
-_COMPRESSION = "strategy.compression"
+_SAFE = (
+    # Where a run lies, what it says, saves and measures, and when it gives up.
+    *("run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge"),
+    *("train.eval_*", "data.eval_sources*", "data.eval_sequences", "task.answer_seconds"),
+    *("train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps"),
+    *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.timeout_seconds"),
+    # The layout, and how a step is computed.
+    *("launch.*", "strategy.*", "model.loss", "model.attention", "optimizer.fused", "train.micro_batch_size"),
+    *("train.compile", "train.gradient_checkpointing", "train.recompute", "train.activation_offload"),
+    # Where the data lie, as their cursor compares the content of files; and how they are read ahead.
+    *("data.sources.*.path", "data.chat.template", "data.cache_dir", "data.file_cache_bytes"),
+    *("data.token_cache_bytes", "data.workers", "data.prefetch"),
+    # Rows are quarantined while a run goes on, and leave the others where they were.
+    *("data.quarantine", "data.on_bad_rows"),
+)
+"""Patterns of keys under whose other values a training goes on as it would have; `find_changes` has the exceptions."""
 LENGTHS = ("train.max_steps", "train.epochs")
+"""Keys of the length, which the rate of each step depends on under most schedules."""
+_COMPRESSION = "strategy.compression"
 _SCHEDULE = "optimizer.schedule"
 _WARMUP = "optimizer.warmup_fraction"
+_SOURCES = ("data.sources", "data.eval_sources")
 
 
 class Change(NamedTuple):
@@ -45,24 +55,34 @@ class Change(NamedTuple):
 
 
 def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[Change]:
-    """Compare two configs, each as `compose.to_values` gives them; a key that one does not have counts as null.
+    """Compare two configs, each as `compose.to_values` gives them.
 
-    A key that `before` lacks, because the key is newer than that config, counts as its default.
+    A key that one of them lacks, as a config from before there was the key does, counts as its default; else as null.
     """
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
-    old = _defaults(new, old) | old
-    safe = {key for pattern in _SAFE.split() for key in fnmatch.filter(old | new, pattern)}
+    keys = [*dict.fromkeys([*new, *old])]
+    old, new = _defaults(keys, old) | old, _defaults(keys, new) | new
+    safe = {key for pattern in _SAFE for key in fnmatch.filter(keys, pattern)}
     if new.get(_COMPRESSION, Compression.none.name) != Compression.none.name:
         # It loses a part of the gradients; what goes on without it does not.
-        safe -= {*fnmatch.filter(old | new, f"{_COMPRESSION}*")}
+        safe -= {*fnmatch.filter(keys, f"{_COMPRESSION}*")}
     is_constant = old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name
     if is_constant and not (old.get(_WARMUP) or new.get(_WARMUP)):
-        # Under any other schedule the rate of every step depends on the length.
         safe.update(LENGTHS)
-    # An empty mapping on one side is no change of its own where the other side has keys in it.
-    sections = {key.rpartition(".")[0] for key in old | new}
-    keys = [key for key in dict.fromkeys([*new, *old]) if key not in sections]
-    return [Change(key, old.get(key), new.get(key), key in safe) for key in keys if old.get(key) != new.get(key)]
+    # An empty mapping on one side is no change of its own where the other side has keys in it, at any depth.
+    sections = {key[:dot] for key in keys for dot, letter in enumerate(key) if letter == "."}
+    changed = [key for key in keys if key not in sections and old.get(key) != new.get(key)]
+    return [Change(key, old.get(key), new.get(key), key in safe) for key in changed]
+
+
+def changes_since(folder: RunFolder, values: Mapping[str, object]) -> list[Change] | None:
+    """Compare a config, as `compose.to_values` gives it, with that in a run's folder; None: that cannot be read."""
+    try:
+        refuse_references(folder.config)
+        before = to_values(compose_config(name=folder.config.stem, extra_dir=folder.path))
+    except (HfdistError, OSError):
+        return None
+    return find_changes(before, values)
 
 
 def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
@@ -79,14 +99,14 @@ def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
         )
 
 
-def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, object]:
-    """The defaults of the keys that have one, also of keys of sources, whose names are the user's."""
-    sources = {".".join(key.split(".")[:3]) for key in old}
+def _defaults(keys: Iterable[str], own: Iterable[str]) -> dict[str, object]:
+    """Give the defaults of those keys that have one, also of keys of the sources of the config `own`."""
+    names = {".".join(key.split(".")[:3]) for key in own}
     known = dict(_leaves(to_values(RunConfig()), ""))
     of_source = dict(_leaves(plain(SourceConfig()), ""))
     for key in keys:
         section, _, leaf = key.rpartition(".")
-        if section in sources and section.startswith("data.sources.") and leaf in of_source:
+        if section in names and section.rpartition(".")[0] in _SOURCES and leaf in of_source:
             known[key] = of_source[leaf]
     return {key: known[key] for key in keys if key in known}
 

@@ -1,4 +1,4 @@
-"""Config files: where Hydra finds them, the shipped folder and the user's, and what must not be in them.
+"""Config files: how Hydra finds them, in hfdist's folder and in the user's, and what must not be in them.
 
 A file is parsed to a graph of nodes first: aliases are still references there, so that 200 bytes of nested aliases
 cost nothing, and every finding has a line. Both classes are Hydra plugins, by its public plugin interfaces. They change
@@ -26,6 +26,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import Container, OmegaConf
 
 from hfdist.config.checks.urls import refuse_secrets
+from hfdist.config.conf_folder import NOT_GROUPS
 from hfdist.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -36,8 +37,6 @@ _NUM_KEPT = 128
 """Files that are not parsed anew: a sweep composes hundreds of configs of the same ones."""
 HYDRA_KEYS = ("help", "job", "output_subdir", "run")
 """Hydra's own settings that may stand in a file; none of them makes Hydra load or call anything."""
-NOT_GROUPS = ("cluster", "hardware", "launch", "plan", "sweep")
-"""Folders of `conf/` that hold no options of a run: of `hfdist job`, `plan` and `sweep`, and of accelerate."""
 _MERGE = "tag:yaml.org,2002:merge"
 _MAPPING = "a YAML mapping: `key: value` lines"
 
@@ -54,28 +53,6 @@ def searching(folders: tuple[Path, ...]) -> Iterator[None]:
         yield
     finally:
         _folders.reset(token)
-
-
-def shipped_folder() -> Path:
-    """The `conf` folder inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    for folder in (package / "conf", package.parent / "conf"):
-        if folder.is_dir():
-            return folder
-    what, hint = "the folder with the shipped configs is missing", "install hfdist again"
-    raise ConfigError(what, where=str(package / "conf"), hint=hint)
-
-
-def list_options(folder: Path, group: str) -> list[str]:
-    """Names of the options of a group; files whose name starts with `_` are parts of others, not options."""
-    return sorted(path.stem for path in (folder / group).glob("*.yaml") if not path.name.startswith("_"))
-
-
-def list_groups(folder: Path) -> list[str]:
-    """Names of the groups in a config folder, without Hydra's own, and those whose name starts with `_`."""
-    hidden = (*NOT_GROUPS, "hydra")
-    names = (path.name for path in folder.iterdir() if path.is_dir() and list_options(path, "."))
-    return sorted(name for name in names if name not in hidden and not name.startswith("_"))
 
 
 class AddFolders(SearchPathPlugin):
@@ -236,7 +213,7 @@ def refuse_target(key: str, where: str) -> None:
 
 
 def display(path: Path) -> str:
-    """The path as people read it: relative to where they are, if below."""
+    """Give a path as people read it: relative to the working folder, if it is below."""
     try:
         return str(path.resolve().relative_to(Path.cwd().resolve()))
     except (ValueError, OSError):
@@ -323,7 +300,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
 def _pairs(
     node: yaml.Node, path: tuple[str, ...], place: str
 ) -> Iterator[tuple[tuple[str, ...], yaml.Node, yaml.Node]]:
-    """Every key with its value, and the names above it; ConfigError: a mapping has the same key twice.
+    """Give every key with its value, and the names above it; ConfigError: a mapping has the same key twice.
 
     What `<<` merges into a mapping stands in it under the same names.
     """

@@ -20,9 +20,10 @@ from omegaconf.errors import (
 )
 
 from hfdist.config.composition.aliases import OWN_REWARD, VALUES, override_for, override_for_option, reason_against
-from hfdist.config.composition.files import display, list_groups, list_options, read_config, shipped_folder
+from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.composition.quantities import read_quantity
+from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
 from hfdist.config.run import AUTO, TRACKERS
 from hfdist.config.schema import OFF, all_keys, find_key, flatten, likely_keys, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError, first_line, nearest
@@ -45,7 +46,7 @@ class Request:
     """Searched in this order."""
 
     def groups(self) -> dict[str, list[str]]:
-        """Every group with its options, over all folders."""
+        """Give every group with its options, over all folders."""
         found: dict[str, set[str]] = {}
         for folder in self.folders:
             for group in list_groups(folder):
@@ -53,12 +54,12 @@ class Request:
         return {group: sorted(options) for group, options in found.items()}
 
     def file(self, config_path: str) -> Path | None:
-        """The file of an option such as `optimizer/adamw`, if there is one."""
+        """Give the file of an option such as `optimizer/adamw`; None: there is none."""
         paths = (folder / f"{config_path.removesuffix('.yaml')}.yaml" for folder in self.folders)
         return next((path for path in paths if path.is_file()), None)
 
     def value_of(self, key: str) -> str | None:
-        """What the command line gives a key or group."""
+        """Give what the command line sets a key or group to; None: it does not."""
         return next((given.value_text for given in self.overrides if given.key.partition("@")[0] == key), None)
 
 
@@ -264,7 +265,7 @@ def no_option(group: str, option: str, options: list[str], place: str, hint: str
 
 
 def _chooser(group: str, option: str, request: Request) -> str | None:
-    """Who chose an option: the command line, or the file of an experiment that it names."""
+    """Name who chose an option: the command line, or the file of an experiment that it names."""
     for override in request.overrides:
         chosen = override.value_text.strip("'\"")
         if override.key == group and chosen == option:
@@ -377,7 +378,7 @@ def _twice_in_a_file(what: str, group: str, place: str) -> ConfigError:
 
 
 def _omegaconf_cause(error: BaseException) -> OmegaConfBaseException | None:
-    """The exception of OmegaConf that knows the key, at whatever depth Hydra has wrapped it."""
+    """Give the exception of OmegaConf that knows the key, at whatever depth Hydra has wrapped it."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OmegaConfBaseException) and link.full_key is not None:
@@ -403,7 +404,7 @@ def _place(error: Exception, override: GivenOverride | None, key: str, request: 
 
 
 def _file_place(error: Exception, request: Request, key: str = "") -> str | None:
-    """The file that Hydra names, with the line of the key where that is certain."""
+    """Name the file that Hydra names, with the line of the key where that is certain."""
     named = re.search(r"\b[Ii]n '?([\w./-]+?)'?(?=[:,])", str(error))
     path = request.file(named[1]) if named else None
     if path is None:

@@ -19,7 +19,8 @@ from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
 from hfdist.config.checks.preflight import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
-from hfdist.config.composition.files import list_groups, list_options, refuse_target, shipped_folder
+from hfdist.config.composition.files import refuse_target
+from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
 from hfdist.config.schema import Key, all_keys, find_key, flatten, members
 from hfdist.errors import ConfigError, nearest
 from hfdist.records.run_folder import is_run_folder

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hfdist.config.composition.aliases import override_for_option
-from hfdist.config.composition.files import list_options, read_config, shipped_folder
+from hfdist.config.composition.files import read_config
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.errors import ConfigError, nearest
 
 

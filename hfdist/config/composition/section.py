@@ -16,8 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
-from hfdist.config.composition.files import display, list_options, read_config, shipped_folder
+from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.paths import expand_user
 from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
@@ -115,14 +116,15 @@ class Section(Generic[T]):
                 raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
         refuse_number(self.keys.get(key), value, f"{key} ({place})")
         nested: object = value
-        for part in reversed(key.removeprefix(self._prefix).split(".")):
+        for part in reversed(key.split(".")[1:]):
             nested = {part: nested}
         try:
             return cast(DictConfig, OmegaConf.merge(config, nested))
         except OmegaConfBaseException as error:
             what = f"this value does not fit: {first_line(error)}"
-            # A member of a free mapping is no key itself.
-            allowed = (self.keys.get(key) or self.keys[key.rpartition(".")[0]]).allowed
+            # A member of a free mapping is no key itself, and neither is the whole section.
+            found = self.keys.get(key) or self.keys.get(key.rpartition(".")[0])
+            allowed = None if found is None else found.allowed
             raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
 
     def _of_a_run(self, name: str, value: object) -> str | None:

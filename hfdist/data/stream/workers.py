@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from hfdist.errors import ResourceError
-from hfdist.host_memory import group_memory
+from hfdist.host_memory import cgroup_memory
 from hfdist.processes.stop_signals import STOP_SIGNALS
 
 
@@ -91,10 +91,10 @@ def system_memory() -> str:
     """Describe what is left to the machine, and to its control group where that has a limit."""
     machine = psutil.virtual_memory()
     parts = [f"the machine has {_mib(machine.available)} left of {_mib(machine.total)}"]
-    group = group_memory()
+    group = cgroup_memory()
     if group is not None:
         kills = f"its processes killed for memory so far: {group.kills}"
-        parts.append(f"its control group uses {_mib(group.used)} of {_mib(group.limit)}, {kills}")
+        parts.append(f"its control group uses {_mib(group.used_bytes)} of {_mib(group.limit_bytes)}, {kills}")
     return "; ".join(parts)
 
 

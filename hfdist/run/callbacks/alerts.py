@@ -24,10 +24,10 @@ class Alerts(TrainerCallback):
     """Watches the lines of metrics and of ranks.
 
     Args:
-        recorder: of this process, which is rank 0.
+        recorder: that of this process, which is rank 0.
         checkpoint: how often the run saves, and how much stays.
         command: `report.alert_command`.
-        log: the Trainer's, for the trackers.
+        log: the Trainer's method, for the trackers.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Alerts(TrainerCallback):
 
     @cached_property
     def _monitor(self) -> Monitor:
-        """Made when the first line comes: by then the record knows hosts and steps."""
+        """The judge of the lines, made when the first one comes: by then the record knows hosts and steps."""
         record, checkpoint = self._recorder.record, self._checkpoint
         return Monitor(
             max_steps=record.max_steps,

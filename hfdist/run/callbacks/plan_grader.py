@@ -37,11 +37,11 @@ class PlanGrader(TrainerCallback):
     """Measures what a plan has said. All ranks have it; rank 0 writes.
 
     Args:
-        plan: on rank 0; None: there is none, and nothing is written.
-        folder: of the run.
-        engine: whose bytes are counted.
-        runtime_bytes: resident before the model was made; None: peaks do not hold it, as on a GPU.
-        recorder: of rank 0.
+        plan: the plan, on rank 0; None: there is none, and nothing is written.
+        folder: the folder of the run.
+        engine: the engine whose bytes are counted.
+        runtime_bytes: bytes resident before the model was made; None: peaks do not hold them, as on a GPU.
+        recorder: that of rank 0; None on the others.
         steps: the file from which later plans learn; see `write_step`.
     """
 

@@ -40,8 +40,8 @@ class RankTimes(StepLines):
     with the step that follows.
 
     Args:
-        path: of the file.
-        throughput: of the Trainer; its clock has measured the steps.
+        path: path of the file.
+        throughput: that of the Trainer; its clock has measured the steps.
         use: gets each line that was written, on rank 0.
     """
 

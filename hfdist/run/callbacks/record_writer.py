@@ -21,8 +21,8 @@ class RecordWriter(TrainerCallback):
     """Writes on rank 0, which has a recorder; all ranks have this callback.
 
     Args:
-        recorder: of this process.
-        start: of this process's training.
+        recorder: that of this process; None on all ranks but the first.
+        start: where this process's training begins.
     """
 
     def __init__(self, recorder: RunRecorder | None, start: Start) -> None:
@@ -61,7 +61,7 @@ class RecordWriter(TrainerCallback):
             self._recorder.add(Event.save, **saved)
 
     def on_rollback(self, state: TrainerState) -> None:
-        """Write it."""
+        """Write the event, and the step to which the run went back."""
         if self._recorder is not None:
             self._recorder.add(Event.rollback, step=self._recorder.record.step, to_step=state.global_step)
             self._go_to(self._recorder, state)

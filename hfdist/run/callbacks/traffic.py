@@ -21,8 +21,8 @@ class Traffic(TrainerCallback):
     """Counts the fourth step of a start, or the last before it; on rank 0 writes it into run.json.
 
     Args:
-        topology: of this rank.
-        recorder: on rank 0.
+        topology: the place of this rank.
+        recorder: that of rank 0; None on the others.
         wait: waits until no other thread sends, as a save does.
         warm_up_steps: first steps of each start, which send more than the others; the fourth after them is counted.
     """

@@ -1,4 +1,4 @@
-"""Upload the exported folder to the Hub: checked before the training, done at the end."""
+"""Uploads the exported folder to the Hub: checked before the training, done at the end."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from hfdist.atomic_write import write_atomically
 from hfdist.collectives import on_rank_zero
 from hfdist.config.composition.compose import to_yaml
 from hfdist.config.run import RunConfig
@@ -63,7 +64,7 @@ class Beginning(TrainerCallback):
 
     def _begin(self) -> None:
         folder = self._config.run.folder
-        folder.config.write_text(to_yaml(self._config), encoding="utf-8")
+        write_atomically(folder.config, to_yaml(self._config).encode())
         if not self._goes_on:
             for path in (folder.metrics, folder.ranks, folder.samples, folder.rollouts):
                 set_aside(path)

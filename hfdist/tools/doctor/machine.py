@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from hfdist.cgroup import read_group_limit
-from hfdist.host_memory import group_memory
+from hfdist.cgroup import least_limit
+from hfdist.host_memory import cgroup_memory
 from hfdist.launch.address import is_loopback, own_interfaces
 from hfdist.tools.doctor.finding import Finding
 from hfdist.units import size
@@ -39,14 +39,13 @@ def check_machine(num_hosts: int) -> list[Finding]:
 
 def _check_memory() -> Finding:
     ram, free = psutil.virtual_memory().total, psutil.virtual_memory().available
-    group = group_memory()
-    limit = None if group is None else group.limit
-    if group is None or group.limit >= ram:
+    group = cgroup_memory()
+    limit = None if group is None else group.limit_bytes
+    if group is None or group.limit_bytes >= ram:
         text = f"{ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
     else:
-        # The kernel frees cached files before it refuses memory.
-        free = min(free, max(group.limit - max(group.used - group.of_files, 0), 0))
-        text = f"a cgroup gives {group.limit / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
+        free = min(free, group.free_bytes)
+        text = f"a cgroup gives {group.limit_bytes / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
     low = free < 0.1 * min(ram, limit or ram)
     return Finding.of("memory", text, warning=low, hint="end what uses it, or ask the scheduler for more memory")
 
@@ -74,7 +73,7 @@ def _check_open_files() -> Finding:
 
 def _check_processes() -> Finding:
     soft, _ = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NPROC))
-    own_limit = read_group_limit("pids.max", "pids.max", "pids")
+    own_limit = least_limit("pids", "pids.max")
     least = min(soft, own_limit if own_limit is not None else soft)
     who = "a cgroup" if own_limit is not None and own_limit < soft else "the user"
     text = f"{who} may have {least} processes and threads" if least < 1 << 30 else "any number"

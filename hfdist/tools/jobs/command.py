@@ -11,8 +11,8 @@ from pathlib import Path
 from hfdist.config.checks.preflight import check_offline, check_run, plan_run
 from hfdist.config.cli.about_run import MEANINGS, choose, read_line
 from hfdist.config.cli.arguments import as_command
-from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.strategy import simple_layout

@@ -45,6 +45,11 @@ def check_with(composed, name, value):
     check_config(config)
 
 
+def test_a_whole_number_that_is_larger_than_any_float_is_out_of_range(composed):
+    with pytest.raises(ConfigError, match="out of range"):
+        check_with(composed, "train.max_steps", 10**400)
+
+
 @pytest.mark.parametrize("key", [key.name for key in LIMITED])
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
 def test_no_limited_number_is_negative_or_infinite(composed, key, value):
@@ -94,7 +99,14 @@ CONTRADICTIONS = [
     (["checkpoint.keep_best=true", "train.eval_every=300"], "checkpoint.keep_best", "divides checkpoint.every", None),
     (["model.type=null"], "model.name, model.type", "no model is named", "model=small"),
     (["model=hub"], "model.name, model.type", "no model is named", "model=HuggingFaceTB/SmolLM2-135M, model=FOLDER"),
-    (["model.name=a/b"], "model.name, model.type", "two models", "model=hub model.name=a/b"),
+    (["model.name=a/b"], "model.name, model.type", "two models", "model=hub model.name=a/b, or model.name=null"),
+    (["model.name=gpt2"], "model.name, model.type", "two models", "model=hub model.name=gpt2, or model.name=null"),
+    (
+        ["data.eval_fraction=0", "+data.eval_sources.val.kind=tokens"],
+        "data.eval_sources.val.path",
+        "the source has no path",
+        "data.eval_sources.val.path=runs/NAME/tokens",
+    ),
     (["model.init=pretrained"], "model.init", "need the name", "model.init=random"),
     ([*HUB, "model.tokenizer.name=null"], "model.tokenizer.name", "tokenizer", "model.tokenizer.name=some/model"),
     (["model.dtype=float16"], "model.dtype", "cannot be trained", "train.precision=fp16"),

@@ -8,6 +8,7 @@ import pytest
 from hfdist.config.composition.compose import compose_config, to_values, to_yaml
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
+from hfdist.config.plan import PlanConfig, compose_plan
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 from tests.quick_composition import quick_composition
@@ -31,6 +32,15 @@ def test_the_command_line_wins_over_the_experiment_and_that_over_presets():
     assert compose_config(["+experiment=stdlib_small", "train.max_steps=7", "optimizer.warmup_steps=1"]).train == (
         dataclasses.replace(compose_config(["+experiment=stdlib_small"]).train, max_steps=7)
     )
+
+
+def test_a_section_beside_the_config_is_given_whole_as_well():
+    assert compose_plan(["plan={processes: 2, search: true}", "plan.best=3"]) == (
+        PlanConfig(processes=2, search=True, best=3)
+    )
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        compose_plan(["plan={processes: many}"])
+    assert caught.value.where == "plan (command line)"
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,17 @@ def test_the_first_key_of_an_empty_section_is_one_change():
     ]
 
 
+def test_an_empty_mapping_is_no_change_beside_keys_deep_in_it():
+    before = {"model": {"config": {}}}
+    after = {"model": {"config": {"rope_scaling": {"factor": 2}}}}
+    assert [*map(str, find_changes(before, after))] == ["model.config.rope_scaling.factor: null -> 2"]
+    assert [*map(str, find_changes(after, before))] == ["model.config.rope_scaling.factor: 2 -> null"]
+
+
 def test_a_checkpoint_of_before_some_keys_had_their_defaults():
     values = to_values(compose_config())
     older = json.loads(json.dumps(values))
     del older["adapter"], older["train"]["freeze"], older["data"]["sources"]["stdlib"]["format"]
-    assert find_changes(older, values) == []
+    assert find_changes(older, values) == find_changes(values, older) == []
     (change,) = find_changes(older, to_values(compose_config(["train.freeze=[a]"])))
     assert not change.is_safe

@@ -7,8 +7,8 @@ import pytest
 
 from hfdist.config.composition.aliases import OVERRIDES, REASONS, override_for, reason_against
 from hfdist.config.composition.compose import compose_config, compose_untyped, make_request
-from hfdist.config.composition.files import list_options
 from hfdist.config.composition.help import describe
+from hfdist.config.conf_folder import list_options
 from hfdist.config.optimizer import OptimizerChange, OptimizerConfig
 from hfdist.config.plan import SECTION as PLAN
 from hfdist.config.run import RunConfig

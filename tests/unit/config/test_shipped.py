@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.files import list_groups, list_options
+from hfdist.config.conf_folder import list_groups, list_options
 from hfdist.config.model import Init
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig

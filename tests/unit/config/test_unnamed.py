@@ -108,7 +108,9 @@ def test_a_config_that_cannot_be_read_is_another_run(capsys):
     folder = Path(start())
     (folder / "config.yaml").write_text("a: ${oc.env:HOME}\n")
     assert start() == "runs/finetune-2"
-    assert "its config cannot be read" in capsys.readouterr().err
+    assert start("optimizer.lr=3e-4") == "runs/finetune-3"
+    # Not for what another folder holds.
+    assert capsys.readouterr().err.count("runs/finetune holds another one (its config cannot be read)") == 2
 
 
 def test_there_is_an_end_to_runs_without_a_name(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.files import list_options, shipped_folder
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.hardware import CPU, match_device, read_hardware
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError

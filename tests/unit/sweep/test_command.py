@@ -65,9 +65,13 @@ def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
         (["sweep.launcher=slurmm", LR], "this value does not fit", None),
         (["cluster.nodes=2", LR], "trials run on this machine", "sweep.launcher=slurm"),
         (["sweep.launcher=ray", LR], "a package that is not installed", None),
-        (["sweep=pbt", "sweep.rungs=3", LR, *CONSTANT], "the generations of a population", "sweep.rungs=1"),
+        (
+            ["sweep=pbt", "sweep.rungs=3", LR, *CONSTANT],
+            "a population has generations in place of rungs",
+            "sweep.rungs=1",
+        ),
         (["sweep.generations=3", LR], "only population based training", "sweep=pbt"),
-        (["sweep.slots=2", "sweep.devices=['0']", LR], "each slot needs its devices", None),
+        (["sweep.slots=2", "sweep.devices=['0']", LR], "each slot needs its devices", "sweep.slots=1"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path, arguments, what, hint):

@@ -19,6 +19,7 @@ from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.sweep import compose_sweep
 from hfdist.errors import ConfigError
 from hfdist.records import RunFolder, read_lines, read_run
+from hfdist.records.lines import append_line
 from hfdist.records.trials import Result, TrialLog
 from hfdist.tools.sweep import live
 from hfdist.tools.sweep.controller import Controller, Sweep
@@ -415,6 +416,14 @@ def test_a_line_that_the_sweep_has_not_written_is_refused_before_anything_starts
         Controller(sweep, make_launcher(sweep), print)
     assert caught.value.where == f"{tmp_path / 'sweep.jsonl'}, line 3"
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.jsonl"]
+
+
+def test_a_line_of_no_trial_is_left_out(tmp_path):
+    log = TrialLog(tmp_path)
+    log.begin({"optimizer.lr": 0.02})
+    append_line(log.path, {"trial": -1, "failed": "not the last one"})
+    append_line(log.path, {"trial": 1, "values": {}, "parent": -1})
+    assert [(trial.number, trial.failure) for trial in TrialLog(tmp_path).trials] == [(0, None)]
 
 
 def test_results_beyond_the_last_rung_are_refused(tmp_path):
