@@ -9,7 +9,8 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial, reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,7 +77,7 @@ class EngineTrainer(transformers.Trainer):
     def _engine(self) -> Engine:
         return self.training.engine
 
-    @property
+    @cached_property
     def _sums_targets(self) -> bool:
         """Whether the loss is a sum over all targets of the global batch, divided by their number; not another mean."""
         return trl_trainers.sums_over_targets(type(self))
@@ -198,7 +199,7 @@ class EngineTrainer(transformers.Trainer):
             return num_items if num_items is None or num_alike == 1 else num_items // num_alike
         convention = self.find_convention(batch_samples[0])
         # A number of rows may be on the CPU, a number of targets on the device.
-        num_items = torch.stack([convention.weight(batch).to(device) for batch in batch_samples]).sum()
+        num_items = reduce(add, [convention.weight(batch).to(device) for batch in batch_samples])
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             num_items = self.accelerator.gather(num_items).sum() // num_alike
         return num_items
