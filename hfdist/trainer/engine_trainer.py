@@ -9,7 +9,8 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial, reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,7 +77,7 @@ class EngineTrainer(transformers.Trainer):
     def _engine(self) -> Engine:
         return self.training.engine
 
-    @property
+    @cached_property
     def _sums_targets(self) -> bool:
         """Whether the loss is a sum over all targets of the global batch, divided by their number; not another mean."""
         return trl_trainers.sums_over_targets(type(self))
@@ -175,12 +176,12 @@ class EngineTrainer(transformers.Trainer):
         Raises:
             ConfigError: a callback did so.
         """
-        changed = next((one for one, was_trained in self._trained if one.requires_grad != was_trained), None)
-        if changed is None:
+        changed = [one for one, was_trained in self._trained if one.requires_grad != was_trained]
+        if not changed:
             return
         names = {id(parameter): name for name, parameter in cast(nn.Module, self.model).named_parameters()}
         what = "a parameter was frozen or unfrozen after the optimizer was made, which has it or not, as do the ranks"
-        found = f"{names.get(id(changed))}, now with requires_grad={changed.requires_grad}"
+        found = f"{names.get(id(changed[0]))}, now with requires_grad={changed[0].requires_grad}"
         hint = "set requires_grad before trainer.train(), and train again for another choice"
         raise ConfigError(what, where="callbacks", found=found, hint=hint)
 
@@ -190,17 +191,16 @@ class EngineTrainer(transformers.Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor | int | None:
         """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
-        num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data
-        if self.engine is None or not self._sums_targets or not batch_samples:
+        if self.strategy is None or self.engine is None or not self._sums_targets or not batch_samples:
             num_items = super()._get_num_items_in_batch(batch_samples, device)
             # The original knows of tensor ranks.
-            num_alike //= self.get_tp_size()
+            num_alike = 1 if self.strategy is None else self.strategy.topology.model // self.get_tp_size()
             return num_items if num_items is None or num_alike == 1 else num_items // num_alike
         convention = self.find_convention(batch_samples[0])
         # A number of rows may be on the CPU, a number of targets on the device.
-        num_items = torch.stack([convention.weight(batch).to(device) for batch in batch_samples]).sum()
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            num_items = self.accelerator.gather(num_items).sum() // num_alike
+        num_items = reduce(add, [convention.weight(batch).to(device) for batch in batch_samples])
+        if self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
+            num_items = self.accelerator.gather(num_items).sum() // self.strategy.topology.model
         return num_items
 
     def _defer_fsdp_gradient_reduction(self) -> Any:

@@ -45,6 +45,7 @@ from hfdist.trainer.hooks import owner_of
 from hfdist.trainer.islands import IslandCallback, ServerOptimizer, make_island
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
+from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.step.router_loss import RouterLoss
@@ -413,7 +414,9 @@ class DistributedTrainerMixin(_Trainer):
             self.control.should_training_stop = True
             return
         self._num_read = 0
-        super()._run_epoch(*args, **kwargs)
+        parameters = [parameter for parameter, _ in self._trained]
+        with nullcontext() if self.engine is None else zeroing_from_list(kwargs["model"], parameters):
+            super()._run_epoch(*args, **kwargs)
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"] > 0
         if self.engine is not None and self._num_read == 0 and not is_resumed:
             what = f"a pass over the training data gave no step, after step {self.state.global_step}"

@@ -75,6 +75,11 @@ def chain(digest: int, records: Records) -> int:
     return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")
 
 
+def count_begun(records: Records) -> int:
+    """Count the documents that begin in these records, or are passed over."""
+    return int(np.count_nonzero(records["first_token"] == 0))
+
+
 def numbers_of(records: Records) -> NDArray[np.int64]:
     """Give the documents that a sequence holds, in their order; shape [pieces]."""
     numbers: NDArray[np.int64] = records["document"][records["num_tokens"] > 0]

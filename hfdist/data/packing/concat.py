@@ -233,16 +233,19 @@ class CutSequences:
         owners, starts = owners[order], starts[order]
         sizes = np.minimum(ends[owners], (starts // shape.length + 1) * shape.length) - starts
         used = starts - begins[owners]
+        first_tokens = items.first[owners] + used
         self._records = make_records(
             len(owners),
             document=items.numbers[owners],
-            first_token=items.first[owners] + used,
+            first_token=first_tokens,
             num_tokens=sizes,
             of_tokens=items.of_tokens[owners],
             epoch=items.epochs[owners],
             fate=items.fates[owners],
         )
-        self._record_ends = [0, *np.searchsorted(starts, edges).tolist(), len(owners)]
+        record_ends = np.array([0, *np.searchsorted(starts, edges), len(owners)])
+        self._record_ends = record_ends.tolist()
+        self._num_begun = np.diff(np.concatenate([[0], np.cumsum(first_tokens == 0)])[record_ends]).tolist()
         has_tokens = sizes > 0
         owners, starts, sizes, used = (column[has_tokens] for column in (owners, starts, sizes, used))
         self._piece_ends = [0, *np.searchsorted(starts, edges).tolist(), len(owners)]
@@ -267,6 +270,7 @@ class CutSequences:
             self._blanks.get(number, ()),
             Place(epochs[number], positions[number], offsets[number]),
             self._length,
+            self._num_begun[number],
             records,
             self._problems(records) if self._errors else (),
         )

@@ -26,7 +26,7 @@ from hfdist.config.batch import IGNORED as IGNORED
 from hfdist.config.data import Packing
 from hfdist.data import marks
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import Records, join, make_records
+from hfdist.data.order.records import Records, count_begun, join, make_records
 from hfdist.errors import CheckpointError
 
 Integers = NDArray[np.int64]
@@ -48,6 +48,8 @@ class Sequence(NamedTuple):
     """Place where the next sequence begins."""
     num_tokens: int
     """Number of tokens, without filling."""
+    num_documents: int
+    """Documents that begin in it, or are passed over on the way."""
     records: Records
     """Records of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
     problems: tuple[str, ...] = ()
@@ -75,7 +77,8 @@ def without_tokens(
     """Make a sequence that is all filling; `records` and `problems` are of documents passed over before it."""
     if records is None:
         records = make_records(0)
-    return Sequence([filling(length, shape)], [length], [(0, length)], next_place, 0, records, problems)
+    own = [filling(length, shape)], [length], [(0, length)]
+    return Sequence(*own, next_place, 0, count_begun(records), records, problems)
 
 
 def after_the_end(unit: str, found: str) -> CheckpointError:
@@ -151,7 +154,7 @@ class Bundle(NamedTuple):
     """Tokens of all sequences, end to end; the records are end to end, too."""
     records: Records
     num_records: list[int]
-    others: list[tuple[Sequences[int], Sequences[tuple[int, int]], tuple[int, ...], int, tuple[str, ...]]]
+    others: list[tuple[Sequences[int], Sequences[tuple[int, int]], tuple[int, ...], int, int, tuple[str, ...]]]
     """The other fields of each sequence."""
 
 
@@ -161,19 +164,22 @@ def bundle(sequences: Sequences[Sequence]) -> Bundle:
         _tokens(sequences),
         join([one.records for one in sequences]),
         [len(one.records) for one in sequences],
-        [(one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.problems) for one in sequences],
+        [
+            (one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.num_documents, one.problems)
+            for one in sequences
+        ],
     )
 
 
 def unbundle(given: Bundle) -> Iterator[Sequence]:
     """Give the sequences of a bundle."""
     token, record = 0, 0
-    for num_records, (lengths, blanks, place, num_tokens, problems) in zip(
+    for num_records, (lengths, blanks, place, num_tokens, num_documents, problems) in zip(
         given.num_records, given.others, strict=True
     ):
         stop, last = token + sum(lengths), record + num_records
         parts, records = [given.tokens[token:stop]], given.records[record:last]
-        yield Sequence(parts, lengths, blanks, Place._make(place), num_tokens, records, problems)
+        yield Sequence(parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records, problems)
         token, record = stop, last
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import Records, Status, join, make_records
+from hfdist.data.order.records import Records, Status, count_begun, join, make_records
 from hfdist.data.order.shuffle import permutation
 from hfdist.data.packing.sequence import Integers, Sequence, Shape, after_the_end, filling, without_tokens
 from hfdist.data.sources.document_batch import DocumentBatch, slices
@@ -190,7 +190,9 @@ def _sequences(windows: Iterator[_Window], first: int, shape: Shape, last_length
         made = _of_window(window, shape, first)
         if passed:
             with_passed = next(made)
-            yield with_passed._replace(records=join([*passed, with_passed.records]), problems=tuple(problems))
+            records = join([*passed, with_passed.records])
+            num_documents = count_begun(records)
+            yield with_passed._replace(records=records, num_documents=num_documents, problems=tuple(problems))
             passed, problems = [], []
         yield from made
         first = 0
@@ -240,7 +242,8 @@ def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
             blanks[number],
             window.next_place if is_last else Place(window.begin.epoch, window.begin.position, number + 1),
             num_tokens[number],
-            records[record_ends[number] : record_ends[number + 1]],
+            count_begun(own := records[record_ends[number] : record_ends[number + 1]]),
+            own,
         )
 
 

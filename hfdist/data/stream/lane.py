@@ -29,7 +29,7 @@ from hfdist.errors import DataError, HfdistError
 _MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
 # The most sequences that a `MultiLaneReader` makes at once, for one lane and for all lanes. Each time it doubles the
 # lanes, and then the sequences, so that a first batch comes soon.
-_MOST_SEQUENCES, _MOST_SEQUENCES_OF_ALL = 64, 4096
+_MOST_SEQUENCES, _MOST_SEQUENCES_OF_ALL = 128, 8192
 # The most documents of a lane that it reads at once: if most documents are skipped, its guess is far too high.
 _MOST_DOCUMENTS = 4096
 # Of all lanes: if one call reads this many, larger calls would not be faster for each document, but all would wait.

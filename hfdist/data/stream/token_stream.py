@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
@@ -372,8 +371,12 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         (digest, pools, number), records = self._states[lane], sequence.records
         records["sequence"] = number
         _, num_sequences, num_tokens, num_documents = pools[pool]
-        num_documents += int(np.count_nonzero(records["first_token"] == 0))
-        after = Progress(sequence.next_place, num_sequences + 1, num_tokens + sequence.num_tokens, num_documents)
+        after = Progress(
+            sequence.next_place,
+            num_sequences + 1,
+            num_tokens + sequence.num_tokens,
+            num_documents + sequence.num_documents,
+        )
         pools = (after,) if len(pools) == 1 else (*pools[:pool], after, *pools[pool + 1 :])
         self._states[lane] = LaneState(chain(digest, records), pools, number + 1)
         if self.ledger is not None:

@@ -139,7 +139,9 @@ class _Autocast(NamedTuple):
         kind = device.type
         return cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
-    def again(self) -> torch.autocast:
+    def again(self) -> AbstractContextManager[object]:
+        if self == _Autocast.present(torch.device(self.device_type)):
+            return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled)
 
 

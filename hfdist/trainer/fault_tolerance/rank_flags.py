@@ -50,8 +50,9 @@ class RankFlags(TrainerCallback):
         self._given, self._callbacks = flags, callbacks
         self._flags = list(flags)
         self._group: dist.ProcessGroup | None = None
-        self._values = torch.zeros(len(flags), dtype=torch.int64)
-        self._work: dist.Work | None = None
+        self._values: list[int] = []
+        self._reduced: tuple[torch.Tensor, dist.Work] | None = None
+        """The reduction that runs, with its values; None: there is one rank."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Find the flags, and make the group. A collective."""
@@ -60,15 +61,18 @@ class RankFlags(TrainerCallback):
 
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Start the reduction."""
-        self._values = torch.tensor([flag.flag() for flag in self._flags], dtype=torch.int64)
+        self._values = [flag.flag() for flag in self._flags]
         if self._group is not None:
-            self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            values = torch.tensor(self._values, dtype=torch.int64)
+            self._reduced = values, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Act upon the flags."""
-        if self._work is not None:
-            self._work.wait()
-        for flag, value in zip(self._flags, self._values.tolist(), strict=True):
+        if self._reduced is not None:
+            values, work = self._reduced
+            work.wait()
+            self._values = values.tolist()
+        for flag, value in zip(self._flags, self._values, strict=True):
             if value:
                 flag.on_flag(value, state, control)
 

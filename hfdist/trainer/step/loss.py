@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -111,7 +111,8 @@ class WeightedLoss:
         trainer = self._training.trainer
         inputs = trainer._prepare_inputs(batch)
         group = self._training.engine.loss_group
-        with trainer.compute_loss_context_manager(), gathering(trainer.accelerator, group):
+        only = nullcontext() if group is None else gathering(trainer.accelerator, group)
+        with trainer.compute_loss_context_manager(), only:
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
     def of_micro_batch(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | int | None) -> torch.Tensor:
@@ -221,11 +222,8 @@ def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
 
 
 @contextmanager
-def gathering(accelerator: Accelerator, group: dist.ProcessGroup | None) -> Iterator[None]:
+def gathering(accelerator: Accelerator, group: dist.ProcessGroup) -> Iterator[None]:
     """Gather only among the group's ranks, which compute a loss at the same time: other ranks would never answer."""
-    if group is None:
-        yield
-        return
     accelerator.gather = accelerator.gather_for_metrics = partial(_gather, group)
     try:
         yield

@@ -7,7 +7,7 @@ batches, their forwards run once more beforehand, without gradients and with the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -88,13 +88,13 @@ class RouterLoss:
             self._own, self._all = torch.zeros_like(self._own), torch.zeros_like(self._all)
             self._num_steps, self._sum = 0, torch.zeros_like(self._sum)
 
-    @contextmanager
-    def training(self, hooks: TrainerHooks) -> Iterator[None]:
+    def training(self, hooks: TrainerHooks) -> AbstractContextManager[None]:
         """Put around forward and backward of a micro batch. A collective at the first of a step."""
-        if self._routers is None:
-            yield
-            return
-        self._routers.is_watching = True
+        return nullcontext() if self._routers is None else self._watching(self._routers, hooks)
+
+    @contextmanager
+    def _watching(self, routers: Routers, hooks: TrainerHooks) -> Iterator[None]:
+        routers.is_watching = True
         try:
             batches, self._batches = self._batches, []
             # A single forward tells all before its backward.
@@ -102,9 +102,9 @@ class RouterLoss:
                 self._count_beforehand(batches, hooks)
             yield
         finally:
-            self._routers.is_watching = False
+            routers.is_watching = False
             # Of blocks that were run again in the backward.
-            self._routers.take()
+            routers.take()
 
     def _count_beforehand(self, batches: list[Batch], hooks: TrainerHooks) -> None:
         self._is_counting = True

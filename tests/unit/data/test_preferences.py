@@ -43,7 +43,7 @@ def tensors(*pieces, length):
     tokens = np.concatenate([*pieces, np.full(length - sum(map(len, pieces)), ~0, dtype=np.int32)])
     filling = [length - sum(map(len, pieces))] if sum(map(len, pieces)) < length else []
     lengths = [*map(len, pieces), *filling]
-    rows = Sequence([tokens], lengths, [], Place(), length, make_records(0)).rows
+    rows = Sequence([tokens], lengths, [], Place(), length, 0, make_records(0)).rows
     return {
         name: torch.from_numpy(row)[None].long()
         for name, row in zip(("input_ids", "position_ids", "labels"), rows, strict=True)
