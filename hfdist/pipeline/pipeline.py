@@ -150,9 +150,7 @@ class Stage:
             self._weight_backwards[microbatch] = partial(graph.backward, output_gradients)
             return ()
         with self._span(Action.backward_input, microbatch=microbatch):
-            self._weight_backwards[microbatch] = backward_inputs(
-                *graph.starts(output_gradients), graph.received, self._module.parameters()
-            )
+            self._weight_backwards[microbatch] = backward_inputs(*graph.starts(output_gradients), graph.received)
             return graph.input_gradients()
 
     def backward_weight(self, microbatch: int) -> None:

@@ -87,10 +87,8 @@ def test_same_gradients_as_in_one_go(name, num_microbatches):
         roots = getattr(whole, name)(*whole.inputs)
         root_gradients = [torch.randn_like(root) for root in roots]
         torch.autograd.backward(roots, [gradient.clone() for gradient in root_gradients])
-        deferred.append(
-            backward_inputs(getattr(halved, name)(*halved.inputs), root_gradients, halved.inputs, halved.parameters)
-        )
-    assert all(parameter.grad is None for parameter in halved.parameters)
+        deferred.append(backward_inputs(getattr(halved, name)(*halved.inputs), root_gradients, halved.inputs))
+    assert all(parameter.grad is None for parameter in halved.parameters if parameter.dim() > 1)
     torch.testing.assert_close([t.grad for t in halved.inputs], [t.grad for t in whole.inputs])
     for rest in deferred:
         rest()
@@ -100,7 +98,7 @@ def test_same_gradients_as_in_one_go(name, num_microbatches):
 def test_a_loss_needs_no_gradient():
     whole, halved = Case(), Case()
     whole.chain(*whole.inputs)[0].sum().backward()
-    backward_inputs([halved.chain(*halved.inputs)[0].sum()], None, halved.inputs, halved.parameters)()
+    backward_inputs([halved.chain(*halved.inputs)[0].sum()], None, halved.inputs)()
     torch.testing.assert_close(gradients(halved), gradients(whole))
 
 
@@ -111,7 +109,7 @@ class Marker:
 def test_the_graph_is_freed_with_the_second_half():
     case, marker = Case(), Marker()
     hidden = case.first(case.inputs[0])
-    rest = backward_inputs([hidden.exp().sum()], None, case.inputs, case.parameters)
+    rest = backward_inputs([hidden.exp().sum()], None, case.inputs)
     hidden.grad_fn.metadata["probe"], kept = marker, weakref.ref(marker)
     gc.disable()
     try:
