@@ -47,6 +47,17 @@ class Case:
         bias = self.second(self.table.tanh())
         return [self.norm(x + bias), bias * 3]
 
+    def vector_on_and_beside_the_path(self, x, y, z):
+        bias = self.second(self.table.tanh())
+        return [self.norm(x + bias), self.norm(bias)]
+
+    def vector_alone_and_in_a_matrix(self, x, y, z):
+        return [self.norm(x @ (self.second.weight * self.norm.weight))]
+
+    def side_by_side(self, x, y, z):
+        hidden = self.norm(x)
+        return [self.first(hidden) * self.second(hidden)]
+
     def nothing_but_parameters(self, x, y, z):
         return [self.first(self.table)]
 
@@ -100,6 +111,22 @@ def test_a_loss_needs_no_gradient():
     whole.chain(*whole.inputs)[0].sum().backward()
     backward_inputs([halved.chain(*halved.inputs)[0].sum()], None, halved.inputs)()
     torch.testing.assert_close(gradients(halved), gradients(whole))
+
+
+def test_gradients_of_vectors_come_with_the_first_half():
+    case = Case()
+    backward_inputs([case.chain(*case.inputs)[0].sum()], None, case.inputs)
+    has_gradient = {name for name in ("norm", "first", "second") if getattr(case, name).weight.grad is not None}
+    assert has_gradient == {"norm"}
+
+
+@pytest.mark.parametrize(("name", "number"), [("side_by_side", 1), ("chain", 2)])
+def test_branches_that_cannot_reach_each_other_share_a_call(monkeypatch, name, number):
+    case, calls, backward = Case(), [], torch.autograd.backward
+    rest = backward_inputs([getattr(case, name)(*case.inputs)[0].sum()], None, case.inputs)
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args, **named: calls.append(backward(*args, **named)))
+    rest()
+    assert len(calls) == number
 
 
 class Marker:
