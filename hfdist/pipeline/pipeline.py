@@ -22,7 +22,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.routers import COUNTED
 from hfdist.pipeline.schedule import FORWARDS, Instruction, Operation, plan, receive_early
 from hfdist.pipeline.split_backward import backward_inputs
-from hfdist.pipeline.stage_io import Header, P2PChannel, unpack
+from hfdist.pipeline.stage_io import Header, P2PChannel, tensors_of, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.pipeline.whole_model import make_whole
@@ -125,7 +125,7 @@ class Stage:
                 incoming = header.pack(received)
             value = self._module.run(partial(_call, self._step.loss, self._step.microbatches[microbatch]), incoming)
             side = self._step.side_loss()
-        outputs = (value,) if self.is_last else tuple(_sendable(tensor) for tensor in unpack(value)[1])
+        outputs = (value,) if self.is_last else tuple(map(_sendable, tensors_of(value)))
         if torch.is_grad_enabled():
             roots = [tensor for tensor in outputs if tensor.requires_grad]
             self._graphs[microbatch] = _Graph(received, roots, [] if side is None or not side.requires_grad else [side])
@@ -150,9 +150,7 @@ class Stage:
             self._weight_backwards[microbatch] = partial(graph.backward, output_gradients)
             return ()
         with self._span(Action.backward_input, microbatch=microbatch):
-            self._weight_backwards[microbatch] = backward_inputs(
-                *graph.starts(output_gradients), graph.received, self._module.parameters()
-            )
+            self._weight_backwards[microbatch] = backward_inputs(*graph.starts(output_gradients), graph.received)
             return graph.input_gradients()
 
     def backward_weight(self, microbatch: int) -> None:

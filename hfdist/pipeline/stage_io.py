@@ -6,11 +6,12 @@ import json
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from hfdist.collectives import device_of
 from hfdist.pipeline.sends import Sends
@@ -84,7 +85,7 @@ class Header:
     leaves: tuple[object, ...]
     """A TensorMeta for each tensor, an Absent, or a plain value."""
 
-    @property
+    @cached_property
     def metas(self) -> tuple[TensorMeta, ...]:
         """Metadata of the tensors, in the order in which they travel."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
@@ -107,17 +108,22 @@ class Header:
         return cls(treespec_loads(spec), tuple(_leaf_from_json(leaf) for leaf in leaves))
 
 
+def tensors_of(activations: Activations) -> tuple[torch.Tensor, ...]:
+    """Give the tensors, in the order in which they travel."""
+    values = tree_leaves((activations.outputs, activations.entries))
+    return tuple(value for value in values if isinstance(value, torch.Tensor))
+
+
 def unpack(activations: Activations) -> tuple[Header, tuple[torch.Tensor, ...]]:
     """Take activations apart for sending."""
     values, spec = tree_flatten((activations.outputs, activations.entries))
-    tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
     leaves = tuple(
         TensorMeta(shape=tuple(value.shape), dtype=value.dtype, requires_grad=value.requires_grad)
         if isinstance(value, torch.Tensor)
         else value
         for value in values
     )
-    return Header(spec, leaves), tensors
+    return Header(spec, leaves), tensors_of(activations)
 
 
 class P2PChannel:

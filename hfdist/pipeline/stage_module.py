@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -242,29 +243,24 @@ class StageForward:
         return Activations(outputs, entries)
 
     def _earlier(self, place: BlockPlace, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        hidden = next(chain.from_iterable(map(_tensors, (*args, *kwargs.values()))))
         device = hidden.device
         sent = self._incoming.outputs.get(str(place))
         if sent is not None:
             self._deliver_entries(args, kwargs)
             # A copy: some models write into what a block returned, but a leaf of the graph must not change.
-            return tree_map_only(
-                (torch.Tensor, Absent),
-                lambda leaf: leaf.poison(device) if isinstance(leaf, Absent) else leaf.clone(),
-                sent,
-            )
+            return _replace(lambda leaf: leaf.poison(device) if isinstance(leaf, Absent) else leaf.clone(), sent)
         alike = (value for at, value in self._incoming.outputs.items() if at.endswith(f".{place.part}"))
-        return tree_map_only((torch.Tensor, Absent), lambda leaf: _poisoned(leaf, device), next(alike, hidden))
+        return _replace(lambda leaf: _poisoned(leaf, device), next(alike, hidden))
 
     def _own(
         self, place: BlockPlace, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
-        before = {name: dict(_items(container)) for name, container in _containers(args, kwargs)}
+        before = [(name, container, dict(_items(container))) for name, container in _containers(args, kwargs)]
         output = block(*args, **kwargs)
-        for name, container in _containers(args, kwargs):
-            known = before.get(name, {})
+        for name, container, known in before:
             for key, value in _items(container):
-                if known.get(key) is not value and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+                if known.get(key) is not value and _tensors(value):
                     self._entries.setdefault(name, {})[key] = value
         self._remember(place, output)
         return output
@@ -292,19 +288,33 @@ def _keep_first(output: object, number: int | None) -> object:
     """Keep the first floating-point tensors, or all. Other types always travel: NaN cannot take their place."""
     num_seen = 0
 
-    def kept(tensor: torch.Tensor) -> torch.Tensor | Absent:
+    def kept(tensor: torch.Tensor | Absent) -> torch.Tensor | Absent:
         nonlocal num_seen
-        if number is None or not tensor.is_floating_point():
+        if number is None or isinstance(tensor, Absent) or not tensor.is_floating_point():
             return tensor
         num_seen += 1
         return tensor if num_seen <= number else Absent(tuple(tensor.shape), tensor.dtype)
 
-    return tree_map_only(torch.Tensor, kept, output)
+    return _replace(kept, output)
 
 
 def _versions(output: object) -> list[int]:
     """Give torch's version counters, which grow when a tensor is written into."""
-    return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return [tensor._version for tensor in _tensors(output)]
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    # Most values are a tensor, which needs no walk.
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _replace(function: Callable[[torch.Tensor | Absent], object], value: object) -> object:
+    """Call a function on each tensor, and on what stands for one."""
+    if isinstance(value, (torch.Tensor, Absent)):
+        return function(value)
+    return tree_map_only((torch.Tensor, Absent), function, value)
 
 
 def _poisoned(leaf: torch.Tensor | Absent, device: torch.device) -> torch.Tensor:

@@ -47,6 +47,17 @@ class Case:
         bias = self.second(self.table.tanh())
         return [self.norm(x + bias), bias * 3]
 
+    def vector_on_and_beside_the_path(self, x, y, z):
+        bias = self.second(self.table.tanh())
+        return [self.norm(x + bias), self.norm(bias)]
+
+    def vector_alone_and_in_a_matrix(self, x, y, z):
+        return [self.norm(x @ (self.second.weight * self.norm.weight))]
+
+    def side_by_side(self, x, y, z):
+        hidden = self.norm(x)
+        return [self.first(hidden) * self.second(hidden)]
+
     def nothing_but_parameters(self, x, y, z):
         return [self.first(self.table)]
 
@@ -87,10 +98,8 @@ def test_same_gradients_as_in_one_go(name, num_microbatches):
         roots = getattr(whole, name)(*whole.inputs)
         root_gradients = [torch.randn_like(root) for root in roots]
         torch.autograd.backward(roots, [gradient.clone() for gradient in root_gradients])
-        deferred.append(
-            backward_inputs(getattr(halved, name)(*halved.inputs), root_gradients, halved.inputs, halved.parameters)
-        )
-    assert all(parameter.grad is None for parameter in halved.parameters)
+        deferred.append(backward_inputs(getattr(halved, name)(*halved.inputs), root_gradients, halved.inputs))
+    assert all(parameter.grad is None for parameter in halved.parameters if parameter.dim() > 1)
     torch.testing.assert_close([t.grad for t in halved.inputs], [t.grad for t in whole.inputs])
     for rest in deferred:
         rest()
@@ -100,8 +109,24 @@ def test_same_gradients_as_in_one_go(name, num_microbatches):
 def test_a_loss_needs_no_gradient():
     whole, halved = Case(), Case()
     whole.chain(*whole.inputs)[0].sum().backward()
-    backward_inputs([halved.chain(*halved.inputs)[0].sum()], None, halved.inputs, halved.parameters)()
+    backward_inputs([halved.chain(*halved.inputs)[0].sum()], None, halved.inputs)()
     torch.testing.assert_close(gradients(halved), gradients(whole))
+
+
+def test_gradients_of_vectors_come_with_the_first_half():
+    case = Case()
+    backward_inputs([case.chain(*case.inputs)[0].sum()], None, case.inputs)
+    has_gradient = {name for name in ("norm", "first", "second") if getattr(case, name).weight.grad is not None}
+    assert has_gradient == {"norm"}
+
+
+@pytest.mark.parametrize(("name", "number"), [("side_by_side", 1), ("chain", 2)])
+def test_branches_that_cannot_reach_each_other_share_a_call(monkeypatch, name, number):
+    case, calls, backward = Case(), [], torch.autograd.backward
+    rest = backward_inputs([getattr(case, name)(*case.inputs)[0].sum()], None, case.inputs)
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args, **named: calls.append(backward(*args, **named)))
+    rest()
+    assert len(calls) == number
 
 
 class Marker:
@@ -111,7 +136,7 @@ class Marker:
 def test_the_graph_is_freed_with_the_second_half():
     case, marker = Case(), Marker()
     hidden = case.first(case.inputs[0])
-    rest = backward_inputs([hidden.exp().sum()], None, case.inputs, case.parameters)
+    rest = backward_inputs([hidden.exp().sum()], None, case.inputs)
     hidden.grad_fn.metadata["probe"], kept = marker, weakref.ref(marker)
     gc.disable()
     try:
