@@ -34,6 +34,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average gradients, or their shards, over the ranks of `group`; see `sum_gradients`."""
+    if dist.get_world_size(group) == 1:
+        return
     divide_gradients(parameters, dist.get_world_size(group))
     sum_gradients(parameters, group)
 
