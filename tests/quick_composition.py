@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ _whole = compose.compose_untyped
 
 
 @functools.cache
-def _merged(name: str, groups: tuple[str, ...], folder: Path) -> Any:
+def _merged(name: str, groups: tuple[str, ...], folder: Path) -> bytes:
     """Args: folder: the shipped one, which is found once more."""
-    return _whole(compose.make_request(name, groups, None))
+    # A copy by pickle takes a fifth of that by deepcopy.
+    return pickle.dumps(_whole(compose.make_request(name, groups, None)))
 
 
 @functools.cache
@@ -34,7 +35,7 @@ def _quick(request: Any) -> Any:
     if len(request.folders) > 1:
         return _whole(request)
     try:
-        config = copy.deepcopy(_merged(request.config_name, groups, request.folders[0]))
+        config = pickle.loads(_merged(request.config_name, groups, request.folders[0]))
         parsed = [_parsed(one) for one in rest]
         assert OmegaConf.get_type(config) is compose.RunConfig
     except Exception:
