@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -15,6 +16,12 @@ from omegaconf import OmegaConf
 from hfdist.config.composition import compose
 
 _whole = compose.compose_untyped
+_map_choices = defaults_list._create_interpolation_map
+
+
+def _map_choices_if_asked(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
+    """Hydra makes the map of all choices for each file, a fifth of its time, and few files refer to one."""
+    return _map_choices(overrides, defaults, self_added) if any(one.is_interpolation() for one in defaults) else None
 
 
 @functools.cache
@@ -54,3 +61,4 @@ def _quick(request: Any) -> Any:
 def quick_composition(patch: pytest.MonkeyPatch) -> None:
     """Put single keys into a copy of what Hydra has merged, by Hydra's own function, as long as `patch` lasts."""
     patch.setattr(compose, "compose_untyped", _quick)
+    patch.setattr(defaults_list, "_create_interpolation_map", _map_choices_if_asked)
