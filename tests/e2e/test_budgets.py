@@ -37,7 +37,7 @@ def test_a_run_whose_budget_is_used_up_is_not_started_again(tmp_path, cache_dir,
     assert float(proposed[1]) > record.max_steps * record.seconds / 3600
 
     # A launcher that starts again after each failure.
-    options = ("--standalone", "--nproc-per-node", 1, "--max-restarts", 1)
+    options = ("--standalone", "--nproc-per-node", 2, "--max-restarts", 1)
     torchrun = Path(torch.distributed.run.__file__)
     done = run_forked(*options, RECIPE, *BUDGET, cwd=tmp_path, script=torchrun)
     assert done.returncode != 0
