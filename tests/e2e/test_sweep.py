@@ -6,14 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from hfdist import __main__ as command
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.trials import TrialLog
-from tests.e2e.forked import run_forked
 
 pytestmark = pytest.mark.e2e
 
@@ -36,8 +33,9 @@ def train_again(folder, said):
     """Follow what a sweep says in its end, and give the run folder."""
     (again,) = [line for line in said.splitlines() if line.endswith("# trains the best one again")]
     words = shlex.split(again.removeprefix("  hfdist "), comments=True)
-    replay = run_forked(*words, cwd=folder, script=Path(command.__file__))
-    assert replay.returncode == 0, replay.stderr
+    replay = hfdist(folder, *words)
+    _, problem = replay.communicate(timeout=60)
+    assert replay.returncode == 0, problem
     return (folder / words[-1]).parent / "best"
 
 
@@ -47,13 +45,13 @@ def losses_of(run):
 
 @pytest.mark.many  # the sweep below is one of real runs, too; side by side and locks are tried in tests/unit
 def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
-    words = ("sweep", "sweep=grid", "run.name=grid", *TINY, "strategy=choice(ddp,zero1)", "launch.processes=2",
+    command = ("sweep", "sweep=grid", "run.name=grid", *TINY, "strategy=choice(ddp,zero1)", "launch.processes=2",
                "train.max_steps=3", "checkpoint=none", "sweep.slots=2")  # fmt: skip
-    sweep = hfdist(tmp_path, *words)
+    sweep = hfdist(tmp_path, *command)
     while not (tmp_path / "runs/grid/sweep.jsonl").is_file():
         assert sweep.poll() is None, sweep.communicate()
         time.sleep(0.1)
-    second = hfdist(tmp_path, *words)
+    second = hfdist(tmp_path, *command)
     _, problem = second.communicate(timeout=60)
     assert second.returncode == 2
     assert "run.lock" in problem or "another run" in problem
@@ -68,18 +66,18 @@ def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
 
 
 def test_the_best_trial_goes_on_from_its_checkpoint_also_after_a_stop(tmp_path):
-    words = ("sweep", "sweep=asha", "run.name=asha", *TINY, "optimizer.schedule=wsd", "train.max_steps=6",
+    command = ("sweep", "sweep=asha", "run.name=asha", *TINY, "optimizer.schedule=wsd", "train.max_steps=6",
                "optimizer.warmup_steps=2", "optimizer.warmup_fraction=null", "train.eval_every=null",
                "sweep.trials=2", "sweep.rungs=2", "sweep.factor=2",
                "optimizer.lr=tag(log, interval(1e-4, 1e-1))")  # fmt: skip
-    sweep = hfdist(tmp_path, *words)
+    sweep = hfdist(tmp_path, *command)
     while not any(trial.results for trial in TrialLog(tmp_path / "runs/asha").trials):
         assert sweep.poll() is None, sweep.communicate()
         time.sleep(0.1)
     sweep.send_signal(signal.SIGTERM)
     _, problem = sweep.communicate(timeout=60)
     assert sweep.returncode == 75, problem
-    sweep = hfdist(tmp_path, *words)
+    sweep = hfdist(tmp_path, *command)
     said, problem = sweep.communicate(timeout=120)
     assert sweep.returncode == 0, problem
     trials = TrialLog(tmp_path / "runs/asha").trials
@@ -95,12 +93,12 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_after_a_stop(tmp_path):
 @pytest.mark.many  # the sweep above trains again, too; members and changes are tried in tests/unit/sweep
 def test_the_best_member_of_a_population_is_trained_again_as_one_run(tmp_path):
     """Its history becomes `optimizer.changes`, and the losses are the same, bit by bit."""
-    words = ("sweep", "sweep=pbt", "run.name=pbt", *TINY, "optimizer.schedule=constant", "train.max_steps=6",
+    command = ("sweep", "sweep=pbt", "run.name=pbt", *TINY, "optimizer.schedule=constant", "train.max_steps=6",
                "optimizer.warmup_steps=1", "optimizer.warmup_fraction=null", "train.eval_every=null",
                "sweep.trials=2", "sweep.generations=3", "sweep.slots=2",
                "sweep.seed=8",  # the first rates are too small, and the factors for the changed members 1.25
                "optimizer.lr=tag(log, interval(1e-5, 1e-2))", "optimizer.weight_decay=interval(0.01, 0.1)")  # fmt: skip
-    sweep = hfdist(tmp_path, *words)
+    sweep = hfdist(tmp_path, *command)
     said, problem = sweep.communicate(timeout=170)
     assert sweep.returncode == 0, problem
     ours = losses_of(train_again(tmp_path, said))
