@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import hfdist
@@ -32,3 +33,12 @@ def import_all() -> None:
         importlib.import_module(name)
     # transformers makes the table of all types at its first use: a third of a second of each rank.
     get_checkpoint_conversion_mapping("llama")
+    quicken_agent()
+
+
+def quicken_agent() -> None:
+    """Let torch's agent not look up by which method it logs, among all modules for each frame of pytest's stack.
+
+    Of each launch it is a second, and nobody reads that log.
+    """
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import inspect
 import re
@@ -146,7 +147,11 @@ def find_uses() -> dict[str, set[str]]:
     A name belongs to another package where nothing in hfdist defines or assigns it. It is used as an attribute, in an
     import, or as a string: given to `getattr` and the like, in brackets, or in a tuple, list or set.
     """
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would look through half a million nodes again and again
     trees = {path: ast.parse(path.read_text()) for path in sorted(HFDIST.rglob("*.py"))}
+    if was_enabled:
+        gc.enable()
     own = {name for tree in trees.values() for name in _defined(tree)} | NOT_PRIVATE
     uses: dict[str, set[str]] = {}
     for path, tree in trees.items():

@@ -16,7 +16,6 @@ from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "pretrain.py"
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 LAUNCHER = Path(accelerate.commands.launch.__file__)
 
 SMALL = ("model=tiny", "data.sequence_length=64", "data.eval_sequences=8", "train.max_steps=4", "report=quiet",
@@ -66,11 +65,15 @@ def fork_ranks(patch):
     patch.setattr(launch, "_run_rank", run_rank)
 
 
-def test_two_processes_train_and_resume(tmp_path, cache_dir):
-    """The second start is by `launch.processes`: its ranks are new processes, which get the command pickled."""
-    config = ROOT / "conf" / "launch" / "cpu_2.yaml"
+def test_two_processes_train_and_resume(tmp_path, cache_dir, monkeypatch):
+    """The ranks of the second start are new processes, which get the command pickled.
+
+    Those of a real `accelerate launch` are in test_preemption.py.
+    """
     settings = ("strategy=zero2", "run.name=first", *SMALL)
-    code, output = run([*LAUNCH, "--config_file", config, RECIPE, *settings], tmp_path)
+    with monkeypatch.context() as patch:
+        fork_ranks(patch)
+        code, output = forked(tmp_path, "launch.processes=2", *settings)
     assert code == 0, output
     assert "2 processes: data 2" in output
     assert output.count("held-out loss") == 1, "only rank 0 reports"

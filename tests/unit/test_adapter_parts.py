@@ -15,8 +15,9 @@ from hfdist.models.build import try_adapter
 from hfdist.models.expert_factors import use_factors
 from hfdist.models.experts import num_experts
 from hfdist.models.quantize import packed_shapes
+from tests.marks import many
 from tests.unit.test_adapter import build, compose, logits, save_adapter, shake
-from tests.zoo.models import TYPES, make_model, tiny_batch, tiny_config, tiny_model
+from tests.zoo.models import SAMPLE, TYPES, make_model, tiny_batch, tiny_config, tiny_model
 
 ATTENTION, EXPERTS, ROUTERS = AdapterPart.attention, AdapterPart.experts, AdapterPart.routers
 UNREACHED = {
@@ -34,8 +35,9 @@ def meant(names, ends):
     return {name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)}
 
 
-def test_names_reach_all_matrices_of_a_part_and_nothing_else_in_every_type():
-    for model_type in TYPES:
+@pytest.mark.parametrize("types", [pytest.param({*SAMPLE, *UNREACHED}, id="sample"), many(TYPES, id="every type")])
+def test_names_reach_all_matrices_of_a_part_and_nothing_else(types):
+    for model_type in types:
         with torch.device("meta"), no_init_weights():
             model = make_model(model_type, tiny_config(model_type, 6))
         matrices = find_matrices(model)

@@ -16,6 +16,7 @@ from hfdist.config.cli import process_end
 from hfdist.errors import ConfigError, PeerError
 from hfdist.launch import launch
 from hfdist.processes.stop_signals import STOP_SIGNALS
+from tests.imports import quicken_agent
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(autouse=True)
 def _quick_and_clean(monkeypatch):
     """Forks have imported torch already; what the agent writes into the environment is taken back."""
+    quicken_agent()
     monkeypatch.setattr(launch, "START_METHOD", "fork")
     for name in ("TORCHELASTIC_SIGNALS_TO_HANDLE", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")

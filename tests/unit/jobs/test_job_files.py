@@ -21,6 +21,7 @@ from hfdist.records import read_run
 from hfdist.tools.jobs import on_ray
 from hfdist.tools.jobs.job import AGAIN
 from hfdist.tools.jobs.slurm import write_slurm
+from tests.marks import many
 from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
 
 SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")
@@ -115,7 +116,9 @@ def test_the_machines_of_a_slurm_job_meet_at_the_first(tmp_path, monkeypatch):
         (75, "RUNNING", True, ("cluster.image=image",)),
         (6, "RUNNING", True, ()),
         (75, "COMPLETING", False, ()),
-        *((code, "RUNNING", False, ()) for code in (0, 2, 3, 4, 5, 7, 8)),
+        *((code, "RUNNING", False, ()) for code in (0, 2)),
+        # The script has the list of those that are tried again.
+        *(many(code, "RUNNING", False, ()) for code in (3, 4, 5, 7, 8)),
     ],
 )
 def test_a_slurm_job_is_requeued_by_the_record(tmp_path, monkeypatch, code, state, is_requeued, more):
