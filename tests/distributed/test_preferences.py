@@ -106,7 +106,12 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, model, cache_dir, name):
     overrides = [f"task={task}", *(f"task.{key}={value}" for key, value in own.items())]
     if task == "kto":
         # kl is that of a step, and answers change places in a sequence.
-        overrides += ["train.global_batch_size=1", "data.lanes=1", f"data.sequence_length={4 * ANSWER_TOKENS}"]
+        overrides += [
+            "train.global_batch_size=1",
+            "train.micro_batch_size=1",
+            "data.lanes=1",
+            f"data.sequence_length={4 * ANSWER_TOKENS}",
+        ]
     run = tune(tmp_path / "ours", model, rows, 1, *overrides)
     config = make_config(tmp_path / "read", model, rows, *overrides)
     steps = run_ranks(read_answers, 1, config, group=False)[0]
