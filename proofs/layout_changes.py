@@ -42,6 +42,7 @@ COMMON = (
     "model.tokenizer.vocab_size=301",
     "data.sequence_length=32",
     "data.eval_sequences=8",
+    "train.micro_batch_size=1",
     f"train.max_steps={END}",
     # Below the norm of every gradient, so that all steps are clipped.
     "train.max_grad_norm=0.5",

@@ -28,6 +28,7 @@ COMMON = (
     "checkpoint.every=1",
     f"checkpoint.keep={NUM_STEPS}",
     "data.eval_sequences=2",
+    "train.micro_batch_size=1",
     # Adam divides by it where a gradient is by chance almost zero: with 1e-8 the rounding of one element, of millions,
     # can come out 300 times as large in its weight.
     "optimizer.eps=1e-6",

@@ -1,8 +1,10 @@
 """What a run imports, imported once before tests fork ranks and recipes: else each of them takes seconds for it."""
 
+import functools
 import importlib
 import pkgutil
 
+import accelerate.utils.imports
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -18,8 +20,10 @@ IMPORTED_LATE = (
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.pipelining.schedules",
     "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.t5.modeling_t5",
 )
 
@@ -31,6 +35,8 @@ def import_all() -> None:
             importlib.import_module(module.name)
     for name in IMPORTED_LATE:
         importlib.import_module(name)
+    # accelerate reads the metadata of a package at each question, some 20 times in a Trainer of TRL's.
+    accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
     # transformers makes the table of all types at its first use: a third of a second of each rank.
     get_checkpoint_conversion_mapping("llama")
     quicken_agent()

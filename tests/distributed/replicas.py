@@ -24,7 +24,8 @@ from tests.distributed.runs import SMALL
 
 SAVED, KILLED, END = 4, 6, 8
 """Steps: of the checkpoint on the disk, of the kill, and of the end."""
-SETTINGS = (*SMALL, *COMMON, f"train.max_steps={END}", "checkpoint=default", f"checkpoint.every={SAVED}")
+SETTINGS = (*SMALL, *COMMON, "model.config.num_hidden_layers=2", "train.micro_batch_size=2", f"train.max_steps={END}",
+            "checkpoint=default", f"checkpoint.every={SAVED}")  # fmt: skip
 
 
 class DiesAfter(TrainerCallback):
@@ -35,8 +36,9 @@ class DiesAfter(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **named):
         """Before each step."""
+        # At each step: a replica that is due while another is written is left out.
+        self._run.trainer.checkpointer.wait()
         if state.global_step == self._step:
-            self._run.trainer.checkpointer.wait()
             gather_json("all are here")
             os.kill(os.getpid(), signal.SIGKILL)
 

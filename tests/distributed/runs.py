@@ -16,11 +16,11 @@ from recipes.pretrain import main
 SMALL = (
     "model=tiny",
     "data.sequence_length=64",
-    "data.eval_sequences=16",
+    "data.eval_sequences=8",
     "data.workers=0",
     "train.max_steps=20",
     "train.global_batch_size=8",
-    "train.micro_batch_size=1",
+    "train.micro_batch_size=2",
     "optimizer.lr=3e-3",
     "optimizer.warmup_steps=2",
     "checkpoint=none",

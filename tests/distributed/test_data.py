@@ -85,7 +85,7 @@ def test_batches_without_targets_take_no_step_and_are_not_the_end(tmp_path, sour
     """With fewer sequences in a batch than lanes, some batches are only of lanes that have ended."""
     settings = (*sources, "+data.sources.a.epochs=1", "+data.sources.b.epochs=1", "train.max_steps=1000")
     settings = (*settings, "data.sequence_length=512", "train.global_batch_size=2", "checkpoint=default")
-    settings = (*settings, "checkpoint.every=1000", "strategy=ddp")
+    settings = (*settings, "train.micro_batch_size=1", "checkpoint.every=1000", "strategy=ddp")
     folder = pretrain(tmp_path, 2, *settings)
     run = open_past_run(folder, compose_config([*SMALL, f"run.dir={folder}", *settings]))
     num_steps = len(losses(folder))

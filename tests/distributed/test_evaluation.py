@@ -129,7 +129,7 @@ def test_a_run_stops_early_and_does_so_again_when_it_is_resumed(tmp_path, cache_
 def test_the_best_model_is_exported(tmp_path, cache_dir):
     explode = ("optimizer.lr=3e-1", "optimizer.schedule=constant", "optimizer.warmup_steps=2", "train.max_steps=6")
     run = pretrain(
-        tmp_path, 2, "strategy=zero3", *explode, "checkpoint=default", "checkpoint.every=1",
+        tmp_path, 2, "strategy=zero2", *explode, "checkpoint=default", "checkpoint.every=1",
         "checkpoint.keep=1", "checkpoint.keep_best=true", "train.eval_every=1", "evaluate.export=best",
         "data.workers=0", "data.eval_sequences=4",
     )  # fmt: skip

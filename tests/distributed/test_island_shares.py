@@ -39,10 +39,10 @@ def audit(folders, *keys):
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [
-        many(1, ("strategy=single",)),
-        (2, ("strategy=ddp", "islands=streaming", "islands.fragments=1", "islands.overlap=1")),
+        (1, ("strategy=single", "islands=streaming", "islands.fragments=1", "islands.overlap=1")),
+        many(2, ("strategy=ddp",)),
     ],
-    ids=["single", "ddp, with overlap"],
+    ids=["single, with overlap", "ddp"],
 )
 def test_what_a_lost_island_had_to_read_the_others_do(tmp_path, num_ranks, layout):
     sign = tmp_path / "is there"

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.distributed
 
 SAVING = ("checkpoint=default", "checkpoint.every=3", "train.max_steps=13", "train.micro_batch_size=2")
 
-LAYOUTS = [("single", 1), many("ddp", 2), many("zero3", 2), many("tensor", 2), ("pipeline_zero1", 4)]
+LAYOUTS = [
+    *(("single", 1), ("ddp", 2), many("zero3", 2), many("tensor", 2)),
+    *(("pipeline", 2), many("pipeline_zero1", 4)),
+]
 
 
 # Two steps that no run can take; the last data rank has the wrong loss.
@@ -62,7 +65,7 @@ def test_a_step_is_skipped_where_whole_parameters_are_stepped_in_the_place_of_ro
 
 @pytest.mark.parametrize(("strategy", "num_processes"), LAYOUTS)
 def test_all_ranks_skip_the_same_steps_and_go_back_together(single, tmp_path, strategy, num_processes):
-    num_replicas = {"pipeline_zero1": 2, "tensor": 1}.get(strategy, num_processes)
+    num_replicas = {"pipeline_zero1": 2, "pipeline": 1, "tensor": 1}.get(strategy, num_processes)
     faults = (*UNTAKEN, PASSING, *([FLIPPED] if num_replicas > 1 else []))
     settings = (f"strategy={strategy}", "train.compare_replicas_every=5", *SAVING)
     said = pretrain_with(faults, tmp_path, num_processes, *settings)
@@ -156,7 +159,8 @@ def test_half_precision_skips_too(cache_dir, tmp_path, strategy):
 def test_a_loss_scale_that_cannot_help_comes_to_an_end(cache_dir, tmp_path):
     glitch = Fault(Kind.nan_loss, (2,))
     never = Fault(Kind.infinite_gradient, tuple(range(4, 60)), times=ALWAYS)
-    settings = ("train.precision=fp16", "checkpoint=default", "checkpoint.every=3", "train.max_rollbacks=1")
+    settings = ("train.precision=fp16", "train.micro_batch_size=8", "checkpoint=default", "checkpoint.every=3",
+                "train.max_rollbacks=1")  # fmt: skip
     with pytest.raises(RankFailed, match=r"NumericsError[\s\S]*the run has gone back 1 times"):
         pretrain_with([glitch, never], tmp_path, 1, "strategy=single", "train.max_steps=60", *settings)
     lines = {line["step"]: line for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line}

@@ -209,18 +209,18 @@ FROM_THE_START = "keeps a state from its construction on, made by a subclass"
 # Every optimizer in one of these three; with MORE, every layout has those that it could get wrong.
 CHOSEN = [
     ("zero3", [SCHEDULE, FROM_THE_START]),
-    ("fsdp2", ["schedule-free", "stepped before", *OF_WHOLE_MATRICES]),
-    ("pipeline", [PLAIN, NUMBER, "Adafactor"]),
+    ("fsdp2", ["schedule-free", *OF_WHOLE_MATRICES]),
+    ("pipeline", [PLAIN, NUMBER, "stepped before"]),
 ]
 MORE = [
     ("ddp", ["schedule-free", *OF_WHOLE_MATRICES]),
     ("zero1", [PLAIN, "schedule-free", *OF_WHOLE_MATRICES]),
     ("zero2", [SCHEDULE, FROM_THE_START, *OF_WHOLE_MATRICES]),
     ("zero3", ["stepped before", NUMBER, *OF_WHOLE_MATRICES]),
-    ("fsdp2", [SCHEDULE, FROM_THE_START]),
+    ("fsdp2", [SCHEDULE, FROM_THE_START, "stepped before"]),
     ("tensor", [NUMBER, "Adafactor"]),
     ("fsdp2 and tensor", ["Adafactor"]),
-    ("pipeline", ["stepped before", "Muon"]),
+    ("pipeline", ["Adafactor", "Muon"]),
     ("pipeline_zero1", [SCHEDULE, FROM_THE_START, *OF_WHOLE_MATRICES]),
 ]
 

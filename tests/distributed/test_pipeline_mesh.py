@@ -52,13 +52,17 @@ class Case:
 
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-# Trained by the Trainer: pipelines with FSDP2 and with context in test_layouts.py and test_tensor.py.
+# Trained by the Trainer: pipelines with FSDP2 and with tensor ranks in test_layouts.py and test_tensor.py.
 CASES = {
-    "backwards in halves, experts": Case("mixtral", "interleaved_zero_bubble"),
+    "backwards in halves, experts, recomputed": Case(
+        "mixtral", "interleaved_zero_bubble", FSDP | EXPERT, checkpointing=True
+    ),
+    "context by gathering, recomputed": Case("llama", layout=GATHER, fields=TIED, checkpointing=True),
     "a rank with nothing to train": Case("llama", frozen=("embed_tokens", *(f"layers.{i}." for i in range(3)))),
-    "4d": Case("qwen3_moe", layout=FSDP | TENSOR | EXPERT, num_ranks=8, checkpointing=True),
 }
 MORE_CASES = {
+    "4d": Case("qwen3_moe", layout=FSDP | TENSOR | EXPERT, num_ranks=8, checkpointing=True),
+    "backwards in halves, whole experts": Case("mixtral", "interleaved_zero_bubble"),
     "tied, in a V": Case("gpt2", "zbv"),
     "replicas of whole stages": Case("qwen3", "dualpipev", HSDP),
     "replicas of whole stages, tied": Case("gpt2", "dualpipev", HSDP),
@@ -72,7 +76,6 @@ MORE_CASES = {
     "the embedding on every stage": Case("gemma3n_text"),
     "the pipeline alone": Case("llama", layout=FSDP | {"pipeline": 4}),
     "tensor, untied, over and over": Case("qwen3", "interleaved_1f1b", TENSOR, fields=UNTIED),
-    "context by gathering, recomputed": Case("llama", layout=GATHER, fields=TIED, checkpointing=True),
     "3d, experts": Case("mixtral", "interleaved_zero_bubble", FSDP | TENSOR, num_ranks=8),
     "experts, in a V": Case("mixtral", "zbv", EXPERT),
     "experts, shared ones, over and over": Case("deepseek_v3", "interleaved_1f1b", FSDP | EXPERT, num_ranks=8),
@@ -199,7 +202,7 @@ def run_cases(cases):
 
 def check_cases(cases):
     """All cases of a size in one process group."""
-    for size in (NUM_RANKS, 2 * NUM_RANKS):
+    for size in sorted({case.num_ranks for case in cases.values()}):
         own = {name: case for name, case in cases.items() if case.num_ranks == size}
         of_ranks = run_ranks(run_cases, size, own, timeout_seconds=800)
         worst = {name: max(of_rank[name] for of_rank in of_ranks) for name in own}

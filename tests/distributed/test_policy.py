@@ -41,11 +41,12 @@ def lines(run):
         # A run begins in it, below.
         many("grpo", "pipeline", 2),
         ("rloo", "fsdp2", 2),
-        many("rloo", "3d", 8),
+        many("rloo", "3d train.micro_batch_size=1", 8),
     ],
 )
 def test_a_layout_changes_nothing(single, tmp_path, policy, sums, task, strategy, num_ranks):
-    run, reference = run_task(tmp_path, policy, sums, task, num_ranks, *BETA, f"strategy={strategy}"), single[task]
+    layout = f"strategy={strategy}".split()
+    run, reference = run_task(tmp_path, policy, sums, task, num_ranks, *BETA, *layout), single[task]
     for ours, theirs in zip(lines(run), lines(reference), strict=True):
         for name in ("reward", "reward_std", "rewards/arithmetic", "completion_tokens", "cut_off"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name

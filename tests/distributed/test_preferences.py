@@ -65,12 +65,12 @@ def check_equal(run, reference):
         *(
             many("dpo", "zero3", 2),
             ("dpo", "pipeline strategy.schedule=zbv", 2),
-            many("dpo", "3d", 8),
+            many("dpo", "3d train.micro_batch_size=1", 8),
             ("dpo", "fsdp2", 2),
         ),
         *(many("kto", "pipeline", 2), ("kto", "zero2", 2), many("kto", "tensor", 2), many("kto", "fsdp2", 2)),
         *(many("reward", "ddp", 2), ("reward", "pipeline", 2), many("reward", "zero3", 2), ("reward", "tensor", 2)),
-        *(many("reward", "fsdp2 strategy.tensor=2", 4), many("kto", "pipeline_zero1", 4)),
+        *(many("reward", "fsdp2 strategy.tensor=2", 4), many("kto", "pipeline_zero1 train.micro_batch_size=1", 4)),
     ],
 )
 def test_a_layout_changes_nothing(single, tmp_path, model, rows, task, strategy, num_ranks):
@@ -106,7 +106,12 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, model, cache_dir, name):
     overrides = [f"task={task}", *(f"task.{key}={value}" for key, value in own.items())]
     if task == "kto":
         # kl is that of a step, and answers change places in a sequence.
-        overrides += ["train.global_batch_size=1", "data.lanes=1", f"data.sequence_length={4 * ANSWER_TOKENS}"]
+        overrides += [
+            "train.global_batch_size=1",
+            "train.micro_batch_size=1",
+            "data.lanes=1",
+            f"data.sequence_length={4 * ANSWER_TOKENS}",
+        ]
     run = tune(tmp_path / "ours", model, rows, 1, *overrides)
     config = make_config(tmp_path / "read", model, rows, *overrides)
     steps = run_ranks(read_answers, 1, config, group=False)[0]

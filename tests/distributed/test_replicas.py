@@ -15,7 +15,7 @@ from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing import checkpointer
 from hfdist.verify.audit.run import open_past_run, prove_once
 from proofs import kills
-from proofs.layout_changes import LAYOUTS
+from proofs.layout_changes import LAYOUTS, Layout
 from tests.distributed.processes import Life, Victim
 from tests.distributed.replicas import (
     KILLED,
@@ -60,7 +60,7 @@ def test_from_memory_as_from_the_disk(tmp_path, cache_dir, before, after):
 
 def test_a_machine_that_is_lost_costs_no_step(tmp_path, cache_dir):
     """Two machines; one loses its memory between two saves, and another time a bit flips in both copies."""
-    layout, killed = LAYOUTS["fsdp2 x4"], tmp_path / "killed"
+    layout, killed = Layout(4, ("strategy=zero1",)), tmp_path / "killed"
     killed.mkdir()
     live(killed, layout, killed_after=KILLED, machines=TWO)
     assert [len(replicas_in(memory_of(machine, killed))) for machine in (0, 1)] == [1, 1]

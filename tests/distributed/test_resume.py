@@ -29,7 +29,8 @@ LAYOUTS = [
     ("zero3", 2, "fp32"),
     # What tensor ranks draw is in test_tensor.py.
     many("tensor", 2, "fp32"),
-    ("pipeline_zero1", 4, "fp32"),
+    ("pipeline", 2, "fp32"),
+    many("pipeline_zero1", 4, "fp32"),
 ]
 
 

@@ -79,7 +79,7 @@ FALLING_BACK = {"apertus": plan.ALL_GATHERED, "opt": plan.ALL_GATHERED, "gpt2": 
                 "gpt_oss": plan.OWN_GATHERED}  # fmt: skip
 
 
-@pytest.mark.parametrize("types", [("apertus", "gpt2", "gpt_oss"), many(("opt", "falcon", "mamba"))])
+@pytest.mark.parametrize("types", [("gpt2", "gpt_oss"), many(("apertus", "opt", "falcon", "mamba"))])
 def test_types_whose_plan_is_missing_or_wrong_train_by_another(types):
     for of_rank in run_ranks(tensor_types, 2, types):
         for model_type, outcome in of_rank.items():
@@ -208,7 +208,7 @@ IN_PIPELINES = [
     # A step of it is compared in test_pipeline_mesh.py.
     many(8, {"tensor": 2, "pipeline": 2, "sharding": "fsdp2"}),
     many(8, {"tensor": 2, "pipeline": 2, "sharding": "fsdp2", "context": 2}),
-    (4, {"tensor": 1, "pipeline": 2, "context": 2}),
+    many(4, {"tensor": 1, "pipeline": 2, "context": 2}),
 ]
 
 
@@ -277,7 +277,7 @@ def adding_up_whole_gradients():
 @pytest.mark.parametrize("spoil", [counting_whole_parameters_twice, many(adding_up_whole_gradients)])
 def test_a_wrong_norm_or_gradient_shows(single, tmp_path, spoil):
     _, (reference, _) = single
-    ours, _ = run_ranks(train, 4, tmp_path, {"tensor": 2, "context": 2}, spoil)[0]
+    ours, _ = run_ranks(train, 2, tmp_path, {"tensor": 2}, spoil)[0]
     # Five times the bound of the tests above.
     assert ours[0][1] > (1 + 5e-5) * reference[0][1]
 
@@ -297,7 +297,7 @@ def with_dropout(folder, layout):
     return find_differences(trainer.engine.whole_parameters()), torch.rand(3).tolist()
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), PLAIN)
+@pytest.mark.parametrize(("num_ranks", "layout"), [PLAIN[0], many(*PLAIN[1])])
 def test_the_ranks_of_a_group_draw_alike_and_stay_alike(tmp_path, num_ranks, layout):
     found = run_ranks(with_dropout, num_ranks, tmp_path, layout)
     assert all(not differences for differences, _ in found)

@@ -12,7 +12,8 @@ from tests.distributed.injected_faults import Ranks
 pytestmark = pytest.mark.distributed
 
 HEARTBEAT_SECONDS = 2.0
-ENDLESS = ["train.max_steps=5000", "train.global_batch_size=6", f"watch.heartbeat_seconds={HEARTBEAT_SECONDS}"]
+ENDLESS = ["train.max_steps=5000", "train.global_batch_size=6", "train.micro_batch_size=1",
+           f"watch.heartbeat_seconds={HEARTBEAT_SECONDS}"]  # fmt: skip
 
 
 def found(ranks, codes):

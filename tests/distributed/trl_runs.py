@@ -98,16 +98,17 @@ def make_trainer(folder, models_folder, run):
     trainer_class, config_class = TRAINERS[name]
     fields = {"output_dir": str(folder), "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1,
               "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True,
-              "per_device_eval_batch_size": 32}  # fmt: skip
+              # By default TRL recomputes blocks: some runs say so.
+              "gradient_checkpointing": False, "per_device_eval_batch_size": 32}  # fmt: skip
     if name not in ("grpo", "rloo"):
         fields["max_length"] = 24
     more = dict(run.get("more", {}))
     if layout is None:
-        micro_batch_size = run.get("micro_batch_size", 1)
+        micro_batch_size = run.get("micro_batch_size", 2)
         sizes = {"per_device_train_batch_size": micro_batch_size,
                  "gradient_accumulation_steps": GLOBAL_BATCH // micro_batch_size}  # fmt: skip
     else:
-        sizes = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": run.get("micro_batch_size", 1)}
+        sizes = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": run.get("micro_batch_size", 2)}
         strategy = hfdist.make_strategy(sequence_length=24, **sizes, **layout)
         sizes = strategy.training_arguments()
         trainer_class = type("Mine", (hfdist.DistributedTrainerMixin, trainer_class), {})
