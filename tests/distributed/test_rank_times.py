@@ -48,7 +48,8 @@ def test_a_slow_rank_is_busy_and_the_other_one_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "WINDOW_SECONDS", 0.5)
     monkeypatch.setattr(monitor, "WINDOW_LINES", 2)
     length, command = f"train.max_steps={2 * STEPS}", f"report.alert_command='tee -a {tmp_path}/told'"
-    pretrain(tmp_path, 2, "strategy=ddp", length, f"train.eval_every={STEPS}", command)
+    fixed = ("strategy=ddp", "train.micro_batch_size=1", f"train.eval_every={STEPS}")
+    pretrain(tmp_path, 2, *fixed, length, command)
     lines = read_lines(RunFolder(tmp_path).ranks)
     assert [line["step"] for line in lines] == list(range(1, 2 * STEPS + 1))
     metrics = {line["step"]: line for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line}
