@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from hfdist.secrets import mask_secrets
+from hfdist.secrets import MASK, mask_secrets
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -144,8 +144,10 @@ def printable(text: str, longest: int | None = None) -> str:
     safe = "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in mask_secrets(short))
     if longest is None or (short == text and len(safe) <= longest):
         return safe
-    # Of a text that masks have made this short, the last word may be a part of another secret.
-    return (safe[:longest] if len(safe) > longest else safe.rpartition(" ")[0]) + " ..."
+    if short != text and " " in safe and not safe.endswith(MASK):
+        # The word that is cut may be a part of a secret, which no mask knows.
+        safe = safe.rpartition(" ")[0]
+    return f"{safe[:longest]} ..."
 
 
 def nearest(word: str, known: Iterable[str], template: str = "{}", *, cutoff: float = 0.5) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,13 +56,15 @@ def _read(group: Path) -> CgroupMemory | None:
     return CgroupMemory(
         limit_bytes=limit,
         used_bytes=read_group_number(group, "memory.current", "memory.usage_in_bytes") or 0,
-        inactive_file_bytes=_read_counter(group, "inactive_file", "memory.stat"),
-        kills=_read_counter(group, "oom_kill", "memory.events", "memory.oom_control"),
+        # Version 1 has the group alone in `inactive_file`, beside a usage of its children, too.
+        inactive_file_bytes=_read_counter(group, ("total_inactive_file", "inactive_file"), "memory.stat"),
+        kills=_read_counter(group, ("oom_kill",), "memory.events", "memory.oom_control"),
     )
 
 
-def _read_counter(group: Path, key: str, *names: str) -> int:
-    """Read a counter from a file with one on each line; 0: it is not there."""
+def _read_counter(group: Path, keys: Sequence[str], *names: str) -> int:
+    """Read the first of `keys` that a file with a counter on each line has; 0: none is there."""
     lines = (read_group_file(group, *names) or "").splitlines()
-    value = dict(line.partition(" ")[::2] for line in lines).get(key, "")
+    counters = dict(line.partition(" ")[::2] for line in lines)
+    value = next((counters[key] for key in keys if key in counters), "")
     return int(value) if value.isdecimal() else 0

@@ -37,6 +37,9 @@ class RunLock:
         OSError: the file cannot be written.
     """
 
+    _JOIN_SECONDS = 10.0
+    """How long `release` waits for a beat that hangs, as on a network disk that is gone."""
+
     def __init__(
         self, run_dir: Path, *, beat_seconds: float = 5.0, silent_seconds: float = 20.0, dying_seconds: float = 10.0
     ) -> None:
@@ -58,9 +61,10 @@ class RunLock:
         """Let others have the folder at once."""
         self._released.set()
         # A beat under way would be written into whatever file gets the number of this one next.
-        self._thread.join()
-        os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
+        self._thread.join(self._JOIN_SECONDS)
+        if not self._thread.is_alive():
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
 
     def _take(self, beat_seconds: float, silent_seconds: float, dying_seconds: float) -> None:
         deadline = time.monotonic() + dying_seconds

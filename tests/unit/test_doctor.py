@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hfdist.errors import ConfigError, ResourceError
-from hfdist.host_memory import GroupMemory
+from hfdist.host_memory import CgroupMemory
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.command import main, parse_request
 from hfdist.tools.doctor.finding import Finding, lines
@@ -99,8 +99,8 @@ def test_threads_of_ranks_share_the_cores(threads, ranks, level):
 
 
 def test_cached_files_of_a_cgroup_count_as_free(monkeypatch):
-    group = GroupMemory(limit=8 << 30, used=(8 << 30) - 1, of_files=7 << 30, kills=0)
-    monkeypatch.setattr(machine, "group_memory", lambda: group)
+    group = CgroupMemory(limit_bytes=8 << 30, used_bytes=(8 << 30) - 1, inactive_file_bytes=7 << 30, kills=0)
+    monkeypatch.setattr(machine, "cgroup_memory", lambda: group)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 << 30, available=32 << 30))
     found = machine._check_memory()
     assert (found.level, found.text) == ("ok", "a cgroup gives 8.0 GiB of 64.0 GiB, 7.0 GiB free")

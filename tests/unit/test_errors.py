@@ -55,6 +55,9 @@ def test_no_part_of_a_message_is_endless():
 def test_a_secret_that_is_cut_after_a_masked_one_is_not_shown():
     key = f"-----BEGIN PRIVATE KEY-----{'x' * 930}-----END PRIVATE KEY-----"
     assert errors.printable(f"{key} use {HUB}", 500) == "*** use ..."
+    filled = errors.printable(f"{key[100:]} {'y ' * 30}use {HUB}", 500)
+    assert "hf_" not in filled
+    assert errors.printable("token=" + "x" * 3_000, 500) == "token=*** ..."
 
 
 HUB = "hf_" + "aB3" * 11

@@ -64,6 +64,14 @@ MEMORY = {
         {"memory/job/step/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/job/memory.limit_in_bytes": "7000"},
         (7000, 0, 0, 0),
     ),
+    "version 1, with cached files of a group in it": (
+        "4:memory:/job/step\n",
+        {
+            "memory/job/memory.limit_in_bytes": "7000", "memory/job/memory.usage_in_bytes": "6900",
+            "memory/job/memory.stat": "inactive_file 10\ntotal_inactive_file 6900",
+        },
+        (7000, 6900, 6900, 0),
+    ),
     "no limit": ("0::/job\n", {"job/memory.max": "max"}, None),
 }  # fmt: skip
 

@@ -114,6 +114,7 @@ def _from_preference(row: Mapping[str, object]) -> dict[str, object]:
         num_common = _num_common(chosen, rejected)
         prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
     example = _from_prompt({**row, "prompt": prompt, "completion": chosen})
+    rejected = _as_messages(rejected)
     if isinstance(rejected, str):
         return example | {"rejected": [{"role": "assistant", "content": rejected}]}
     return example | {"rejected": [_message(m, f"rejected[{n}]") for n, m in enumerate(_list(rejected, "rejected"))]}
@@ -282,8 +283,9 @@ def _parsed(value: object) -> object:
 def _as_messages(value: object) -> object:
     """Messages, also where they come as JSON; all else as it is: a text may be JSON of something else."""
     parsed = _parsed(value)
-    is_conversation = isinstance(parsed, list) and parsed and all(isinstance(item, dict) for item in parsed)
-    return parsed if is_conversation else value
+    if isinstance(parsed, list) and parsed and all(isinstance(item, dict) and "role" in item for item in parsed):
+        return parsed
+    return value
 
 
 def _list(value: object, where: str) -> list[object]:

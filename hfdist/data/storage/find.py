@@ -6,7 +6,7 @@ import glob
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def _find_here(path: Path, given: str, key: str, suffixes: tuple[str, ...]) -> l
         files = _of_kinds(found, path, given, key, suffixes)
     else:
         files = found
-        _check_kinds(files, key, suffixes, hint=hint_for([Path(file.url) for file in files], given, key))
+        _check_kinds(files, key, suffixes, hint=lambda: hint_for([Path(file.url) for file in files], given, key))
     for file in files:
         if not os.access(file.url, os.R_OK):
             raise ConfigError("the file cannot be read: permission denied", where=key, found=file.url)
@@ -95,11 +95,14 @@ def _of_kinds(
     return files
 
 
-def _check_kinds(files: Sequence[DataFile], key: str, suffixes: tuple[str, ...], *, hint: str | None = None) -> None:
+def _check_kinds(
+    files: Sequence[DataFile], key: str, suffixes: tuple[str, ...], *, hint: Callable[[], str | None] = lambda: None
+) -> None:
+    """Raise a ConfigError on a file of another kind; `hint` looks at all files, so it is asked only then."""
     for file in files:
         if not file.name.endswith(suffixes):
             what, allowed = "a kind of file that cannot be read", ", ".join(suffixes)
-            raise ConfigError(what, where=key, found=file.url, allowed=allowed, hint=hint)
+            raise ConfigError(what, where=key, found=file.url, allowed=allowed, hint=hint())
 
 
 def _allowed(suffixes: tuple[str, ...]) -> str:

@@ -116,14 +116,16 @@ def cached_contents(key: str, folder: Path, make: Callable[[], Contents], *, cha
 def _hash_parts(file: DataFile) -> Contents:
     size = part_bytes(file.size_bytes)
     hashes = []
-    try:
-        with file.local() as path, path.open("rb") as opened:
-            for start in range(0, file.size_bytes, size):
-                hashed, left = xxhash.xxh3_64(), min(size, file.size_bytes - start)
-                while left and (piece := opened.read(min(left, _READ_BYTES))):
-                    hashed.update(piece)
-                    left -= len(piece)
-                hashes.append(hashed.intdigest())
-    except OSError as error:
-        raise_unreadable(error, file.url)
+    # Outside: an error of the cache, into which a remote file is fetched, is none of the file.
+    with file.local() as path:
+        try:
+            with path.open("rb") as opened:
+                for start in range(0, file.size_bytes, size):
+                    hashed, left = xxhash.xxh3_64(), min(size, file.size_bytes - start)
+                    while left and (piece := opened.read(min(left, _READ_BYTES))):
+                        hashed.update(piece)
+                        left -= len(piece)
+                    hashes.append(hashed.intdigest())
+        except OSError as error:
+            raise_unreadable(error, file.url)
     return np.array(hashes, dtype=np.uint64)

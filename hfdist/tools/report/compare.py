@@ -43,12 +43,9 @@ def _compare(configs: Sequence[Mapping[str, object]]) -> dict[str, list[object]]
     first, *others = configs
     table: dict[str, list[object]] = {}
     for place, other in enumerate(others, 1):
-        of_first = {change.key: change.before for change in find_changes(first, other)}
-        # Only its first config gets the default of a key that is newer than the config.
-        of_other = {change.key: change.before for change in find_changes(other, first)}
-        for key in of_first:
-            if key in of_other and key not in _OWN:
-                table.setdefault(key, [of_first[key]] * len(configs))[place] = of_other[key]
+        for change in find_changes(first, other):
+            if change.key not in _OWN:
+                table.setdefault(change.key, [change.before] * len(configs))[place] = change.after
     return table
 
 

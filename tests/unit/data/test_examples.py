@@ -115,6 +115,10 @@ ROWS = {
     ),
     "prompt": ({"prompt": '["a"]', "completion": "b"}, {"prompt": '["a"]', "completion": "b"}),
     "prompt of messages": ({"prompt": [USER], "completion": [HELLO]}, {"messages": [USER, HELLO], "learned_from": 1}),
+    "an answer that is JSON": (
+        {"prompt": [USER], "completion": '[{"id": 1}]'},
+        {"messages": [USER, {"role": "assistant", "content": '[{"id": 1}]'}], "learned_from": 1},
+    ),
     "text": ({"text": "some text"}, {"text": "some text"}),
 }
 

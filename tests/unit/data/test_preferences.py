@@ -95,6 +95,7 @@ def test_what_both_answers_begin_with_is_their_prompt(tokenizer, row):
         {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
         {"chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
         {"prompt": "red cat", "chosen": [ASSISTANT], "rejected": [OTHER]},
+        {"prompt": [USER], "chosen": json.dumps([ASSISTANT]), "rejected": json.dumps([OTHER])},
         # As of many sets on the Hub.
         {"prompt": "red cat", "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
     ],

@@ -315,3 +315,4 @@ def test_a_quarantined_document_of_a_token_file_is_not_drawn_for_the_held_out_se
     both = held_out(SourceKind.files, tmp_path / "rows.jsonl", f"files:rows.jsonl:{first}")
     assert len(both) == 2
     assert held_out(SourceKind.tokens, tmp_path / "tokens", f"files:00000:{first}") == both
+    assert not held_out(SourceKind.tokens, tmp_path / "tokens", *(f"files:00000:{number}" for number in range(9)))
