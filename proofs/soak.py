@@ -32,6 +32,7 @@ OVERRIDES = (
     "train.max_steps=10000000",
     "train.eval_every=50",
     "train.global_batch_size=4",
+    "train.micro_batch_size=1",
     f"checkpoint.every={SAVE_EVERY}",
 )
 MOST_KIBIBYTES_PER_SAVE = 16.0

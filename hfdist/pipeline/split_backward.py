@@ -100,6 +100,8 @@ def _backward_group(beside: list[_Start], arrived: Mapping[Node, _Gradients], le
         for index, gradient in enumerate(gradients)
         if gradient is not None
     ]
+    if not starts:
+        return
     clamps = [node.register_prehook(lambda _, known=known: known) for node, known in arrived.items()]
     _backward(starts, list(map(_tensor_of, leaves)))
     for clamp in clamps:
@@ -163,10 +165,10 @@ def _group(hanging: dict[Node, set[Node]], heights: Mapping[Node, int]) -> list[
             group.leaves.update(joined.leaves)
         group_of_leaf.update(dict.fromkeys(group.leaves, group))
     alike: dict[tuple[int, int], _Group] = {}
-    for group in {id(group): group for group in group_of_leaf.values()}.values():
+    for number, group in enumerate({id(group): group for group in group_of_leaf.values()}.values(), 1):
         own_heights = {heights.get(node, 0) for node in group.nodes}
-        # No branch is reached from another one of its height.
-        key = max(own_heights), 0 if len(own_heights) == 1 else id(group)
+        # No branch is reached from another one of its height. By number: all ranks take groups in one order.
+        key = max(own_heights), 0 if len(own_heights) == 1 else number
         together = alike.setdefault(key, _Group(set(), set()))
         together.nodes.update(group.nodes)
         together.leaves.update(group.leaves)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,8 +41,12 @@ class Reward:
         """
         try:
             scores = self.score(generations)
+            try:
+                given = iter(scores)
+            except TypeError:
+                given = None
             # A generator computes its scores only now.
-            values = list(scores) if isinstance(scores, Iterable) else None
+            values = None if given is None else list(given)
         except HfdistError:
             raise
         except Exception as error:  # whatever a package raises

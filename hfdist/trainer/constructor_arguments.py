@@ -54,8 +54,7 @@ def arguments_by_name(kind: type, args: tuple[object, ...], kwargs: Mapping[str,
     signature = _first_signature(kind)
     if signature is not None:
         arguments = _bind(signature, kind, args, kwargs)
-        rest = [p.name for p in signature.parameters.values() if p.kind is Parameter.VAR_POSITIONAL]
-        if not any(arguments.pop(name, ()) for name in rest):
+        if arguments is not None:
             return arguments
     what, found = "it cannot be told which of these arguments is the model", f"{len(args)} arguments without a name"
     raise ConfigError(what, where=f"{kind.__name__}(...)", found=found, hint="model=..., args=..., and so on")
@@ -81,7 +80,8 @@ def _named(signature: Signature) -> list[str]:
 
 def _bind(
     signature: Signature, kind: type, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, object]:
+) -> dict[str, object] | None:
+    """Name the arguments; None: some have no name in this signature either."""
     try:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
@@ -90,10 +90,11 @@ def _bind(
         raise ConfigError(first_line(error), where=where, allowed=allowed, hint=hint) from error
     _, *given = bound.arguments.items()
     arguments = dict(given)
-    for parameter in signature.parameters.values():
-        if parameter.kind is Parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(parameter.name, {})
-    return arguments
+    names = {p.kind: p.name for p in signature.parameters.values()}
+    # First: an argument in `**kwargs` may have the name of `*args`, as a Trainer's `args` has.
+    without_names = arguments.pop(names.get(Parameter.VAR_POSITIONAL, ""), ())
+    arguments |= arguments.pop(names.get(Parameter.VAR_KEYWORD, ""), {})
+    return None if without_names else arguments
 
 
 def check_is_arguments(args: object) -> None:

@@ -106,13 +106,13 @@ def each_rank_alone():
 
 def with_padding():
     """The mistake: the row of padding is trained on the rank that has it."""
-    look_up = linear._looking_up
+    look_up = linear._divided_lookup
 
     def spoilt(module, group):
         function, module.padding_idx = look_up(module, group), None
         return function
 
-    linear._looking_up = spoilt
+    linear._divided_lookup = spoilt
 
 
 def compare_spoilt(spoil):

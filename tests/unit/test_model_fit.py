@@ -43,5 +43,5 @@ def test_a_layout_that_divides_passes_and_a_model_of_the_hub_is_left_to_the_rank
 )
 def test_a_subclass_that_computes_a_linear_layer_is_divided_whatever_values_the_model_has(values):
     with values:
-        layer = FalconLinear(8, 6, bias=True)
+        layer = FalconLinear(128, 96, bias=True, dtype=torch.bfloat16)
         assert split_dimensions(layer, "colwise") == {"weight": 0, "bias": 0}

@@ -110,6 +110,11 @@ class HasItsOwn(trl.SFTTrainer):
         super().__init__(*more, **named)
 
 
+class PassesAllOn(trl.SFTTrainer):
+    def __init__(self, *args, alpha=1, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
 def test_positional_arguments_are_found_where_the_class_has_them():
     assert arguments_by_name(mixed(trl.SFTTrainer), ("m", "a"), {"peft_config": 1}) == {
         "model": "m",
@@ -119,6 +124,8 @@ def test_positional_arguments_are_found_where_the_class_has_them():
     for kind in (trl.DPOTrainer, HandsOn):
         assert arguments_by_name(mixed(kind), ("m", "r", "a"), {}) == {"model": "m", "ref_model": "r", "args": "a"}
     assert arguments_by_name(mixed(HasItsOwn), (2,), {"model": "m"}) == {"weight": 2, "model": "m"}
+    named = {"model": "m", "args": "a"}
+    assert arguments_by_name(mixed(PassesAllOn), (), {**named, "alpha": 2}) == {**named, "alpha": 2}
     with pytest.raises(ConfigError, match="which of these arguments is the model"):
         arguments_by_name(mixed(HasItsOwn), (2, "m"), {})
     with pytest.raises(ConfigError, match="modle"):

@@ -205,8 +205,8 @@ class Corpus:
             begin = self._first_of(number)
             left_out = {document - begin for document in self.quarantined}
             if hasattr(shard, "token_columns"):
-                rows = [row for row in range(sum(shard.runs)) if row not in left_out]
-                columns = shard.token_columns(np.array(rows, dtype=np.int64))
+                kept = [row for row in range(sum(shard.runs)) if row not in left_out]
+                columns = shard.token_columns(np.array(kept, dtype=np.int64))
                 yield from columns.digests[columns.lengths > 0].tolist()
                 continue
             first = 0

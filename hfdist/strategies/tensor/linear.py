@@ -56,11 +56,12 @@ def _is_linear(module: object) -> bool:
         return True
     if not isinstance(module, nn.Linear) or module.weight is None:
         return False
-    # Not the module's weights: a model is partitioned before they are drawn, and planned without any values.
-    shape, dtype = module.weight.shape, module.weight.dtype
-    weight = torch.linspace(-1, 1, shape.numel(), device="cpu", dtype=dtype).view(shape)
+    # Not the module's weights: a model is partitioned before they are drawn, and planned without any values. Few, in
+    # float32: they take no time of a real layer, and rounding, which differs between machines, decides nothing.
+    rows, columns = (min(size, 64) for size in module.weight.shape)
+    weight = torch.linspace(-1, 1, rows * columns, device="cpu", dtype=torch.float32).view(rows, columns)
     given = {"weight": weight} | ({} if module.bias is None else {"bias": weight[:, 0]})
-    value = torch.linspace(-1, 1, module.in_features, device="cpu", dtype=dtype)[None]
+    value = torch.linspace(-1, 1, columns, device="cpu", dtype=torch.float32)[None]
     try:
         found: object = functional_call(module, given, value)
         return isinstance(found, torch.Tensor) and torch.allclose(found, functional.linear(value, **given), rtol=1e-4)

@@ -6,7 +6,7 @@ import pprint
 import shlex
 
 from hfdist.errors import ConfigError
-from hfdist.tools.jobs.job import AGAIN, Job, JobFile, JobFiles
+from hfdist.tools.jobs.job import AGAIN, STANDARD_OUTPUT, Job, JobFile, JobFiles
 from hfdist.tools.jobs.shell import machine_script
 
 _SCRIPT = """\
@@ -32,11 +32,12 @@ def write_ray(job: Job) -> JobFiles:
         what = "the run's folder must be on a disk that all machines see"
         raise ConfigError(what, where="cluster.folder", found="null", hint="cluster.folder=/shared/work")
     # What this machine sees, the head sees; else Ray brings the program there, with this folder.
-    program = [cluster.python, "-P", str(job.path.absolute() if cluster.same_files else job.path.name)]
+    file = job.path.absolute() if cluster.same_files else job.path.name
+    program = shlex.join([cluster.python, "-P"]), "FILE" if job.path == STANDARD_OUTPUT else shlex.quote(str(file))
     place = "" if cluster.same_files else f"--working-dir {shlex.quote(str(job.path.parent))} "
     # Ray ends a job by force after three seconds, unless its head was started with more.
     start = f"RAY_JOB_STOP_WAIT_TIME_S={cluster.grace_seconds} ray start --head   # once, for the whole cluster"
-    submit = f"ray job submit {place}-- {shlex.join(program)}"
+    submit = f"ray job submit {place}-- {' '.join(program)}"
     values: dict[str, object] = {
         "nodes": cluster.nodes,
         "cpus": (cluster.cpus or 1) * cluster.processes,

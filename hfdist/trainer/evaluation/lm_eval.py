@@ -77,19 +77,13 @@ def _run_child(function: str, arguments: Mapping[str, object]) -> Any:
             errors="replace",
             check=False,
         )
-        if child.returncode != 0 or not answer.is_file():
+        said = json.loads(answer.read_text(encoding="utf-8")) if answer.is_file() else {}
+        if "answer" not in said:
             logger.debug("the evaluation harness says:\n%s", child.stderr)
-            raise HarnessError(_error_line(child.stderr) or f"it has ended with {child.returncode}")
-        return json.loads(answer.read_text(encoding="utf-8"))
-
-
-def _error_line(stderr: str) -> str:
-    """Give the line that ends the last traceback, or else the last line: warnings at exit come after the error."""
-    _, traceback, rest = stderr.rpartition("Traceback (most recent call last):")
-    lines = [line for line in rest.splitlines() if line.strip()]
-    # Lines of code are indented.
-    errors = [line for line in lines if not line[0].isspace()] if traceback else lines[-1:]
-    return next(iter(errors), "")
+            # Without an answer the process was killed, or has crashed.
+            last = child.stderr.strip().rpartition("\n")[2]
+            raise HarnessError(said.get("error") or last or f"it has ended with {child.returncode}")
+        return said["answer"]
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, float]:

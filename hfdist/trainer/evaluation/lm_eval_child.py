@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from hfdist.errors import first_line
 
 # The harness is optional, and so imported where it runs.
 
@@ -48,5 +51,9 @@ def measure(
 
 if __name__ == "__main__":
     functions: dict[str, Callable[..., object]] = {"list_tasks": list_tasks, "measure": measure}
-    answer = functions[sys.argv[1]](**json.loads(sys.argv[2]))
+    try:
+        answer = {"answer": functions[sys.argv[1]](**json.loads(sys.argv[2]))}
+    except Exception as error:  # whatever the harness raises
+        traceback.print_exc()
+        answer = {"error": f"{type(error).__name__}: {first_line(error)}"}
     Path(sys.argv[3]).write_text(json.dumps(answer, default=str), encoding="utf-8")

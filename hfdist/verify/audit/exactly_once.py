@@ -329,7 +329,7 @@ class Audit:
         for number, (pool, order) in enumerate(zip(self._plan.pools, self._plan.orders, strict=True)):
             num_documents = sum(sum(shard.runs) for shard in pool.shards)
             for epoch in sorted(self.totals.epochs.get(number, ())):
-                times = np.zeros(num_documents, dtype=np.int64)
+                times = np.zeros(num_documents, dtype=np.uint16)
                 for lane in range(self._lanes):
                     # An order may have a document twice in one lane.
                     np.add.at(times, order.documents(epoch, lane) - pool.first_document, 1)

@@ -10,6 +10,16 @@ from torch import nn
 from hfdist.pipeline.split_backward import backward_inputs
 
 
+class Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
 class Case:
     """A graph of two inputs, and parameters that are used in one odd way."""
 
@@ -76,6 +86,9 @@ class Case:
         one, two = self.first(x).split(2, dim=-1)
         query, key = (torch.stack([self.table, y]) @ self.second.weight).unbind(0)
         return [one * two, query * key]
+
+    def no_gradient_arrives(self, x, y, z):
+        return [self.second(Blocked.apply(self.first(x)))]
 
     def not_used(self, x, y, z):
         return [self.first(x)]
