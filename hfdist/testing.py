@@ -1,7 +1,7 @@
 """For tests of distributed training: run one function on N gloo ranks, forked from this process.
 
 Importing torch, transformers and deepspeed costs seconds; a fork of a process that already has them costs
-milliseconds. The ranks meet in a file: no port is taken, and no process serves it.
+milliseconds. The ranks meet at a store on a free port.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import torch
@@ -52,23 +53,25 @@ def run_ranks(
         RankFailed: a rank failed, with the traceback of the first one that did; or they took too long.
     """
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="hfdist-ranks-") as folder:
-        store = os.path.join(folder, "store") if group else None
-        ranks = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments_of_rank = (theirs, function, arguments, rank, world_size, store, timeout_seconds)
-            process = context.Process(target=_rank_main, args=arguments_of_rank)
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
-        try:
-            return _collect([ours for _, ours in ranks], timeout_seconds)
-        finally:
-            for process, ours in ranks:
-                process.kill()
-                process.join()
-                ours.close()
+    server, port = _serve_store(context) if group else (None, None)
+    ranks = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments_of_rank = (theirs, function, arguments, rank, world_size, port, timeout_seconds)
+        process = context.Process(target=_rank_main, args=arguments_of_rank)
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        return _collect([ours for _, ours in ranks], timeout_seconds)
+    finally:
+        for process, ours in ranks:
+            process.kill()
+            process.join()
+            ours.close()
+        if server is not None:
+            server.kill()
+            server.join()
 
 
 def _collect(pipes: list[Connection], timeout_seconds: float) -> list[object]:
@@ -96,13 +99,13 @@ def _rank_main(
     arguments: tuple[object, ...],
     rank: int,
     world_size: int,
-    store: str | None,
+    port: int | None,
     timeout_seconds: float,
 ) -> None:
     launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     for name, value in {**launcher, "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.pop(name, None)
-        if store is not None:
+        if port is not None:
             os.environ[name] = str(value)
     os.environ["OMP_NUM_THREADS"] = "1"
     # What a rank inherits is no garbage: its collections need not look through it.
@@ -112,10 +115,9 @@ def _rank_main(
     try:
         torch.set_num_threads(1)
         forget_parent()
-        if store is not None:
+        if port is not None:
             # accelerate and deepspeed both take over a group that is already there.
-            place = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # not in torch's stubs
-            dist.init_process_group("gloo", store=place, rank=rank, world_size=world_size)
+            dist.init_process_group("gloo", store=_store(port), rank=rank, world_size=world_size)
         answer = (True, function(*arguments))
         pipe.send(answer)
     except BaseException:
@@ -126,6 +128,34 @@ def _rank_main(
     sys.stderr.flush()
     # Without the interpreter's own exit: gloo and DeepSpeed sometimes abort in it.
     os._exit(0 if answer[0] else 1)
+
+
+def _serve_store(context: ForkContext) -> tuple[ForkProcess, int]:
+    """Start a process that serves a store, and give its port.
+
+    The store has a thread, and a rank forked beside a running thread may find a lock taken for ever.
+    """
+    ours, theirs = context.Pipe(duplex=False)
+    server = context.Process(target=_store_main, args=(theirs,))
+    server.start()
+    # So that its death ends the wait.
+    theirs.close()
+    try:
+        return server, ours.recv()
+    except EOFError as error:
+        raise RankFailed("the store of the process group cannot be served") from error
+
+
+def _store_main(pipe: Connection) -> None:
+    store = _store(0)
+    pipe.send(store.port)
+    signal.pause()
+
+
+def _store(port: int) -> Any:
+    """Join the store on `port`; 0: serve one on a free port."""
+    kind = dist.TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+    return kind("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
 
 
 def forget_parent() -> None:

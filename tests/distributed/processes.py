@@ -40,6 +40,7 @@ class Life:
     def __init__(
         self, config: RunConfig, num_ranks: int, log: Path, run: Callable[[RunConfig], object] = main.__wrapped__
     ) -> None:
+        self._has_store = num_ranks > 1
         self._process = multiprocessing.get_context("fork").Process(target=_live, args=(config, num_ranks, log, run))
         self._process.start()
         self.log = log
@@ -60,8 +61,8 @@ class Life:
         return self._process.pid
 
     def ranks(self) -> list[psutil.Process]:
-        """Those that have started."""
-        return sorted(_children(self.group), key=lambda child: child.pid)
+        """Those that have started; the first child serves the store at which they meet."""
+        return sorted(_children(self.group), key=lambda child: child.pid)[int(self._has_store) :]
 
     def loaders(self) -> list[psutil.Process]:
         """Loader workers of all ranks."""

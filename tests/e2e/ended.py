@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hfdist.config.cli.command import recipe
 from hfdist.errors import NumericsError
+from hfdist.testing import _serve_store, _store
 
 ENDS = {"well": None, "told": NumericsError("the loss is not finite"), "untold": ZeroDivisionError("by zero")}
 
@@ -34,13 +35,6 @@ class AtTheVeryEnd:
         self.sleep(0.5)
 
 
-def serve_store(pipe):
-    """Serve a store, in a process of its own, and tell its port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipe.send(store.port)
-    signal.pause()
-
-
 def later(word):
     """Say it from a thread that the process waits for."""
     time.sleep(0.1)
@@ -52,11 +46,9 @@ def start(folder, way):
     os.setsid()
     for descriptor, name in enumerate(("out", "err"), start=1):
         os.dup2(os.open(folder / f"{way}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    server = multiprocessing.get_context("fork").Process(target=serve_store, args=(theirs,))
-    server.start()
+    server, port = _serve_store(multiprocessing.get_context("fork"))
     multiprocessing.process._children.clear()  # for whose end the process would wait
-    store = dist.TCPStore("127.0.0.1", ours.recv(), wait_for_workers=False)
+    store = _store(port)
     threading.Thread(target=store.get, args=("nothing",), daemon=True).start()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
