@@ -56,8 +56,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the cursor is off by one",
-        "Progress(sequence.next_place, num_sequences + 1,",
-        "Progress(sequence.next_place, num_sequences + 2,",
+        "            num_sequences + 1,\n            num_tokens + sequence.num_tokens,",
+        "            num_sequences + 2,\n            num_tokens + sequence.num_tokens,",
         f"{UNIT}/data/test_stream.py",
     ),
     Mutation(
@@ -155,8 +155,8 @@ MUTATIONS = [
     Mutation("a stopped run ends with another code", "exit_code = 75", "exit_code = 1", f"{UNIT}/test_errors.py"),
     Mutation(
         "each rank divides by its own number of targets",
-        "self.accelerator.gather(num_items).sum() // num_alike",
-        "num_items * self.args.world_size // num_alike",
+        "self.accelerator.gather(num_items).sum() // self.strategy.topology.model",
+        "num_items * self.args.world_size // self.strategy.topology.model",
         f"{DISTRIBUTED}/test_trainer.py::test_the_loss_is_the_mean_over_all_target_tokens",
     ),
     Mutation(

@@ -165,7 +165,8 @@ def generate(
         eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else 0,
     )
-    is_collective = exchanges_tokens or any(map(is_partitioned, inner.parameters()))
+    # ZeRO-3's forward compares its order of modules between ranks until it knows it, also where all weights are whole.
+    is_collective = exchanges_tokens or any(is_partitioned(p) or hasattr(p, "ds_status") for p in inner.parameters())
     try:
         # Each length would be compiled anew.
         with torch.compiler.set_stance("force_eager"):
