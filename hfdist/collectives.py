@@ -21,6 +21,10 @@ _LENGTH_BYTES = 8
 _HEAD_BYTES = 1016
 """Bytes of a text that travel with its length."""
 
+# torch 2.11 has them under their old names alone, of which later ones warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _gloo_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 """Groups of all ranks that take tensors of the host: by the default group, and by who speaks in them."""
 

@@ -105,6 +105,11 @@ def reporting_full_disk(path: Path) -> Iterator[None]:
         raise ResourceError("a line cannot be written", where=str(path), found=found, hint=hint) from error
 
 
+QUANTILES, HIGHEST = "quantiles", "highest"
+"""Keys of a line of ranks.jsonl with many ranks: by column, the lowest, 10 %, median, 90 % and highest figure; and the
+highest figures by rank."""
+
+
 class RankColumn(Enum):
     """The columns of ranks.jsonl. Seconds are means of a step since the last line; null: not known."""
 

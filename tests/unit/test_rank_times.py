@@ -1,8 +1,10 @@
 """The clock of a rank tells computing, loading and waiting apart; peaks are of the time since the last line."""
 
+import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -11,6 +13,8 @@ from hfdist.records import RankColumn, RunFolder, read_lines
 from hfdist.run import peak_memory
 from hfdist.run.callbacks.rank_times import RankTimes
 from hfdist.run.peak_memory import PeakMemory, largest_peaks
+from hfdist.run.rank_summary import RankSummary
+from hfdist.tools.report.reading.rank_steps import RankSteps
 from hfdist.trainer.step import throughput
 from hfdist.trainer.step.throughput import StepClock, StepTimes, Throughput
 
@@ -108,7 +112,7 @@ def test_a_peak_is_of_the_time_since_the_last_reading():
 
 
 def begin(folder, step, used):
-    writer = RankTimes(RunFolder(folder).ranks, Throughput(CPU), used.append)
+    writer = RankTimes(RunFolder(folder).ranks, Throughput(CPU), lambda line: used.append(line) or False)
     writer.on_train_begin(TrainingArguments(str(folder), use_cpu=True), TrainerState(global_step=step), None)
     return writer
 
@@ -140,6 +144,56 @@ def test_a_line_is_written_at_the_next_step_and_moves_with_its_step(tmp_path):
     log(writer, 3, loss=None, skipped=True, step_seconds=1.0)
     writer.on_rollback(TrainerState(global_step=1))
     assert [line["step"] for line in read_lines(RunFolder(tmp_path).ranks)] == [1]
+
+
+def figures_of(num_ranks, step):
+    """Rank 7 takes longer than the others, and each rank longer than the one before, by a little."""
+    seconds = 1 + np.arange(num_ranks) / 1e4 + step / 100
+    seconds[7] += 1
+    return np.vstack([seconds, seconds / 4, np.full((2, num_ranks), np.nan), 1e6 + np.arange(num_ranks) + step])
+
+
+@pytest.mark.parametrize("num_ranks", [64, 65, 1024])
+def test_a_line_of_many_ranks_is_a_summary_and_loses_no_step(num_ranks):
+    summary = RankSummary(num_ranks)
+    num_lines = 2 * num_ranks // 16 + 2
+    lines = [summary.line(2 * n, 2, figures_of(num_ranks, n), with_ranks=n == 3) for n in range(num_lines)]
+    whole = [n for n, line in enumerate(lines) if "step_seconds" in line]
+    if num_ranks == 64:
+        assert whole == list(range(num_lines))
+        assert all("quantiles" not in line for line in lines)
+        return
+    interval = -(-num_ranks // 16)
+    assert whole == sorted({3, *range(0, num_lines, interval)})
+    assert "compute_seconds" not in lines[1]["quantiles"]
+    low, *_, high = lines[1]["quantiles"]["step_seconds"]
+    assert (low, high) == (1.01, 2.0107)
+    assert next(iter(lines[1]["highest"]["step_seconds"].items())) == ("7", 2.0107)
+    assert lines[1]["highest"]["peak_bytes"][str(num_ranks - 1)] == 1e6 + num_ranks
+    # Each line with all ranks has the mean of the steps since the one before, and their highest peak.
+    for before, n in zip([-1, *whole], whole, strict=False):
+        mean = np.mean([figures_of(num_ranks, other)[0] for other in range(before + 1, n + 1)], axis=0)
+        assert lines[n]["step_seconds"] == pytest.approx(mean.tolist(), abs=1e-6)
+        assert lines[n]["peak_bytes"] == figures_of(num_ranks, n)[-1].tolist()
+    assert len(summary.take()["step_seconds"]) == num_ranks
+    assert summary.take() == {}
+
+
+def test_bytes_of_a_step_do_not_grow_with_ranks():
+    def size(num_ranks):
+        summary = RankSummary(num_ranks)
+        lines = [summary.line(n, 1, figures_of(num_ranks, n)) for n in range(1, num_ranks // 16 + 1)]
+        return len(json.dumps(lines)) / len(lines)
+
+    assert size(4096) < 1.1 * size(256) < 2000
+
+
+def test_the_report_takes_the_lines_with_all_ranks():
+    summary, steps = RankSummary(128), RankSteps()
+    for n in range(1, 20):
+        steps.add(summary.line(n, 1, figures_of(128, n)))
+    # The first line, and then one of eight.
+    assert [(stretch.first_step, stretch.num_ranks) for stretch in steps.stretches] == [(1, 128), (9, 128), (17, 128)]
 
 
 def test_mfu_of_documents_counts_their_own_squares(monkeypatch):

@@ -73,9 +73,11 @@ class Alerts(TrainerCallback):
         line = {"step": logs.get("checkpoint/step", state.global_step)} | logs
         self._tell(self._monitor.see_metrics(line, free_bytes))
 
-    def see_ranks(self, line: Line) -> None:
-        """Judge a line of ranks.jsonl."""
-        self._tell(self._monitor.see_ranks(line))
+    def see_ranks(self, line: Line) -> bool:
+        """Judge a line with the figures of all ranks; whether there is an alert."""
+        alerts = self._monitor.see_ranks(line)
+        self._tell(alerts)
+        return bool(alerts)
 
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Tell the trackers, outside of the line that they are being given."""

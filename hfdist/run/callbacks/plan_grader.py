@@ -112,6 +112,8 @@ class PlanGrader(TrainerCallback):
 
     def _measure(self, held: list[dict[str, int]], state: TrainerState) -> Measured:
         lines = [line for line in read_lines(self._folder.ranks) if line.get("step", 0) > self._first_step]
+        # With many ranks, most lines do not have all of them.
+        lines = [line for line in lines if RankColumn.step_seconds.value in line]
         steady = [line for line in lines if line["step"] > self._first_step + _UNSTEADY_STEPS] or lines
         peaks = _most_by_rank(lines, RankColumn.peak_bytes)
         seconds = [max(_numbers(line, RankColumn.step_seconds), default=math.nan) for line in steady]

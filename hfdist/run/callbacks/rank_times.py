@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -13,13 +13,12 @@ import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.collectives import control_group, rank, world_size
-from hfdist.records import RankColumn
 from hfdist.records.lines import Line
 from hfdist.run.peak_memory import PeakMemory
+from hfdist.run.rank_summary import RankSummary, to_columns
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.step.throughput import Throughput
 
-_COLUMNS = tuple(column.value for column in RankColumn)
 _GATHER_SECONDS = 0.5
 """Seconds between two gathers of short steps: a gather costs a tenth of a millisecond, and a step may take a few."""
 _MOST_LINES = 64
@@ -42,10 +41,10 @@ class RankTimes(StepLines):
     Args:
         path: path of the file.
         throughput: that of the Trainer; its clock has measured the steps.
-        use: gets each line that was written, on rank 0.
+        use: gets each line with all ranks, on rank 0; whether the file must have all ranks in this line, too.
     """
 
-    def __init__(self, path: Path, throughput: Throughput, use: Callable[[Line], None] = lambda line: None) -> None:
+    def __init__(self, path: Path, throughput: Throughput, use: Callable[[Line], bool] = lambda line: False) -> None:
         super().__init__(path)
         self._throughput, self._use = throughput, use
         self._steps: list[int] = []
@@ -61,6 +60,7 @@ class RankTimes(StepLines):
         super().on_rollback(state)
         self._last_step, self._lines_together = state.global_step, 1
         self._group, self._memory = control_group(), PeakMemory(args.device)
+        self._summary = RankSummary(world_size())
 
     def on_log(
         self,
@@ -87,13 +87,15 @@ class RankTimes(StepLines):
         self._finish()
         self._gather()
         self._finish()
+        if rank() == 0 and (columns := self._summary.take()):
+            self.write({"step": self._last_step, **columns})
 
     def on_rollback(self, state: TrainerState) -> None:
         """Set the lines of later steps aside. A collective, where lines are under way."""
         self._finish()
         self._gather()
         self._finish()
-        self._last_step = state.global_step
+        self._last_step, self._summary = state.global_step, RankSummary(world_size())
         super().on_rollback(state)
 
     def _gather(self) -> None:
@@ -118,18 +120,9 @@ class RankTimes(StepLines):
         # All ranks have the same figures, and decide the same: torch's mean would depend on the processor.
         mean = fmean(gathered[:, :, 0].flatten().tolist())
         line_seconds = mean * max(steps[-1] - self._last_step, 1) / len(steps)
-        self._last_step, self._lines_together = steps[-1], min(max(int(_GATHER_SECONDS / line_seconds), 1), _MOST_LINES)
-        if rank() == 0:
-            for step, columns in zip(steps, gathered.permute(1, 2, 0).tolist(), strict=True):
-                line = _to_line(step, columns)
-                self.write(line)
-                self._use(line)
-
-
-def _to_line(step: int, columns: list[list[float]]) -> dict[str, object]:
-    *seconds, peaks = columns
-    # More digits are noise, and a line has a number for each rank.
-    values: list[Sequence[float | None]] = [
-        [None if math.isnan(value) else round(value, 6) for value in of] for of in seconds
-    ]
-    return {"step": step} | dict(zip(_COLUMNS, [*values, [int(value) for value in peaks]], strict=True))
+        self._lines_together = min(max(int(_GATHER_SECONDS / line_seconds), 1), _MOST_LINES)
+        for step, figures in zip(steps, gathered.permute(1, 2, 0).numpy(), strict=True):
+            num_steps, self._last_step = max(step - self._last_step, 1), step
+            if rank() == 0:
+                is_told = self._use({"step": step, **to_columns(figures)})
+                self.write(self._summary.line(step, num_steps, figures, with_ranks=is_told))

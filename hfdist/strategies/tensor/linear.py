@@ -28,6 +28,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from hfdist.collectives import all_gather_single
 from hfdist.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class _Gather(torch.autograd.Function):
             gathered = _collectives.wait_tensor(_collectives.all_gather_tensor(sent[None], 0, group))
         else:
             gathered = sent.new_empty(num_ranks, *sent.shape)
-            dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), group=group)
+            all_gather_single(gathered.view(-1), sent.view(-1), group=group)
         ranges = [shard_range(size, num_ranks, other) for other in range(num_ranks)]
         return torch.cat([gathered[other][..., : stop - start] for other, (start, stop) in enumerate(ranges)], -1)
 

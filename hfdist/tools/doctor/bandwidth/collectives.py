@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile
 
+from hfdist.collectives import all_gather_single, reduce_scatter_single
 from hfdist.tools.doctor.bandwidth.figures import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -101,8 +102,8 @@ def _make_call(kind: str, whole: torch.Tensor, other: torch.Tensor) -> Callable[
     calls: dict[str, Callable[[], object]] = {
         # Of the mean, so that numbers stay what they are.
         ALL_REDUCE: lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
-        REDUCE_SCATTER: lambda: dist.reduce_scatter_single(share, whole, dist.ReduceOp.MAX),
-        ALL_GATHER: lambda: dist.all_gather_single(whole, share),
+        REDUCE_SCATTER: lambda: reduce_scatter_single(share, whole, dist.ReduceOp.MAX),
+        ALL_GATHER: lambda: all_gather_single(whole, share),
         ALL_TO_ALL: lambda: dist.all_to_all_single(other, whole),
         BROADCAST: lambda: dist.broadcast(whole, group_src=0),
         POINT_TO_POINT: lambda: _pass_on(whole, other, (rank + 1) % num_ranks, (rank - 1) % num_ranks),

@@ -84,9 +84,9 @@ class RankSteps:
         self._lines_a_stretch = 1
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Add a line; one whose step is not a later one counts for nothing."""
+        """Add a line; one whose step is not a later one, or which does not have all ranks, counts for nothing."""
         step = number(line.get("step"))
-        if step is None or (self.stretches and step <= self.stretches[-1].last_step):
+        if step is None or STEP not in line or (self.stretches and step <= self.stretches[-1].last_step):
             return
         if not self.stretches or self.stretches[-1].num_lines >= self._lines_a_stretch:
             if len(self.stretches) == _MOST_STRETCHES:
