@@ -23,6 +23,7 @@ from typing import NoReturn
 
 import hfdist.errors
 from hfdist.errors import ConfigError, HfdistError, first_line
+from hfdist.failures import signal_name
 from hfdist.secrets import mask_secrets
 
 _READ_BYTES = 1 << 16
@@ -75,7 +76,7 @@ def do_apart(do: Callable[[], object], *, where: str, found: object, limits: Lim
         _raise(json.loads(said), where, found, limits)
     else:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        what = f"reading it ended a process by {signal.Signals(number).name if number else 'itself'}"
+        what = f"reading it ended a process by {signal_name(number) if number else 'itself'}"
         if number == signal.SIGXCPU:
             what = f"reading it takes more than {limits.cpu_seconds} CPU seconds"
         elif number == signal.SIGKILL:

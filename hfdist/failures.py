@@ -1,8 +1,10 @@
-"""What an error of a library or of the system is about: a full disk, or a network; and when it is worth another try."""
+"""What has failed: a full disk or a network, and when another try is worth it; the signal that ended a process."""
 
 from __future__ import annotations
 
 import errno
+import signal
+from contextlib import suppress
 from random import SystemRandom
 
 # EFBIG: a limit of the process, or of the file system, for the size of one file.
@@ -38,3 +40,10 @@ def seconds_before_retry(attempt: int, first_seconds: float) -> float:
     """Give how long to wait after this attempt, from 1: doubles each time, give or take a half."""
     # The system's generator: the seeded one belongs to the training.
     return first_seconds * 2 ** (attempt - 1) * SystemRandom().uniform(0.5, 1.5)
+
+
+def signal_name(number: int) -> str:
+    """Give the name of a signal, SIGKILL; most real-time signals have none: signal 40."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hfdist.errors import BudgetError, CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
+from hfdist.failures import signal_name
 from hfdist.host_cores import usable_cores
 from hfdist.processes.child_python import restore_path, safe_path
 from hfdist.processes.stop_signals import heard_signals
@@ -78,7 +79,7 @@ def start_ranks(main: Callable[..., None], *arguments: object, processes: int, m
         sys.stderr.write(f"starting all {processes} processes again; {starts_left - 1} more restarts are left\n")
     if exit_code < 0:
         raise PeerError(
-            f"a process was ended by {signal.Signals(-exit_code).name}, and with it the run",
+            f"a process was ended by {signal_name(-exit_code)}, and with it the run",
             where="launch.processes",
             hint="the same command goes on from the last checkpoint; `dmesg` tells whether memory ran out",
         )

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from hfdist.atomic_write import remove_unfinished
 from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
+from hfdist.failures import signal_name
 from hfdist.records.events import Event, add_event, utc_now
 from hfdist.records.run_file import SUMMED, RunRecord, State, read_run, write_run
 from hfdist.records.run_folder import RunFolder
@@ -130,7 +131,7 @@ def record_end(exit_code: int, error: str | None = None) -> None:
 
 def end_by_signal(number: int) -> None:
     """Write that a signal ends this process, before it does."""
-    record_end(_SIGNALLED + number, f"ended by {signal.Signals(number).name}")
+    record_end(_SIGNALLED + number, f"ended by {signal_name(number)}")
 
 
 def record_end_of_peer(run_dir: Path, start: int, exit_code: int, error: str | None) -> None:
@@ -191,8 +192,8 @@ def _error_of(exit_code: int) -> str | None:
     """Say what an exit code means; None: no error."""
     if exit_code == 0:
         return None
-    if exit_code > _SIGNALLED and exit_code - _SIGNALLED in {*signal.Signals}:
-        return f"ended by {signal.Signals(exit_code - _SIGNALLED).name}"
+    if exit_code - _SIGNALLED in signal.valid_signals():
+        return f"ended by {signal_name(exit_code - _SIGNALLED)}"
     return f"a rank has ended with exit code {exit_code}"
 
 

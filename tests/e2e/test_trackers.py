@@ -124,6 +124,8 @@ def drive(run_dir, events, *overrides):
         else:
             trackers.on_train_begin(args, state, control, model=None)
     trackers.end()
+    # Another run of the process has names of its own.
+    assert not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"} & os.environ.keys()
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ def test_what_is_done_apart_changes_nothing_here(tmp_path):
         (lambda: bytearray(2**33), "more than 0.5 GiB"),
         (lambda: [[] for _ in range(2**34)], "more than"),
         (os.abort, "SIGABRT"),
+        (lambda: os.kill(os.getpid(), 40), "by signal 40"),
         (lambda: os._exit(3), "ended a process"),
         (fails(KeyError("rope_type")), "cannot be read: KeyError: 'rope_type'"),
         (fails(RecursionError("too deep")), "cannot be read: RecursionError: too deep"),

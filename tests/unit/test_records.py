@@ -140,6 +140,7 @@ def rank_0(folder, exit_code=None):
     ("own", "exit_code", "said", "num_ends"),
     [
         (None, 143, "ended by SIGTERM", 1),
+        (None, 128 + 40, "ended by signal 40", 1),
         (None, 3, "a rank has ended with exit code 3", 1),
         (None, 0, None, 1),
         # It met only what followed.

@@ -10,7 +10,8 @@ import copy
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -171,14 +172,16 @@ class MLflowRun(_GoesOn, MLflowCallback):
             # A folder needs neither a server nor the packages of a database.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             self._ml_flow.set_tracking_uri(self._folder.mlflow)
-        if self._config.report.project is not None:
-            os.environ["MLFLOW_EXPERIMENT_NAME"] = self._config.report.project
-        os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", PROJECT)
         # The arguments of transformers say the same as the config, and some change at each start.
-        os.environ.setdefault("MLFLOW_MAX_LOG_PARAMS", "0")
+        ours = {"MLFLOW_EXPERIMENT_NAME": PROJECT, "MLFLOW_MAX_LOG_PARAMS": "0"}
         if self._run is not None:
-            os.environ.setdefault("MLFLOW_RUN_ID", self._run)
-        super().setup(args, state, model)
+            ours["MLFLOW_RUN_ID"] = self._run
+        values = {name: value for name, value in ours.items() if name not in os.environ}
+        if self._config.report.project is not None:
+            values["MLFLOW_EXPERIMENT_NAME"] = self._config.report.project
+        # Only here: the next run of this process may have another name.
+        with _environment(values):
+            super().setup(args, state, model)
         if not state.is_world_process_zero:
             return
         if self._run is None:
@@ -190,6 +193,21 @@ class MLflowRun(_GoesOn, MLflowCallback):
         """End it as failed, if it was not ended as finished."""
         if exit_code != 0:
             self._ml_flow.end_run("FAILED")
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            # mlflow takes MLFLOW_RUN_ID away itself.
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _is_leaf(value: object) -> bool:
