@@ -185,8 +185,8 @@ class MLflowRun(_GoesOn, MLflowCallback):
         if not state.is_world_process_zero:
             return
         if self._run is None:
-            values = {key: value for key, value in flatten(to_values(self._config), "") if key and _is_leaf(value)}
-            self._ml_flow.log_params(values)
+            leaves = {key: value for key, value in flatten(to_values(self._config), "") if key and _is_leaf(value)}
+            self._ml_flow.log_params(leaves)
         self._run = self._ml_flow.active_run().info.run_id
 
     def end_run(self, exit_code: int) -> None:
