@@ -42,3 +42,12 @@ def remove_unfinished(path: Path) -> None:
     """Remove what processes have left that were killed in `write_atomically` of this file. None may be writing it."""
     for left in path.parent.glob(f"{escape(path.name)}.*{_UNFINISHED}"):
         left.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the list of names of a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

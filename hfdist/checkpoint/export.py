@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from hfdist.checkpoint import folder as folders
+from hfdist.atomic_write import sync
+from hfdist.checkpoint.folder import sync_tree
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Planner
 from hfdist.checkpoint.write import Contents, list_files, removed_on_failure, write_folder
@@ -60,7 +61,7 @@ def _unfinished_export(folder: Path) -> Path:
 
 
 def _move_into(unfinished: Path, folder: Path) -> None:
-    folders.sync_tree(unfinished)
+    sync_tree(unfinished)
     names = sorted(list_files(unfinished), key=lambda name: (name == INDEX_FILE, name))
     has_shards = INDEX_FILE in names
     for old in folder.iterdir():
@@ -68,9 +69,9 @@ def _move_into(unfinished: Path, folder: Path) -> None:
         # that are replaced in part, no model can be loaded, rather than one of two: the index comes last.
         if _MODEL_FILES.fullmatch(old.name) and (has_shards or old.name not in names):
             old.unlink()
-    folders.sync(folder)
+    sync(folder)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (unfinished / name).replace(folder / name)
     shutil.rmtree(unfinished)
-    folders.sync(folder)
+    sync(folder)

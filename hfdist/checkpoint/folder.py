@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfdist.atomic_write import sync
 from hfdist.checkpoint.manifest import (
     NO_MANIFEST,
     DamagedError,
@@ -94,15 +95,6 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.iterdir():
         if _UNFINISHED_NAME.fullmatch(path.name):
             _remove(path)
-
-
-def sync(path: Path) -> None:
-    """Make a file or a folder's list of names survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from hfdist.checkpoint import folder as folders
+from hfdist.atomic_write import sync
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.columns import join_columns
 from hfdist.checkpoint.manifest import Manifest, Part, hash_file, read_hashes, write_hashes, write_json
@@ -160,7 +160,7 @@ def _write_own(unfinished: Path, contents: Contents, elements: list[torch.Tensor
     (unfinished / name).write_bytes(content)
     written = [Part.first(name, content), write_hashes(unfinished, rank(), parts)]
     for part in written:
-        folders.sync(unfinished / part.file)
+        sync(unfinished / part.file)
     return written
 
 
@@ -219,7 +219,7 @@ def _write_shard(folder: Path, items: Sequence[WriteItem], elements: Sequence[to
     # Afterwards: meanwhile the disk has had something to do.
     for file in dict.fromkeys(part.file for part in parts):
         with _named(folder / file):
-            folders.sync(folder / file)
+            sync(folder / file)
     return parts
 
 

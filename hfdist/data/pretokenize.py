@@ -45,7 +45,8 @@ from hfdist.data.sources.tokenfile import (
     sizes_of,
 )
 from hfdist.data.storage.identity import digests_of
-from hfdist.data.stream.workers import Vitals, keep_arrays
+from hfdist.data.stream.worker_deaths import Vitals
+from hfdist.data.stream.worker_process import keep_arrays
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.text_encoder import text_digest, token_dtype, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, HfdistError, ResourceError

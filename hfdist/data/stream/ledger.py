@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hfdist.atomic_write import sync
 from hfdist.config.data import BadRows
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.order.records import RECORD, Records, Status
@@ -24,15 +25,16 @@ from hfdist.data.order.records import RECORD, Records, Status
 logger = logging.getLogger(__name__)
 
 _MOST_WARNINGS = 20
+"""Bad rows of this process that are told."""
 
 
 def records_file(folder: Path, lane: int) -> Path:
-    """The file of a lane's records: RECORD values, one after the other."""
+    """Give the file of a lane's records: RECORD values, one after the other."""
     return folder / f"lane-{lane:05d}.records"
 
 
 def bad_rows_file(folder: Path, lane: int) -> Path:
-    """The file of a lane's bad rows, under `data.on_bad_rows=quarantine`: JSON lines."""
+    """Give the file of a lane's bad rows, under `data.on_bad_rows=quarantine`: JSON lines."""
     return folder / f"lane-{lane:05d}.bad_rows.jsonl"
 
 
@@ -44,9 +46,9 @@ class Ledger:
         self._records_files: dict[int, Path] = {}
         """Files of records, by lane; kept, as making a path takes longer than adding to the file."""
         self._pending: dict[Path, list[bytes]] = {}
-        """Lines that are to be written to each file."""
+        """What is to be written to each file."""
         self._counted: list[dict[Path, list[bytes]]] = []
-        """Lines that each save that has begun is to write to each file."""
+        """The same, for each save that has begun."""
         self._writing = threading.Lock()
         self._num_bad_rows = 0
 
@@ -62,6 +64,8 @@ class Ledger:
             self._num_bad_rows += 1
             if self._num_bad_rows <= _MOST_WARNINGS:
                 logger.warning("left out: %s", problem)
+            if self._num_bad_rows == _MOST_WARNINGS:
+                logger.warning("bad rows after these are left out without a warning; `hfdist audit` counts them")
             if self._on_bad_rows is BadRows.quarantine:
                 self._queue(bad_rows_file(self.folder, lane), self._describe(record, problem))
 
@@ -79,7 +83,7 @@ class Ledger:
         self.write_counted()
 
     def count(self) -> None:
-        """Set apart what a checkpoint that begins now counts; `write_counted` must come before that is complete."""
+        """Set apart what a checkpoint that begins now counts; `write_counted` must end before the checkpoint does."""
         self._counted.append(self._pending)
         self._pending = {}
 
@@ -88,12 +92,16 @@ class Ledger:
         with self._writing:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._corpus.inventory.write(self.folder)
+            is_new = False
             while self._counted:
                 counted = self._counted[0]
                 for path in list(counted):
+                    is_new = is_new or not path.exists()
                     # Taken out first: what is written in part is truncated by the next start, and never written twice.
                     _append(path, b"".join(counted.pop(path)))
                 del self._counted[0]
+            if is_new:
+                sync(self.folder)
 
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
         """Rename the files of lanes, since other data are read from here on, after `samples` sequences of the run."""

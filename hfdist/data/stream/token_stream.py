@@ -35,7 +35,8 @@ from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundl
 from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import LanePlan, Packed, open_lanes
 from hfdist.data.stream.ledger import Ledger
-from hfdist.data.stream.workers import Vitals, forward_to_rank, keep_arrays
+from hfdist.data.stream.worker_deaths import Vitals
+from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 from hfdist.errors import CheckpointError, ConfigError, DataError, HfdistError
 

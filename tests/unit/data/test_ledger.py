@@ -46,6 +46,16 @@ def test_what_a_training_that_went_back_had_read_of_other_data_is_not_written(tm
     assert read_records(tmp_path, LANE)["sequence"].tolist() == [10, 11]
 
 
+def test_a_new_file_survives_a_power_cut_with_its_name(tmp_path, corpus, monkeypatch):
+    synced = []
+    monkeypatch.setattr("hfdist.data.stream.ledger.sync", synced.append)
+    ledger = Ledger(tmp_path, corpus, BadRows.skip)
+    for sequence in range(2):
+        ledger.add(LANE, np.array([piece(sequence)], dtype=RECORD), ())
+        ledger.flush()
+    assert synced == [tmp_path]
+
+
 def test_a_write_that_was_cut_anywhere_is_done_again(tmp_path, corpus):
     saved, whole = (write(tmp_path / str(end), corpus, range(end)) for end in (COUNTED, 4))
     killed = tmp_path / "killed"

@@ -1,6 +1,6 @@
-"""The loader processes that read data ahead: the message when one is killed, and the signals that they pass on.
+"""The message when a process that reads data ahead has died.
 
-torch's handler of SIGCHLD reports such a death: it raises a RuntimeError wherever the rank is at that moment.
+torch's handler of SIGCHLD reports it: it raises a RuntimeError wherever the rank is at that moment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import psutil
 
 from hfdist.errors import ResourceError
 from hfdist.host_memory import cgroup_memory
-from hfdist.processes.stop_signals import STOP_SIGNALS
 
 
 class Vitals:
@@ -52,7 +51,7 @@ class Vitals:
         _alive.add(self)
         before = signal.getsignal(signal.SIGCHLD)
         is_main = threading.current_thread() is threading.main_thread()
-        # What is wrapped is ours: torch's handler, which stays for good, with what it raises explained.
+        # torch's handler stays for good; one with __wrapped__ was wrapped here before.
         if is_main and callable(before) and not hasattr(before, "__wrapped__"):
             signal.signal(signal.SIGCHLD, _explained()(before))
         with _explained():
@@ -71,8 +70,10 @@ def _explained() -> Iterator[None]:
         # torch has no class for it: `DataLoader worker (pid 1) is killed by signal` or `... exited unexpectedly`.
         if not str(error).startswith("DataLoader worker"):
             raise
-        # Where torch was waiting for data, it catches what the handler has raised, and says less.
-        raise error.__cause__ if isinstance(error.__cause__, ResourceError) else _describe(error) from error
+        if isinstance(error.__cause__, ResourceError):
+            # Where torch was waiting for data, it has caught what the handler raised, and says less.
+            raise error.__cause__ from error.__cause__.__cause__
+        raise _describe(error) from error
 
 
 def _describe(error: RuntimeError) -> ResourceError:
@@ -104,33 +105,3 @@ def _resident_bytes() -> int:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def forward_to_rank(rank: int, each_second: Callable[[], None]) -> None:
-    """Forward what others send to this process to its rank; a SIGTERM of the rank itself ends it.
-
-    Call it in a loader process: by itself that must not end before the rank has saved. A thread waits for signals,
-    because it sees who has sent one, and handlers do not. It also ends the process some seconds after a rank that was
-    killed: else a loader process of torch waits for ever until what it has read ahead is taken, or if the rank was
-    killed before torch asked whose child the process is. `rank` is the process id of the rank, from before the fork;
-    `each_second` is called meanwhile, about so often.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-    def wait() -> None:
-        while os.getppid() == rank:
-            each_second()
-            received = signal.sigtimedwait(STOP_SIGNALS, 1)
-            if received is None:
-                continue
-            if received.si_pid == rank:
-                os._exit(0)
-            os.kill(rank, received.si_signo)
-        os._exit(0)
-
-    threading.Thread(target=wait, name="signals", daemon=True).start()
-
-
-def keep_arrays(item: object) -> object:
-    """Collate nothing: numpy arrays travel through a pipe as they are; tensors would each hold a file open."""
-    return item
