@@ -7,7 +7,8 @@ leaving them in a collective that it never joins. What runs beside the training 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -80,7 +81,10 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them."""
+    """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them.
+
+    Where ranks say the same they may get one object: do not change what is given.
+    """
     if world_size() == 1 or is_planned(group):
         # In a plan all ranks say the same.
         return [json.loads(json.dumps(value)) for _ in range(dist.get_world_size(group) if is_planned(group) else 1)]
@@ -88,19 +92,42 @@ def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[A
     # The length travels with what comes first, so that short texts take one exchange.
     heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)
     lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
-    begun = [head[_LENGTH_BYTES:] for head in heads]
     longest = max(lengths) - _HEAD_BYTES
     rests = [b""] * len(heads) if longest <= 0 else _gather_bytes(text[_HEAD_BYTES:].ljust(longest, b" "), group)
-    return [json.loads((head + rest)[:length]) for head, rest, length in zip(begun, rests, lengths, strict=True)]
+    texts = [(head[_LENGTH_BYTES:] + rest)[:n] for head, rest, n in zip(heads, rests, lengths, strict=True)]
+    # Thousands of ranks say the same most of the time, and reading takes longer than comparing.
+    read = {text: json.loads(text) for text in set(texts)}
+    return [read[text] for text in texts]
+
+
+def exchange_json(values: Sequence[object]) -> list[Any]:
+    """Give what each rank has for this one, in order of rank: `values` are JSON, one for each rank. A collective.
+
+    What a rank sends and gets grows with its own values alone, and not with those between other ranks.
+    """
+    if world_size() == 1:
+        return [json.loads(json.dumps(value)) for value in values]
+    # Of tensors of the host: over NCCL each pair of devices would get a connection of its own.
+    group = gloo_group("checkpoints") if "nccl" in dist.get_backend() else None
+    texts = [json.dumps(value).encode() for value in values]
+    lengths = torch.tensor([len(text) for text in texts])
+    arriving = torch.empty_like(lengths)
+    dist.all_to_all_single(arriving, lengths, group=group)
+    sent = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+    received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, sent, arriving.tolist(), lengths.tolist(), group=group)
+    content = received.numpy().tobytes()
+    ends = list(accumulate(arriving.tolist(), initial=0))
+    return [json.loads(content[begin:end]) for begin, end in pairwise(ends)]
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Gather the bytes of all ranks, filled up to the same length: at least that of a head."""
     padded = bytearray(content.ljust(_LENGTH_BYTES + _HEAD_BYTES, b" "))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device_of(group))
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    return [row.tobytes() for row in torch.stack(gathered).cpu().numpy()]
+    gathered = torch.empty(dist.get_world_size(group), len(padded), dtype=torch.uint8, device=own.device)
+    dist.all_gather(list(gathered.unbind()), own, group=group)
+    return [row.tobytes() for row in gathered.cpu().numpy()]
 
 
 def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> list[Any]:

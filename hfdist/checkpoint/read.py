@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hfdist.checkpoint import safetensors_io
+from hfdist.checkpoint.holders import merge_all_specs
 from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.manifest import FORMATS, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, OPTIONAL, STEP, WEIGHT, Piece, is_number
-from hfdist.checkpoint.regions import Region, list_first, merge_specs
+from hfdist.checkpoint.regions import Region, list_first
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
 from hfdist.checkpoint.save_plan import (
     ADAPTER_STEM,
@@ -69,9 +70,9 @@ def read_checkpoint(
             another type; with the names, and on all ranks alike.
     """
     reading = _Reading(path, names)
-    regions = on_all_ranks(lambda: reading.open(pieces))
-    declared = [[Region.from_json(values) for values in of_rank] for of_rank in regions]
-    wanted = merge_specs(declared)
+    own: list[Region] = []
+    on_all_ranks(lambda: own.extend(reading.open(pieces)))
+    wanted = merge_all_specs(own)
     saved = reading.saved
     left_out = {(name, key) for name, key in wanted if key.startswith(OPTIONAL)} - _usable(saved, wanted)
     if left_out:

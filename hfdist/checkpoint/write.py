@@ -84,7 +84,7 @@ def write_folder(
     """
     plan, memories = contents.plan, memories or Memories.shared()
     between = group
-    if group is None and (plan.has_transfers or memories.count > 1) and "nccl" in dist.get_backend():
+    if group is None and dist.is_initialized() and "nccl" in dist.get_backend():
         between = gloo_group("checkpoints")
 
     def begin() -> list[object]:
