@@ -88,13 +88,7 @@ def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[A
     if world_size() == 1 or is_planned(group):
         # In a plan all ranks say the same.
         return [json.loads(json.dumps(value)) for _ in range(dist.get_world_size(group) if is_planned(group) else 1)]
-    text = json.dumps(value).encode()
-    # The length travels with what comes first, so that short texts take one exchange.
-    heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)
-    lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
-    longest = max(lengths) - _HEAD_BYTES
-    rests = [b""] * len(heads) if longest <= 0 else _gather_bytes(text[_HEAD_BYTES:].ljust(longest, b" "), group)
-    texts = [(head[_LENGTH_BYTES:] + rest)[:n] for head, rest, n in zip(heads, rests, lengths, strict=True)]
+    texts = _gather_texts(json.dumps(value).encode(), group)
     # Thousands of ranks say the same most of the time, and reading takes longer than comparing.
     read = {text: json.loads(text) for text in set(texts)}
     return [read[text] for text in texts]
@@ -107,9 +101,12 @@ def exchange_json(values: Sequence[object]) -> list[Any]:
     """
     if world_size() == 1:
         return [json.loads(json.dumps(value)) for value in values]
-    # Of tensors of the host: over NCCL each pair of devices would get a connection of its own.
+    return [json.loads(text) for text in _swap_bytes([json.dumps(value).encode() for value in values])]
+
+
+def _swap_bytes(texts: Sequence[bytes]) -> list[bytes]:
+    # Of the host: over NCCL each pair of devices would get a connection of its own.
     group = gloo_group("checkpoints") if "nccl" in dist.get_backend() else None
-    texts = [json.dumps(value).encode() for value in values]
     lengths = torch.tensor([len(text) for text in texts])
     arriving = torch.empty_like(lengths)
     dist.all_to_all_single(arriving, lengths, group=group)
@@ -117,8 +114,16 @@ def exchange_json(values: Sequence[object]) -> list[Any]:
     received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
     dist.all_to_all_single(received, sent, arriving.tolist(), lengths.tolist(), group=group)
     content = received.numpy().tobytes()
-    ends = list(accumulate(arriving.tolist(), initial=0))
-    return [json.loads(content[begin:end]) for begin, end in pairwise(ends)]
+    return [content[begin:end] for begin, end in pairwise(accumulate(arriving.tolist(), initial=0))]
+
+
+def _gather_texts(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    # The length travels with what comes first, so that short texts take one exchange.
+    heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)
+    lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+    longest = max(lengths) - _HEAD_BYTES
+    rests = [b""] * len(heads) if longest <= 0 else _gather_bytes(text[_HEAD_BYTES:].ljust(longest, b" "), group)
+    return [(head[_LENGTH_BYTES:] + rest)[:length] for head, rest, length in zip(heads, rests, lengths, strict=True)]
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -12,7 +12,7 @@ What a rank sends, gets and computes grows with what it holds, and not with that
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -50,11 +50,8 @@ def find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], lis
 
     specs = _tell(split)
     answers: list[list[object]] = [[] for _ in range(world_size())]
-    for segment in found:
-        (spec, start, stop, *_), columns = segment
-        cells = [[column.start, column.stop, _to_runs(column.holders)] for column in columns]
-        for holder in segment.holders:
-            answers[holder].append([spec.id, start, stop, cells])
+    for holder, answer in answers_of(found):
+        answers[holder].append(answer)
     # Ranks that hold one tensor alike hold others alike: their numbers are kept once.
     known: dict[str, tuple[int, ...]] = {}
     segments = []
@@ -62,6 +59,20 @@ def find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], lis
         columns = tuple(Column(begin, end, _from_runs(runs, known)) for begin, end, runs in cells)
         segments.append(Segment(Region(specs[name, key], start, stop), columns))
     return specs, segments
+
+
+def answers_of(segments: Iterable[Segment]) -> Iterator[tuple[int, list[object]]]:
+    """Give what each holder hears of each segment, as JSON."""
+    for segment in segments:
+        (spec, start, stop, *_), columns = segment
+        answer: list[object] = [spec.id, start, stop, [[a, b, _to_runs(holders)] for a, b, holders in columns]]
+        for holder in segment.holders:
+            yield holder, answer
+
+
+def asked_rank(tensor_id: TensorId, num_ranks: int) -> int:
+    """Give the rank that is asked about a tensor."""
+    return zlib.crc32("/".join(tensor_id).encode()) % num_ranks
 
 
 def merge_numbers(own: Mapping[TensorId, float]) -> dict[TensorId, float]:
@@ -87,7 +98,7 @@ def _send(items: Iterable[tuple[TensorId, object]]) -> list[tuple[int, Any]]:
     """Send each item to the rank that is asked about its tensor; give those that this one gets, and from which rank."""
     sent: list[list[object]] = [[] for _ in range(world_size())]
     for tensor_id, item in items:
-        sent[zlib.crc32("/".join(tensor_id).encode()) % world_size()].append(item)
+        sent[asked_rank(tensor_id, world_size())].append(item)
     return [(sender, item) for sender, of_rank in enumerate(exchange_json(sent)) for item in of_rank]
 
 
