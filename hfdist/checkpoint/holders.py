@@ -11,8 +11,10 @@ What a rank sends, gets and computes grows with what it holds, and not with that
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -40,6 +42,11 @@ def find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], lis
 
     Numbers have no segments. Elements of a tensor that no rank holds are a `CheckpointError`, too.
     """
+    with _without_collector():
+        return _find_holders(own)
+
+
+def _find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], list[Segment]]:
     asked = _ask(own)
     found: list[Segment] = []
 
@@ -59,6 +66,18 @@ def find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], lis
         columns = tuple(Column(begin, end, _from_runs(runs, known)) for begin, end, runs in cells)
         segments.append(Segment(Region(specs[name, key], start, stop), columns))
     return specs, segments
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause Python's collector of cycles: of many small values none is free yet, and it would look at each again."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def answers_of(segments: Iterable[Segment]) -> Iterator[tuple[int, list[object]]]:
