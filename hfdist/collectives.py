@@ -85,10 +85,10 @@ def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[A
 
     Where ranks say the same they may get one object: do not change what is given.
     """
-    if world_size() == 1 or is_planned(group):
-        # In a plan all ranks say the same.
-        return [json.loads(json.dumps(value)) for _ in range(dist.get_world_size(group) if is_planned(group) else 1)]
-    texts = _gather_texts(json.dumps(value).encode(), group)
+    return _read(_gather_texts(json.dumps(value).encode(), group))
+
+
+def _read(texts: Sequence[bytes]) -> list[Any]:
     # Thousands of ranks say the same most of the time, and reading takes longer than comparing.
     read = {text: json.loads(text) for text in set(texts)}
     return [read[text] for text in texts]
@@ -118,6 +118,9 @@ def _swap_bytes(texts: Sequence[bytes]) -> list[bytes]:
 
 
 def _gather_texts(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    if world_size() == 1 or is_planned(group):
+        # In a plan all ranks say the same.
+        return [text] * (dist.get_world_size(group) if is_planned(group) else 1)
     # The length travels with what comes first, so that short texts take one exchange.
     heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)
     lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
@@ -135,8 +138,12 @@ def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes
     return [row.tobytes() for row in gathered.cpu().numpy()]
 
 
-def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> list[Any]:
+def on_all_ranks(
+    action: Callable[[], object], group: dist.ProcessGroup | None = None, *, is_told: bool = True
+) -> list[Any]:
     """Run `action` on every rank and give what each returned (JSON values), in order of rank. A collective.
+
+    A rank that is not told hears of failures alone, and gets nothing: of thousands of ranks that saves it time.
 
     Raises:
         HfdistError: the failure of the first rank that failed, on all ranks alike. Exceptions that are no failures
@@ -149,18 +156,33 @@ def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None =
     except Exception as error:
         own = _to_readable(error)
         report["error"] = _describe(own)
-    reports = gather_json(report, group)
+    texts = _gather_texts(json.dumps(report).encode(), group)
     if own is not None:
         raise own
-    for failed_rank, other in enumerate(reports):
-        if "error" in other:
-            raise _rebuild(failed_rank, other["error"])
-    return [other["value"] for other in reports]
+    for failed_rank, text in enumerate(texts):
+        if text.startswith(b'{"error"'):
+            raise _rebuild(failed_rank, json.loads(text)["error"])
+    return [report["value"] for report in _read(texts)] if is_told else []
 
 
 def on_rank_zero(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> Any:
     """Run `action` on rank 0 alone and give its value on all ranks. A collective; failures as in `on_all_ranks`."""
-    return on_all_ranks(lambda: action() if rank() == 0 else None, group)[0]
+    text = b""
+
+    def act() -> object:
+        nonlocal text
+        text = json.dumps(action()).encode() if rank() == 0 else b"null"
+        return len(text) if len(text) > _HEAD_BYTES else [json.loads(text)]
+
+    told = on_all_ranks(act, group)[0]
+    if isinstance(told, list):
+        return told[0]
+    if world_size() == 1 or is_planned(group):
+        return json.loads(text)
+    # One text to all, where a gather would fill up those of all ranks to its length.
+    content = torch.frombuffer(bytearray(text.ljust(told)), dtype=torch.uint8).to(device_of(group))
+    dist.broadcast(content, 0, group=group)
+    return json.loads(content.cpu().numpy().tobytes())
 
 
 def _to_readable(error: Exception) -> Exception:

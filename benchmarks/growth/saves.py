@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,15 +23,19 @@ import torch
 
 from hfdist import collectives
 from hfdist.checkpoint.holders import answers_of, asked_rank
+from hfdist.checkpoint.manifest import Manifest, Part
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region, split_tensors
 from hfdist.checkpoint.safetensors_io import TensorSpec
-from hfdist.checkpoint.save_plan import Planner, declare
+from hfdist.checkpoint.save_plan import Planner, SavePlan, declare
+from hfdist.collectives import on_all_ranks
 
 BLOCKS, WIDTH, INNER_WIDTH, KEY_WIDTH, VOCABULARY = 126, 16_384, 53_248, 1_024, 128_256
 LAYOUTS = {"fsdp2": 1, "tensor 8 x fsdp2": 8}
 """Tensor ranks of each layout."""
 _KEYS = (WEIGHT, "exp_avg", "exp_avg_sq")
+_RANK = b"00000"
+"""In names of files that each rank has."""
 _DIVIDED_BY_COLUMNS = ("o_proj", "down_proj")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -41,6 +47,10 @@ class Costs:
 
     first_cpu_seconds: float
     later_cpu_seconds: float
+    told_cpu_seconds: float
+    """CPU seconds to hear, in a later save, what all ranks have written, without the need for their hashes."""
+    manifest_cpu_seconds: float
+    """CPU seconds of rank 0 for these hashes and the manifest."""
     received_bytes: int
     """Bytes that come from other ranks for the first save."""
     peak_bytes: int
@@ -60,19 +70,36 @@ def measure(layout: str, num_ranks: int) -> Costs:
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         planner = Planner()
-        first, later = (_cpu_seconds(planner, pieces) for _ in range(2))
+        first, later = (_timed(lambda: planner.plan(pieces)) for _ in range(2))
+        plan, *_ = planner.plan(pieces)
+        told = _timed(lambda: on_all_ranks(_written, is_told=False))
+        manifest = _timed(lambda: _write_manifest(on_all_ranks(_written), plan))
     return Costs(
         first_cpu_seconds=first,
         later_cpu_seconds=later,
+        told_cpu_seconds=told,
+        manifest_cpu_seconds=manifest,
         received_bytes=others.received_bytes,
         peak_bytes=peak_bytes,
     )
 
 
-def _cpu_seconds(planner: Planner, pieces: Sequence[Piece]) -> float:
+def _timed(action: Callable[[], object]) -> float:
     begin = time.process_time()
-    planner.plan(pieces)
+    action()
     return time.process_time() - begin
+
+
+def _written() -> list[Part]:
+    """What a rank says once it has written."""
+    return [Part.first(f"training_state/{kind}-{_RANK.decode()}", b"") for kind in ("rng", "hashes")]
+
+
+def _write_manifest(of_ranks: Sequence[Sequence[Sequence[Any]]], plan: SavePlan) -> None:
+    parts = [Part(*values) for of_rank in of_ranks for values in of_rank]
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: file.num_bytes for name, file in plan.files.items()} | {part.file: 0 for part in parts}
+        Manifest(step=1, files=files, parts=parts).write(Path(folder))
 
 
 def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -178,9 +205,10 @@ class _Others:
         )
 
         def gather(text: bytes, group: object) -> list[bytes]:
-            # Each a text of its own, as they would arrive.
-            same = (bytes(bytearray(text)) for _ in range(self._num_ranks))
-            return self._gathered if text == own_text else list(same)
+            if text == own_text:
+                return self._gathered
+            # Each a text of its own, as they would arrive; the others name their own files.
+            return [bytes(bytearray(text)).replace(_RANK, b"%05d" % number) for number in range(self._num_ranks)]
 
         for name, fake in zip(names, (ranks, lambda texts: next(swapped), gather), strict=True):
             setattr(collectives, name, fake)
