@@ -7,7 +7,8 @@ leaving them in a collective that it never joins. What runs beside the training 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -84,31 +85,69 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them."""
+    """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them.
+
+    Where ranks say the same they may get one object: do not change what is given.
+    """
+    return _read(_gather_texts(json.dumps(value).encode(), group))
+
+
+def _read(texts: Sequence[bytes]) -> list[Any]:
+    # Thousands of ranks say the same most of the time, and reading takes longer than comparing.
+    read = {text: json.loads(text) for text in set(texts)}
+    return [read[text] for text in texts]
+
+
+def exchange_json(values: Sequence[object]) -> list[Any]:
+    """Give what each rank has for this one, in order of rank: `values` are JSON, one for each rank. A collective.
+
+    What a rank sends and gets grows with its own values alone, and not with those between other ranks.
+    """
+    if world_size() == 1:
+        return [json.loads(json.dumps(value)) for value in values]
+    return [json.loads(text) for text in _swap_bytes([json.dumps(value).encode() for value in values])]
+
+
+def _swap_bytes(texts: Sequence[bytes]) -> list[bytes]:
+    # Of the host: over NCCL each pair of devices would get a connection of its own.
+    group = gloo_group("checkpoints") if "nccl" in dist.get_backend() else None
+    lengths = torch.tensor([len(text) for text in texts])
+    arriving = torch.empty_like(lengths)
+    dist.all_to_all_single(arriving, lengths, group=group)
+    sent = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+    received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, sent, arriving.tolist(), lengths.tolist(), group=group)
+    content = received.numpy().tobytes()
+    return [content[begin:end] for begin, end in pairwise(accumulate(arriving.tolist(), initial=0))]
+
+
+def _gather_texts(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     if world_size() == 1 or is_planned(group):
         # In a plan all ranks say the same.
-        return [json.loads(json.dumps(value)) for _ in range(dist.get_world_size(group) if is_planned(group) else 1)]
-    text = json.dumps(value).encode()
+        return [text] * (dist.get_world_size(group) if is_planned(group) else 1)
     # The length travels with what comes first, so that short texts take one exchange.
     heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)
     lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
-    begun = [head[_LENGTH_BYTES:] for head in heads]
     longest = max(lengths) - _HEAD_BYTES
     rests = [b""] * len(heads) if longest <= 0 else _gather_bytes(text[_HEAD_BYTES:].ljust(longest, b" "), group)
-    return [json.loads((head + rest)[:length]) for head, rest, length in zip(begun, rests, lengths, strict=True)]
+    return [(head[_LENGTH_BYTES:] + rest)[:length] for head, rest, length in zip(heads, rests, lengths, strict=True)]
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Gather the bytes of all ranks, filled up to the same length: at least that of a head."""
     padded = bytearray(content.ljust(_LENGTH_BYTES + _HEAD_BYTES, b" "))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device_of(group))
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    return [row.tobytes() for row in torch.stack(gathered).cpu().numpy()]
+    gathered = torch.empty(dist.get_world_size(group), len(padded), dtype=torch.uint8, device=own.device)
+    dist.all_gather(list(gathered.unbind()), own, group=group)
+    return [row.tobytes() for row in gathered.cpu().numpy()]
 
 
-def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> list[Any]:
+def on_all_ranks(
+    action: Callable[[], object], group: dist.ProcessGroup | None = None, *, is_told: bool = True
+) -> list[Any]:
     """Run `action` on every rank and give what each returned (JSON values), in order of rank. A collective.
+
+    A rank that is not told hears of failures alone, and gets nothing: of thousands of ranks that saves it time.
 
     Raises:
         HfdistError: the failure of the first rank that failed, on all ranks alike. Exceptions that are no failures
@@ -121,18 +160,33 @@ def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None =
     except Exception as error:
         own = _to_readable(error)
         report["error"] = _describe(own)
-    reports = gather_json(report, group)
+    texts = _gather_texts(json.dumps(report).encode(), group)
     if own is not None:
         raise own
-    for failed_rank, other in enumerate(reports):
-        if "error" in other:
-            raise _rebuild(failed_rank, other["error"])
-    return [other["value"] for other in reports]
+    for failed_rank, text in enumerate(texts):
+        if text.startswith(b'{"error"'):
+            raise _rebuild(failed_rank, json.loads(text)["error"])
+    return [report["value"] for report in _read(texts)] if is_told else []
 
 
 def on_rank_zero(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> Any:
     """Run `action` on rank 0 alone and give its value on all ranks. A collective; failures as in `on_all_ranks`."""
-    return on_all_ranks(lambda: action() if rank() == 0 else None, group)[0]
+    text = b""
+
+    def act() -> object:
+        nonlocal text
+        text = json.dumps(action()).encode() if rank() == 0 else b"null"
+        return len(text) if len(text) > _HEAD_BYTES else [json.loads(text)]
+
+    told = on_all_ranks(act, group)[0]
+    if isinstance(told, list):
+        return told[0]
+    if world_size() == 1 or is_planned(group):
+        return json.loads(text)
+    # One text to all, where a gather would fill up those of all ranks to its length.
+    content = torch.frombuffer(bytearray(text.ljust(told)), dtype=torch.uint8).to(device_of(group))
+    dist.broadcast(content, 0, group=group)
+    return json.loads(content.cpu().numpy().tobytes())
 
 
 def _to_readable(error: Exception) -> Exception:

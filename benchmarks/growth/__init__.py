@@ -1,1 +1,1 @@
-"""How costs grow: with ranks, with layers, and with the size of the corpus."""
+"""How costs grow: with ranks, with layers, with the size of the corpus; and a save's with thousands of ranks."""

@@ -1,4 +1,4 @@
-"""Which runs are made: layouts by ranks, layouts by layers, corpora by size; each in forked processes of its own."""
+"""Which runs are made: layouts by ranks and by layers, corpora by size, saves; each in forked processes of its own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 import hfdist.trainer.trainer  # noqa: F401
-from benchmarks.growth import corpora, training
+from benchmarks.growth import corpora, saves, training
 from hfdist.testing import run_ranks
 
 GLOBAL_BATCH_SIZE, SEQUENCE_TOKENS = 8, 32
 RANKS, LAYERS, TIMES = (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 10, 100)
+SAVE_RANKS, QUICK_SAVE_RANKS = (64, 256, 1024, 4096, 16_384), (8, 16)
 QUICK_RANKS, QUICK_LAYERS, QUICK_TIMES = (1, 2), (2, 4), (1, 10)
 QUICK_LAYOUTS = ("ddp", "zero2", "pipeline")
 NUM_LAYER_RANKS = 2
@@ -50,6 +51,7 @@ QUICK_LAYER_LAYOUTS = ("pipeline",)
 ByRanks = dict[str, dict[int, list[training.Costs]]]
 ByLayers = dict[str, dict[int, list[training.Costs]]]
 ByTimes = dict[str, dict[int, corpora.Costs]]
+BySaves = dict[str, dict[int, saves.Costs]]
 
 
 def run_by_ranks(layouts: Iterable[str], ranks: Sequence[int], num_steps: int) -> ByRanks:
@@ -97,6 +99,17 @@ def run_by_times(times: Sequence[int]) -> ByTimes:
                     corpora.measure, 1, folder, tokenizer, kind, group=False, timeout_seconds=_SECONDS
                 )
     return costs
+
+
+def run_saves(layouts: Iterable[str], ranks: Sequence[int]) -> BySaves:
+    """More and more ranks that save one state."""
+
+    def measure(layout: str, num_ranks: int) -> saves.Costs:
+        [costs] = run_ranks(saves.measure, 1, layout, num_ranks, group=False, timeout_seconds=_SECONDS)
+        assert isinstance(costs, saves.Costs)
+        return costs
+
+    return {layout: {num_ranks: measure(layout, num_ranks) for num_ranks in ranks} for layout in layouts}
 
 
 def _train(

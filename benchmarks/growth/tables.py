@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from benchmarks.growth import corpora, runs, theory
+from benchmarks.growth import corpora, runs, saves, theory
 from benchmarks.growth.plots import activation_bytes, mean, ring_bytes, state_bytes
 from benchmarks.growth.training import Costs
 from benchmarks.table import Measure, markdown
 
+_MOST_FIRST_SECONDS, _MOST_LATER_SECONDS, _MOST_SAVE_MB = 2.0, 0.2, 200
 _MOST_OF_FORMULA, _MOST_EXPONENT_OF_LAYERS, _MOST_EXPONENT_OF_CORPUS = 1.05, 1.1, 0.2
 _MB = 1e6
 
@@ -92,6 +94,38 @@ def corpora_section(costs: runs.ByTimes) -> Described:
         "corpus open. Heap: what C and C++ hold after all of that; a lane reads a block of rows at a time, of up to "
         "1,024 once there are that many for each of 16 blocks a lane.\n\n"
         + markdown(["corpus", "what", *(f"{factor}x" for factor in times), "exponent"], rows)
+    )
+    return text, measures
+
+
+def saves_section(costs: runs.BySaves) -> Described:
+    """By thousands of ranks."""
+    figures: dict[str, tuple[Callable[[saves.Costs], float], float]] = {
+        "first plan, CPU s": (lambda one: one.first_cpu_seconds, _MOST_FIRST_SECONDS),
+        "later plan, CPU s": (lambda one: one.later_cpu_seconds, _MOST_LATER_SECONDS),
+        "hashes told, CPU s": (lambda one: one.told_cpu_seconds, _MOST_LATER_SECONDS),
+        "manifest on rank 0, CPU s": (lambda one: one.manifest_cpu_seconds, math.inf),
+        "received, MB": (lambda one: one.received_bytes / _MB, math.inf),
+        "peak, MB": (lambda one: one.peak_bytes / _MB, _MOST_SAVE_MB),
+    }
+    rows, measures = [], []
+    for name, by_ranks in costs.items():
+        for what, (value, most) in figures.items():
+            points = {num_ranks: value(one) for num_ranks, one in by_ranks.items()}
+            slope = theory.exponent(points)
+            rows.append([name, what, *(f"{figure:.3g}" for figure in points.values()), f"{slope:.2f}"])
+            last = max(points)
+            if most < math.inf:
+                what = f"save of 405B, {name}, {last:,} ranks: {what}"
+                goal, is_met = f"<= {most:g}", points[last] <= most
+                measures.append(Measure(what=what, unit="", ours=points[last], goal=goal, is_met=is_met))
+    ranks = list(next(iter(costs.values())))
+    text = (
+        "The plan of a save of a Llama of 405 billion parameters with Adam's moments, on one rank of many: the one "
+        "that is asked about most tensors. The other ranks are faked by the messages that they would send, so this is all "
+        "that a rank computes, without the transport. Peak: of Python's objects. Hashes told: a rank hears that all "
+        "have written. The manifest is that of rank 0, in its thread. The last column is the fitted exponent; linear "
+        "is 1.\n\n" + markdown(["layout", "what", *(f"{n:,} ranks" for n in ranks), "exponent"], rows)
     )
     return text, measures
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from hfdist.checkpoint.regions import Column, Segment
+from hfdist.checkpoint.regions import Column
 from hfdist.collectives import rank
 
 WINDOW_BYTES = 256 * 2**20
@@ -23,7 +23,7 @@ class ColumnTransfer(NamedTuple):
     """Columns of some rows, from the rank that holds them to the one that writes the rows: maybe the same."""
 
     number: int
-    """Number of the transfer among those of all ranks."""
+    """Number of the transfer among those of its sender and its writer."""
     window: int
     """Transfers of one window are on the way together."""
     sender: int
@@ -38,24 +38,13 @@ class ColumnTransfer(NamedTuple):
     """The place of the columns among what this rank gives; None: another rank has them."""
 
 
-def list_transfers(writes: Sequence[Sequence[Segment]]) -> list[tuple[Segment, int, Column, int, int]]:
-    """Give the transfers of all ranks, from what each writes: segment, writer, column, sender, window."""
-    transfers, num_bytes = [], 0
-    for writer, segments in enumerate(writes):
-        for segment in segments:
-            for column in segment.columns if len(segment.columns) > 1 else ():
-                transfers.append((segment, writer, column, column.sender(writer), num_bytes // WINDOW_BYTES))
-                num_bytes += (column.stop - column.start) * segment.num_rows * segment.region.spec.itemsize_bytes
-    return transfers
-
-
 def join_columns(
     transfers: Sequence[ColumnTransfer], given: Sequence[torch.Tensor], group: dist.ProcessGroup | None
 ) -> dict[int, torch.Tensor]:
     """Give the rows that this rank writes, by their place, as 1-D tensors. All ranks with transfers call it.
 
     Args:
-        transfers: of this rank, in order of their numbers.
+        transfers: of this rank, in the order of tensors that all ranks have.
         given: by `source`; they flatten to the columns, row by row.
         group: of all ranks, for tensors of the host; None: the default one.
     """

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from hfdist.checkpoint.manifest import DamagedError, inside, read_manifest
-from hfdist.collectives import on_all_ranks, rank, world_size
+from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,14 @@ def restore_random_state(checkpoint: Path) -> bool:
     With another number of processes than at the save no rank is touched: the generators of ranks that come or go have
     no meaning. A damaged file is a `CheckpointError`.
     """
-    names = {name for name in read_manifest(checkpoint).files if name.startswith(RANDOM_STEM)}
-    if names != {random_file(index) for index in range(world_size())}:
-        logger.info("random generators start afresh: %s was saved by %d processes", checkpoint, len(names))
+
+    def count() -> list[int | bool]:
+        names = {name for name in read_manifest(checkpoint).files if name.startswith(RANDOM_STEM)}
+        return [len(names), names == {random_file(index) for index in range(world_size())}]
+
+    num_processes, is_of_as_many = on_rank_zero(count)
+    if not is_of_as_many:
+        logger.info("random generators start afresh: %s was saved by %d processes", checkpoint, num_processes)
         return False
     on_all_ranks(lambda: _restore(inside(checkpoint, random_file(rank()))))
     return True

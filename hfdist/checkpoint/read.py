@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hfdist.checkpoint import safetensors_io
+from hfdist.checkpoint.holders import merge_all_specs
 from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.manifest import FORMATS, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, OPTIONAL, STEP, WEIGHT, Piece, is_number
-from hfdist.checkpoint.regions import Region, list_first, merge_specs
+from hfdist.checkpoint.regions import Region, list_first
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
 from hfdist.checkpoint.save_plan import (
     ADAPTER_STEM,
@@ -23,7 +24,7 @@ from hfdist.checkpoint.save_plan import (
     STATE_FILE,
     declare,
 )
-from hfdist.collectives import on_all_ranks
+from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.errors import CheckpointError
 from hfdist.models.names.hub_names import HubNames
 
@@ -43,7 +44,28 @@ class _Saved(NamedTuple):
 
     entries: dict[TensorId, Entry]
     numbers: dict[TensorId, float]
-    state: dict[str, object]
+    state: dict[str, Any]
+
+    def to_json(self, path: Path) -> list[object]:
+        """Give it as one rank that has opened `path` tells the others."""
+        entries = [
+            [tensor_id, entry.path.relative_to(path).as_posix(), DTYPE_NAMES[entry.dtype], entry.shape, entry.begin]
+            for tensor_id, entry in self.entries.items()
+        ]
+        return [entries, list(self.numbers.items()), self.state]
+
+    @classmethod
+    def from_json(cls, path: Path, values: list[Any]) -> _Saved:
+        """Take what `to_json` gave."""
+        entries, numbers, state = values
+        return cls(
+            {
+                (name, key): Entry(path / file, DTYPES[dtype], tuple(shape), begin)
+                for (name, key), file, dtype, shape, begin in entries
+            },
+            {(name, key): value for (name, key), value in numbers},
+            state,
+        )
 
 
 def read_checkpoint(
@@ -68,11 +90,12 @@ def read_checkpoint(
         CheckpointError: an unfinished or damaged checkpoint, or one of another model, other trainable parameters or
             another type; with the names, and on all ranks alike.
     """
-    reading = _Reading(path, names)
-    regions = on_all_ranks(lambda: reading.open(pieces))
-    declared = [[Region.from_json(values) for values in of_rank] for of_rank in regions]
-    wanted = merge_specs(declared)
-    saved = reading.saved
+    # Once for all ranks: thousands would open thousands of files for their headers.
+    saved = _Saved.from_json(path, on_rank_zero(lambda: _open(path, read_manifest(path)).to_json(path)))
+    reading = _Reading(saved, names)
+    own: list[Region] = []
+    on_all_ranks(lambda: own.extend(reading.declare(pieces)))
+    wanted = merge_all_specs(own)
     left_out = {(name, key) for name, key in wanted if key.startswith(OPTIONAL)} - _usable(saved, wanted)
     if left_out:
         logger.warning("%s is not read: the checkpoint has none of this layout", _list_keys(left_out))
@@ -87,21 +110,16 @@ def read_checkpoint(
 
 
 class _Reading:
-    """A checkpoint that this rank reads: what it holds, and the pieces that are wanted of it."""
+    """The pieces that this rank wants of a checkpoint."""
 
-    saved: _Saved
-
-    def __init__(self, path: Path, names: HubNames | None) -> None:
-        self._path = path
-        self.names = names
-        """The tensors of the model's files; once the checkpoint is open, as it has them."""
+    def __init__(self, saved: _Saved, names: HubNames | None) -> None:
+        self.names = _names_in(saved, names)
+        """The tensors of the model's files, as the checkpoint has them."""
         self.tensors: list[Piece] = []
         self.numbers: list[Piece] = []
 
-    def open(self, pieces: Iterable[Piece]) -> list[Region]:
-        """Read all but the tensors, and give the regions of the wanted pieces."""
-        self.saved = _open(self._path, read_manifest(self._path))
-        self.names = _names_in(self.saved, self.names)
+    def declare(self, pieces: Iterable[Piece]) -> list[Region]:
+        """Give the regions of the wanted pieces."""
         for piece in hub_pieces(pieces, self.names):
             (self.numbers if is_number(piece.key) else self.tensors).append(piece)
         return declare([*self.tensors, *self.numbers])

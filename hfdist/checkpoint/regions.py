@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,10 @@ from hfdist.checkpoint.safetensors_io import TensorId, TensorSpec
 from hfdist.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 2**20
-"""If several ranks hold the same elements, each writes runs of at most this size: a huge embedding has many writers."""
+"""Rows that are put together from columns are written in runs of at most this size, where a row is no more."""
+
+_PAGE_BYTES = 4096
+"""Ranks that share a run cut it at whole pages, so far as rows allow."""
 
 _SHOWN = 5
 """How many names an error lists."""
@@ -92,7 +95,8 @@ class Column(NamedTuple):
 
     def sender(self, writer: int) -> int:
         """Give the rank that gives them to the writer: itself, or a near one, which shares a machine most likely."""
-        return min(self.holders, key=lambda holder: (abs(holder - writer), holder))
+        place = bisect_left(self.holders, writer)
+        return min(self.holders[max(place - 1, 0) : place + 1], key=lambda holder: (abs(holder - writer), holder))
 
 
 class Segment(NamedTuple):
@@ -113,17 +117,24 @@ class Segment(NamedTuple):
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The ranks that hold a part of it."""
+        """The ranks that hold a part of it, in order."""
+        if len(self.columns) == 1:
+            return self.columns[0].holders
         return tuple(sorted({holder for column in self.columns for holder in column.holders}))
 
+    def rows(self, begin: int, end: int) -> Segment:
+        """Give the rows from element `begin` to before `end`, or of one column these elements."""
+        region = Region(self.region.spec, self.region.start + begin, self.region.start + end)
+        return Segment(region, self.columns if len(self.columns) > 1 else (Column(0, end - begin, self.holders),))
 
-def merge_specs(declared: Sequence[Iterable[Region]]) -> dict[TensorId, TensorSpec]:
+
+def merge_specs(declared: Iterable[Region]) -> dict[TensorId, TensorSpec]:
     """Give all tensors that any rank declares, by id.
 
     It is a `CheckpointError` if ranks disagree about a tensor, or hold a region outside of it.
     """
     specs: dict[TensorId, TensorSpec] = {}
-    for own, start, stop, run, pitch in (region for regions in declared for region in regions):
+    for own, start, stop, run, pitch in declared:
         spec = specs.setdefault(own.id, own)
         where = "/".join(spec.id)
         if spec != own:
@@ -137,20 +148,63 @@ def merge_specs(declared: Sequence[Iterable[Region]]) -> dict[TensorId, TensorSp
     return specs
 
 
-def assign_writers(declared: Sequence[Sequence[Region]]) -> list[list[Segment]]:
-    """Give every element of every tensor exactly one writer, balanced by bytes; equal on all ranks.
+def split_tensors(specs: Mapping[TensorId, TensorSpec], declared: Iterable[tuple[int, Region]]) -> list[Segment]:
+    """Split tensors into what the same ranks hold, from all their regions, each with the rank that holds it.
 
-    Arguments and result are by rank. Regions may overlap in any way. Elements that no rank holds are a
-    `CheckpointError`.
+    Regions may overlap in any way. Elements that no rank holds are a `CheckpointError`.
     """
-    segments = list(_segments(declared))
+    held: dict[TensorId, list[tuple[int, Region]]] = {}
+    for holder, region in declared:
+        held.setdefault(region.spec.id, []).append((holder, region))
+    segments: list[Segment] = []
+    for tensor_id, of_tensor in held.items():
+        filled = [(holder, region) for holder, region in of_tensor if region.start < region.stop]
+        pitches = {region.pitch for _, region in filled if region.run}
+        if len(pitches) > 1:
+            what, found = "the ranks shard a tensor by columns of different matrices", f"rows of {sorted(pitches)}"
+            raise CheckpointError(what, where="/".join(tensor_id), found=found)
+        spec = specs[tensor_id]
+        segments += _bands(spec, filled, pitches.pop()) if pitches else _runs(spec, filled)
     gaps = [str(segment.region) for segment in segments if not all(column.holders for column in segment.columns)]
     if gaps:
         what = "no rank holds some elements of the model's state: nothing was saved"
         raise CheckpointError(what, found=list_first(gaps))
-    return balance_by_bytes(
-        [(segment, segment.region.num_bytes, segment.holders) for segment in segments], len(declared)
-    )
+    return segments
+
+
+def share_out(segments: Iterable[Segment]) -> Iterator[tuple[int, Segment]]:
+    """Give each element of segments one writer: the ranks that hold the same segments write equally many bytes of them.
+
+    Of `n` ranks that hold the same, each writes an `n`-th in order of tensors. So all that hold a segment agree on its
+    writers, though none knows of other segments; `segments` are all of which this rank holds a part.
+    """
+    alike: defaultdict[tuple[int, ...], list[Segment]] = defaultdict(list)
+    for segment in sorted(segments):
+        alike[segment.holders].append(segment)
+    for holders, shared in alike.items():
+        total, position = sum(segment.region.num_bytes for segment in shared), 0
+        for segment in shared:
+            yield from _share(segment, holders, position, total)
+            position += segment.region.num_bytes
+
+
+def _share(segment: Segment, holders: Sequence[int], position: int, total: int) -> Iterator[tuple[int, Segment]]:
+    """Cut a segment that begins `position` bytes into the `total` of what its holders share."""
+    pitch = segment.pitch if len(segment.columns) > 1 else 1
+    num_rows = (segment.region.stop - segment.region.start) // pitch
+    row_bytes = pitch * segment.region.spec.itemsize_bytes
+    most_rows = max(1, CHUNK_BYTES // row_bytes) if len(segment.columns) > 1 else num_rows
+    page_rows = max(1, _PAGE_BYTES // row_bytes)
+    first = 0
+    for place in range(position * len(holders) // total, len(holders)):
+        if first == num_rows:
+            return
+        share_stop = -(-total * (place + 1) // len(holders)) - position
+        stop = min(-(-share_stop // row_bytes // page_rows) * page_rows, num_rows)
+        for begin in range(first, stop, most_rows):
+            end = min(begin + most_rows, stop)
+            yield holders[place], segment.rows(begin * pitch, end * pitch)
+        first = max(first, stop)
 
 
 def balance_by_bytes(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -> list[list[_T]]:
@@ -175,31 +229,19 @@ def list_first(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _segments(declared: Sequence[Sequence[Region]]) -> Iterator[Segment]:
-    specs = merge_specs(declared)
-    held: dict[TensorId, list[tuple[int, Region]]] = {tensor_id: [] for tensor_id in specs}
-    for holder, regions in enumerate(declared):
-        for region in regions:
-            if region.start < region.stop:
-                held[region.spec.id].append((holder, region))
-    for tensor_id, spec in sorted(specs.items()):
-        pitches = {region.pitch for _, region in held[tensor_id] if region.run}
-        if len(pitches) > 1:
-            what, found = "the ranks shard a tensor by columns of different matrices", f"rows of {sorted(pitches)}"
-            raise CheckpointError(what, where="/".join(tensor_id), found=found)
-        yield from _bands(spec, held[tensor_id], pitches.pop()) if pitches else _runs(spec, held[tensor_id])
-
-
 def _runs(spec: TensorSpec, held: Sequence[tuple[int, Region]]) -> Iterator[Segment]:
     """Split a tensor wherever a region starts or stops."""
     edges = [edge for holder, region in held for edge in ((region.start, +1, holder), (region.stop, -1, holder))]
     holding: Counter[int] = Counter()
     position = 0
-    for element, change, holder in [*sorted(edges), (spec.total, 0, 0)]:
+    for element, change, holder in [*sorted(edges), (spec.total, 0, -1)]:
         if element > position:
-            yield from _split(spec, position, element, (Column(0, 1, tuple(sorted(+holding))),))
+            yield Segment(Region(spec, position, element), (Column(0, element - position, tuple(sorted(holding))),))
             position = element
         holding[holder] += change
+        if not holding[holder]:
+            # Of all ranks that a tensor has, few hold the same elements.
+            del holding[holder]
 
 
 def _bands(spec: TensorSpec, held: Sequence[tuple[int, Region]], pitch: int) -> Iterator[Segment]:
@@ -214,16 +256,4 @@ def _bands(spec: TensorSpec, held: Sequence[tuple[int, Region]], pitch: int) -> 
                 holders[row, column].add(holder)
     for first, last in pairwise(rows):
         cells = tuple(Column(a, b, tuple(sorted(holders[first, a]))) for a, b in pairwise(columns))
-        yield from _split(spec, first * pitch, last * pitch, cells)
-
-
-def _split(spec: TensorSpec, start: int, stop: int, columns: tuple[Column, ...]) -> Iterator[Segment]:
-    """Split what has several holders into parts of whole rows, of at most `CHUNK_BYTES` where a row is no more."""
-    pitch = 1 if len(columns) == 1 else columns[-1].stop
-    length = stop - start
-    if len(columns) > 1 or len(columns[0].holders) > 1:
-        length = max(1, CHUNK_BYTES // (spec.itemsize_bytes * pitch)) * pitch
-    for begin in range(start, stop, length):
-        end = min(begin + length, stop)
-        own = (Column(0, end - begin, columns[0].holders),) if len(columns) == 1 else columns
-        yield Segment(Region(spec, begin, end), own)
+        yield Segment(Region(spec, first * pitch, last * pitch), cells)

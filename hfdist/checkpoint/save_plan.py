@@ -1,6 +1,6 @@
 """What a save writes where: which file holds each tensor, and which rank writes which of its elements.
 
-The ranks tell each other what they hold, and make the plan from it; no tensor is gathered:
+Each rank finds out who else holds what it holds, and which part of that it writes; no tensor is gathered:
 
 declared by rank 0:  a [0, 6)            a: |--0--|--0 or 1--|--1--|     every segment gets one writer,
 declared by rank 1:  a [3, 9)               0     3          6     9     and no element is left without one
@@ -9,20 +9,23 @@ declared by rank 1:  a [3, 9)               0     3          6     9     and no 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from hfdist.checkpoint import safetensors_io
-from hfdist.checkpoint.columns import ColumnTransfer, list_transfers
+from hfdist.checkpoint.columns import WINDOW_BYTES, ColumnTransfer
+from hfdist.checkpoint.holders import find_holders, merge_numbers
 from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, view_rows
-from hfdist.checkpoint.regions import Column, Region, Segment, assign_writers, merge_specs
+from hfdist.checkpoint.regions import Column, Region, Segment, share_out
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, TensorId, TensorSpec
-from hfdist.collectives import gather_json, on_all_ranks, rank
+from hfdist.collectives import on_all_ranks, rank
 from hfdist.errors import CheckpointError
 from hfdist.models.names.hub_names import HubNames
 
@@ -90,8 +93,6 @@ class SavePlan:
     """What this rank gives, to itself and to others."""
     transfers: list[ColumnTransfer]
     """The columns that this rank gives or gets; `rows` are places among the items."""
-    has_transfers: bool
-    """Whether any rank has transfers."""
 
     @property
     def num_bytes(self) -> int:
@@ -127,10 +128,10 @@ class Planner:
         self._stem = stem
         self._names = names
         self._plan: SavePlan | None = None
-        self._held: tuple[list[Region], dict[str, list[str]]] | None = None
-        """What this rank held when the plan was made: regions, and by key the parameters that have a number."""
-        self._numbered: list[dict[str, list[str]]] = []
-        """These parameters, for each rank."""
+        self._held: list[Region] = []
+        """What this rank held when the plan was made."""
+        self._numbered: list[TensorId] = []
+        """All numbers that any rank held then."""
 
     def plan(self, pieces: Iterable[Piece]) -> tuple[SavePlan, list[torch.Tensor], _Numbers]:
         """Give the plan, the live elements of each of its sources, and the optimizer's numbers. A collective.
@@ -141,70 +142,68 @@ class Planner:
             CheckpointError: no rank holds some elements, or ranks contradict each other; all ranks raise it.
         """
         own: list[Piece] = []
-        regions: list[Region] = []
-        numbers: dict[str, dict[str, torch.Tensor]] = {}
+        held: list[Region] = []
+        numbers: dict[TensorId, float] = {}
 
         def look() -> list[object]:
+            numbered: list[Piece] = []
             for piece in hub_pieces(pieces, self._names):
                 if is_number(piece.key):
-                    numbers.setdefault(piece.key, {})[piece.name] = piece.view
+                    numbered.append(piece)
                 elif self._is_of_model(piece.name, piece.key) or not self._weights_only:
                     own.append(piece)
-            regions.extend(declare(own))
-            return [self._held == (regions, _names(numbers)), _read_numbers(numbers)]
+            held.extend(declare([*own, *numbered]))
+            numbers.update(_read_numbers(numbered))
+            return [self._plan is not None and self._held == held, _values_of_keys(numbers)]
 
         looked = on_all_ranks(look)
         if self._plan is None or not all(is_as_before for is_as_before, _ in looked):
-            self._plan = self._make(regions, _names(numbers))
-            self._held = (regions, _names(numbers))
+            self._plan, self._held = self._make(held), held
         elements = [source.of(own[source.piece]) for source in self._plan.sources]
-        return self._plan, elements, self._merge_numbers([values for _, values in looked])
+        return self._plan, elements, self._merge_numbers(numbers, [values for _, values in looked])
 
     def _is_of_model(self, name: str, key: str) -> bool:
         """Whether it is a tensor of the files of weights: transformers leaves out what a constructor computes."""
         return key == WEIGHT and (self._names is None or name in self._names.shapes)
 
-    def _make(self, own: list[Region], own_numbered: dict[str, list[str]]) -> SavePlan:
-        gathered = gather_json([own, own_numbered])
-        declared = [[Region.from_json(values) for values in regions] for regions, _ in gathered]
-        self._numbered = [names for _, names in gathered]
-        writes = assign_writers(declared)
-        files, index, places = self._plan_files(merge_specs(declared).values())
-        trained = {name for by_key in self._numbered for names in by_key.values() for name in names}
+    def _make(self, held: list[Region]) -> SavePlan:
+        specs, segments = find_holders(held)
+        self._numbered = [tensor_id for tensor_id in specs if is_number(tensor_id[1])]
+        files, index, places = self._plan_files(spec for spec in specs.values() if not is_number(spec.key))
+        trained = {name for name, _ in self._numbered}
         trained |= set() if self._names is None else self._names.names_of(trained)
-        sources = _Sources(own)
-        items: dict[Segment, WriteItem] = {}
-        for segment in sorted(writes[rank()], key=lambda segment: (places[segment.region.spec.id], segment.region)):
-            spec, start, stop, *_ = segment.region
-            file, begin = places[spec.id]
-            begin, end = begin + start * spec.itemsize_bytes, begin + stop * spec.itemsize_bytes
-            source = sources.add(segment, segment.columns[0]) if len(segment.columns) == 1 else None
-            items[segment] = WriteItem(file, begin, end, spec.id, spec.name in trained, source)
-        transfers, numbers = list_transfers(writes), {segment: number for number, segment in enumerate(items)}
-        own_transfers = [
-            ColumnTransfer(
-                number=number,
-                window=window,
-                sender=sender,
-                writer=writer,
-                rows=numbers.get(segment, -1),
-                num_rows=segment.num_rows,
-                column=column,
-                pitch=segment.pitch,
-                dtype=DTYPES[segment.region.spec.dtype],
-                source=sources.add(segment, column) if sender == rank() else None,
-            )
-            for number, (segment, writer, column, sender, window) in enumerate(transfers)
-            if rank() in (sender, writer)
-        ]
-        return SavePlan(
-            files=files,
-            index=index,
-            items=list(items.values()),
-            sources=sources.found,
-            transfers=own_transfers,
-            has_transfers=bool(transfers),
-        )
+        sources = _Sources(held)
+        items: list[WriteItem] = []
+        transfers: list[ColumnTransfer] = []
+        of_pair: Counter[tuple[int, int]] = Counter()
+        # In one order on all ranks: that of the files.
+        before = dict(zip(files, accumulate((file.num_bytes for file in files.values()), initial=0), strict=False))
+        for (file, begin), writer, segment in sorted(
+            (_place(segment, places), writer, segment) for writer, segment in share_out(segments)
+        ):
+            spec, is_joined = segment.region.spec, len(segment.columns) > 1
+            for column in segment.columns if is_joined else ():
+                sender = column.sender(writer)
+                if rank() in (sender, writer):
+                    transfer = ColumnTransfer(
+                        number=of_pair[sender, writer],
+                        window=(before[file] + begin) // WINDOW_BYTES,
+                        sender=sender,
+                        writer=writer,
+                        rows=len(items),
+                        num_rows=segment.num_rows,
+                        column=column,
+                        pitch=segment.pitch,
+                        dtype=DTYPES[spec.dtype],
+                        source=sources.add(segment, column) if sender == rank() else None,
+                    )
+                    transfers.append(transfer)
+                    of_pair[sender, writer] += 1
+            if writer == rank():
+                source = None if is_joined else sources.add(segment, segment.columns[0])
+                end = begin + segment.region.num_bytes
+                items.append(WriteItem(file, begin, end, spec.id, spec.name in trained, source))
+        return SavePlan(files=files, index=index, items=items, sources=sources.found, transfers=transfers)
 
     def _plan_files(
         self, specs: Iterable[TensorSpec]
@@ -235,18 +234,25 @@ class Planner:
         total_parameters = {} if self._names is None else {"total_parameters": self._names.num_parameters}
         return files, {"metadata": total_parameters | split.metadata, "weight_map": split.tensor_to_filename}, places
 
-    def _merge_numbers(self, values_by_rank: list[dict[str, list[float]]]) -> _Numbers:
-        merged: _Numbers = {}
-        for numbered, by_key in zip(self._numbered, values_by_rank, strict=True):
-            for key, names in numbered.items():
-                of_key, values = merged.setdefault(key, {}), by_key[key]
-                for name, value in zip(names, values * len(names) if len(values) == 1 else values, strict=True):
-                    if of_key.setdefault(name, value) != value:
-                        of_what = "how often a parameter was stepped" if key == STEP else "a number of the optimizer"
-                        found = f"{of_key[name]} and {value}"
-                        where = name if key == STEP else f"{name}/{key}"
-                        raise CheckpointError(f"the ranks disagree about {of_what}", where=where, found=found)
-        return {key: dict(sorted(of_key.items())) for key, of_key in sorted(merged.items())}
+    def _merge_numbers(self, own: Mapping[TensorId, float], of_ranks: list[dict[str, float | None]]) -> _Numbers:
+        of_keys: dict[str, set[float | None]] = {}
+        for key, value in (item for values in of_ranks for item in values.items()):
+            of_keys.setdefault(key, set()).add(value)
+        if all(len(values) == 1 and None not in values for values in of_keys.values()):
+            alike = {key: value for key, values in of_keys.items() for value in values if value is not None}
+            merged = {(name, key): alike[key] for name, key in self._numbered}
+        else:
+            merged = merge_numbers(own)
+        numbers: _Numbers = {}
+        for (name, key), value in sorted(merged.items(), key=lambda item: (item[0][1], item[0][0])):
+            numbers.setdefault(key, {})[name] = value
+        return numbers
+
+
+def _place(segment: Segment, places: Mapping[TensorId, tuple[str, int]]) -> tuple[str, int]:
+    """The file of a segment, and its first byte there."""
+    file, begin = places[segment.region.spec.id]
+    return file, begin + segment.region.start * segment.region.spec.itemsize_bytes
 
 
 class _Sources:
@@ -276,24 +282,22 @@ def numbers_as_json(numbers: _Numbers) -> dict[str, object]:
     return {"steps": numbers.get(STEP, {})} | ({"numbers": others} if others else {})
 
 
-def _names(numbers: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[str]]:
-    return {key: list(by_name) for key, by_name in numbers.items()}
+def _read_numbers(pieces: Sequence[Piece]) -> dict[TensorId, float]:
+    # Stacked into one read: on a GPU each read waits for everything that runs there.
+    by_kind: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
+    for piece in pieces:
+        by_kind.setdefault((piece.key, piece.view.device), []).append(piece.view.detach().reshape(()))
+    read = {kind: iter(torch.stack(views).tolist()) for kind, views in by_kind.items()}
+    values = {(piece.name, piece.key): next(read[piece.key, piece.view.device]) for piece in pieces}
+    return {(name, key): int(value) if key == STEP else value for (name, key), value in values.items()}
 
 
-def _read_numbers(numbers: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[float]]:
-    """Read the numbers of each key, in order; if all are equal, as is usual, give only one."""
-    read = {}
-    for key, by_name in numbers.items():
-        # Stacked into one read: on a GPU each read waits for everything that runs there.
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for view in by_name.values():
-            by_device.setdefault(view.device, []).append(view.detach().reshape(()))
-        lists = {device: iter(torch.stack(views).tolist()) for device, views in by_device.items()}
-        values = [next(lists[view.device]) for view in by_name.values()]
-        if key == STEP:
-            values = [int(value) for value in values]
-        read[key] = values[:1] if len(set(values)) == 1 else values
-    return read
+def _values_of_keys(numbers: Mapping[TensorId, float]) -> dict[str, float | None]:
+    """Give the value that all numbers of a key have, as is usual; None: they have several."""
+    values: dict[str, float | None] = {}
+    for (_, key), value in numbers.items():
+        values[key] = value if values.get(key, value) == value else None
+    return values
 
 
 def pack_files(specs: Iterable[TensorSpec], limit_bytes: int) -> list[list[TensorSpec]]:

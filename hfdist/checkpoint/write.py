@@ -1,4 +1,4 @@
-"""Saving: nothing is gathered. Every rank writes the elements that it holds into files that rank 0 has laid out."""
+"""Saving: nothing is gathered. The ranks lay the files out together, and each writes the elements that it holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hfdist.checkpoint.columns import join_columns
 from hfdist.checkpoint.manifest import Manifest, Part, hash_file, read_hashes, write_hashes, write_json
 from hfdist.checkpoint.memories import Memories, move_parts
 from hfdist.checkpoint.random_state import RandomState, random_file
-from hfdist.checkpoint.save_plan import INDEX_FILE, SavePlan, WriteItem
+from hfdist.checkpoint.save_plan import INDEX_FILE, TRAINING_STATE, SavePlan, WriteItem
 from hfdist.collectives import gloo_group, on_all_ranks, rank
 from hfdist.errors import NumericsError, ResourceError
 from hfdist.failures import is_full_disk
@@ -66,7 +66,7 @@ def write_folder(
     group: dist.ProcessGroup | None = None,
     memories: Memories | None = None,
 ) -> None:
-    """Write a folder, complete or not at all: rank 0 lays its files out, all ranks fill them. A collective.
+    """Write a folder, complete or not at all: the ranks lay its files out, and then fill them. A collective.
 
     Args:
         contents: as this rank has them.
@@ -84,19 +84,18 @@ def write_folder(
     """
     plan, memories = contents.plan, memories or Memories.shared()
     between = group
-    if group is None and (plan.has_transfers or memories.count > 1) and "nccl" in dist.get_backend():
+    if group is None and dist.is_initialized() and "nccl" in dist.get_backend():
         between = gloo_group("checkpoints")
 
     def begin() -> list[object]:
-        return [start().name if memories.leads else None, sum(item.end - item.begin for item in plan.items)]
+        num_bytes = sum(item.end - item.begin for item in plan.items)
+        return [num_bytes, *([start().name, shutil.disk_usage(parent).free] if memories.leads else [])]
 
     def lay_out() -> list[Part]:
-        if not memories.leads:
-            return []
-        with removed_on_failure(unfinished, memories), _room_for(num_bytes, parent):
-            if num_bytes > shutil.disk_usage(parent).free:
+        with _room_for(num_bytes, parent):
+            if num_bytes > free_bytes:
                 raise _no_room(parent, num_bytes)
-            return _lay_out(unfinished, contents, is_sparse=memories.count > 1)
+            return _lay_out(unfinished, contents, memories)
 
     def write_own() -> list[Part]:
         given = contents.elements
@@ -106,12 +105,15 @@ def write_folder(
             return _write_own(unfinished, contents, elements)
 
     begun = on_all_ranks(begin, group)
-    unfinished = parent / begun[0][0]
+    # Free before any rank had made a file.
+    free_bytes = begun[memories.ranks(memories.own)[0]][2]
+    unfinished = parent / begun[0][1]
     headers = sum(len(file.header) for file in plan.files.values())
-    num_bytes = headers + sum(begun[number][1] for number in memories.held())
-    small = _parts(on_all_ranks(lay_out, group))[0]
+    num_bytes = headers + sum(begun[number][0] for number in memories.held())
     with removed_on_failure(unfinished, memories):
-        of_ranks = _parts(on_all_ranks(write_own, group))
+        small = _parts(on_all_ranks(lay_out, group))[0]
+        # Who writes no manifest, and sends nothing on, needs no hashes.
+        of_ranks = _parts(on_all_ranks(write_own, group, is_told=memories.leads or memories.count > 1))
         if memories.count > 1:
             _spread(unfinished, small, of_ranks, memories, between)
         written = [*small, *chain(*of_ranks)]
@@ -133,20 +135,21 @@ def _spread(
     move_parts(unfinished, memories.list_spread(shares), group)
 
 
-def _lay_out(unfinished: Path, contents: Contents, *, is_sparse: bool) -> list[Part]:
-    """Make a folder with all files at their full size; give the hashes of those that are written whole, on rank 0."""
+def _lay_out(unfinished: Path, contents: Contents, memories: Memories) -> list[Part]:
+    """Make this rank's share of the files at their full size; give the hashes of those that are whole, on rank 0."""
     plan = contents.plan
-    unfinished.mkdir()
+    small: list[Part] = []
+    (unfinished if contents.random_state is None else unfinished / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     if rank() == 0:
         contents.write_files(unfinished)
         if plan.index is not None:
             write_json(unfinished / INDEX_FILE, json.dumps(plan.index, indent=2, sort_keys=True) + "\n")
-    small = list_files(unfinished)
-    for name in [*plan.files, *([] if contents.random_state is None else [random_file(0)])]:
-        (unfinished / name).parent.mkdir(exist_ok=True)
-    for name, file in plan.files.items():
-        safetensors_io.create(unfinished / name, file, is_sparse=is_sparse)
-    return [hash_file(unfinished, name) for name in small]
+        # Beside them others lay out those of the plan.
+        small = [hash_file(unfinished, name) for name in list_files(unfinished) if name not in plan.files]
+    makers = memories.ranks(memories.own)
+    for name, file in list(plan.files.items())[makers.index(rank()) :: len(makers)]:
+        safetensors_io.create(unfinished / name, file, is_sparse=memories.count > 1)
+    return small
 
 
 def _write_own(unfinished: Path, contents: Contents, elements: list[torch.Tensor]) -> list[Part]:

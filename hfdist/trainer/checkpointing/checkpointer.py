@@ -495,7 +495,8 @@ class Checkpointer:
         ledger = beside if beside.is_dir() else None
         if stream is not None:
             # Before the weights: other data may have made another tokenizer, and so a larger model.
-            on_all_ranks(lambda: stream.check_identity(read_state(path)["cursor"], ledger=ledger))
+            cursor = on_rank_zero(lambda: read_state(path)["cursor"])
+            on_all_ranks(lambda: stream.check_identity(cursor, ledger=ledger))
         state = self.restore_weights(path)
         self.load_progress(state)
         if stream is not None:

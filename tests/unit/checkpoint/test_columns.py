@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdist.checkpoint import regions, safetensors_io
-from hfdist.checkpoint.columns import list_transfers
 from hfdist.checkpoint.piece import WEIGHT, Piece
-from hfdist.checkpoint.regions import Region, assign_writers
+from hfdist.checkpoint.regions import Region
 from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.save_plan import _Sources, declare
 from hfdist.errors import CheckpointError
 from hfdist.strategies.parameter_shards import ParameterShard
+from tests.unit.checkpoint.pieces import assign_writers
 
 
 @st.composite
@@ -70,12 +70,11 @@ def test_every_element_is_written_once_from_a_rank_that_holds_it(layout, chunk_b
             return
         writes = assign_writers(declared)
     written = torch.full((whole.numel(),), -1)
-    transfers = {(segment, column): sender for segment, _, column, sender, _ in list_transfers(writes)}
     for writer, segments in enumerate(writes):
         for segment in segments:
             band = written[segment.region.start : segment.region.stop].view(segment.num_rows, segment.pitch)
             for column in segment.columns:
-                sender = transfers.get((segment, column), writer)
+                sender = column.sender(writer)
                 sources = _Sources(declared[sender])
                 sources.add(segment, column)
                 [source] = sources.found
