@@ -46,9 +46,10 @@ class Hardware:
     reached: float = limited(0.62, above=0, at_most=1)
     memory_gb_per_second: float = limited(1.0, above=0)
     link_gb_per_second: float = limited(1.0, above=0)
-    link_latency_us: float = limited(10.0, at_least=0)
+    # The latencies of a hop are those by which NCCL chooses its algorithms (src/graph/tuning.cc, protocol Simple).
+    link_latency_us: float = limited(3.4, at_least=0)
     network_gb_per_second: float = limited(1.0, above=0)
-    network_latency_us: float = limited(25.0, at_least=0)
+    network_latency_us: float = limited(14.0, at_least=0)
     kernel_us: float = limited(6.0, at_least=0)
     host_gb_per_second: float = limited(20.0, above=0)
     devices_per_machine: int = limited(8, at_least=1)

@@ -20,7 +20,8 @@ def describe_plan(plan: Plan) -> str:
         f"{plan.layout}, on {plan.processes} x {plan.hardware}",
         *([f"adapter: {plan.adapter}"] if plan.adapter else []),
         "",
-        f"memory of rank {plan.memory.rank}, which holds most, in the {plan.memory.phase.value}",
+        f"memory of rank {plan.memory.rank}, which holds most, in the {plan.memory.phase.value}"
+        f"{'' if plan.is_traced else ', by formulas'}",
         *_memory_rows(plan),
         "",
         f"a step of {plan.tokens_per_step:,} tokens and {plan.flops_per_step:.3g} FLOPs, {_basis(plan)}",

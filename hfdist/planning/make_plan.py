@@ -1,4 +1,7 @@
-"""Makes a plan: the worst rank is traced, a step is timed, and the whole run follows from both."""
+"""Makes a plan: the worst rank is traced, a step is timed, and the whole run follows from both.
+
+A pipeline whose trace would take minutes is planned by the formulas of a search, from traces of single blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.data import cache_dir
+from hfdist.config.layout import Layout
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Balance
@@ -30,9 +34,11 @@ from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.models.trainable import TrainableParameters
 from hfdist.optim.registry import stepped_whole
+from hfdist.pipeline.schedule import stages_per_rank
 from hfdist.planning.plan import Plan
-from hfdist.planning.searching.evaluate import Machines
-from hfdist.planning.timing.step_time import step_parts
+from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.searching.search import measure
+from hfdist.planning.timing.step_time import StepParts, step_parts
 from hfdist.planning.timing.traffic import step_sizes, traffic
 from hfdist.planning.tracing.memory import RankTrace, fullest_pipeline, trace_rank
 from hfdist.strategies.base import Strategy
@@ -41,6 +47,11 @@ from hfdist.strategies.traffic import StepSizes
 
 if TYPE_CHECKING:
     from hfdist.strategies.pipelines.pipeline import PipelineStrategy
+
+_MOST_PASSES = 150
+"""The most passes through a block, forward and backward, that are traced: each takes up to 0.4 CPU seconds."""
+_PLACES = 3
+"""Places of a pipeline that differ at the least: the first, the last, and all between."""
 
 
 def find_planned_architecture(config: RunConfig, device_type: str = "cpu") -> PreTrainedConfig:
@@ -87,12 +98,16 @@ def make_plan(
         config.strategy, config.train, topology=topology, batch=batch, device_type=hardware.device_type
     )
     size, sizes, beside = _measure(config, architecture, is_gpu=not hardware.is_cpu)
-    traces = _trace(config, architecture, strategy, hardware.device_type)
     sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)
-    costs = [replace(trace.costs, traffic=sent) for trace in traces]
-    parts = step_parts(costs if len(costs) > 1 else costs[0], strategy, hardware, config.train, machines.factors)
+    by_formulas = _by_formulas(config, architecture, machines, strategy) if _is_long(config, strategy, sizes) else None
+    if by_formulas is None:
+        traces = _trace(config, architecture, strategy, hardware.device_type)
+        costs = [replace(trace.costs, traffic=sent) for trace in traces]
+        parts = step_parts(costs if len(costs) > 1 else costs[0], strategy, hardware, config.train, machines.factors)
+        memory = max((trace.peak for trace in traces), key=lambda peak: peak.use.total)
+    else:
+        parts, memory, sent = StepParts(time=by_formulas.time, ideal={}), by_formulas.memory, by_formulas.traffic
     flops = flops_per_token(architecture, size, config.data.sequence_length) * batch.tokens_per_step
-    memory = max((trace.peak for trace in traces), key=lambda peak: peak.use.total)
     plan = Plan(
         layout=f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}",
         hardware=hardware.name,
@@ -109,6 +124,7 @@ def make_plan(
         traffic=sent,
         max_steps=None,
         currency=config.cost.currency,
+        is_traced=by_formulas is None,
     )
     plan = replace(plan, binds=_binds(plan))
     return plan if config.train.epochs is not None else with_steps(plan, config, machines, config.train.max_steps)
@@ -140,6 +156,28 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
     whole, tensor = stepped_whole(config.optimizer, model), config.strategy.tensor
     sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
     return measure_size(model), sizes, describe_parts(model) if config.adapter.is_used else ""
+
+
+def _is_long(config: RunConfig, strategy: Strategy, sizes: StepSizes) -> bool:
+    """Whether a trace of all stages would take minutes."""
+    topology = strategy.topology
+    if topology.pipeline <= _PLACES:
+        return False
+    # It takes time that other layouts save.
+    from hfdist.planning.tracing.pipeline_trace import shorten
+
+    microbatches = shorten(config, topology, strategy.batch).num_microbatches
+    return _PLACES * microbatches * sizes.num_blocks / topology.pipeline > _MOST_PASSES
+
+
+def _by_formulas(
+    config: RunConfig, architecture: PreTrainedConfig, machines: Machines, strategy: Strategy
+) -> Candidate | None:
+    """Give what formulas say of a pipeline, whether it fits or not; None: they do not know such a layout."""
+    model = measure(config, architecture, machines, processes=1, as_asked=True)
+    per_rank = stages_per_rank(config.strategy.schedule, config.strategy.stages_per_rank)
+    layout = Layout.of(config, strategy.topology.world_size, per_rank)
+    return Evaluator(config, model, replace(machines, usable_bytes=math.inf)).evaluate(layout, is_exact=True)
 
 
 def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device: str) -> Sequence[RankTrace]:

@@ -41,7 +41,7 @@ def test_bandwidths_are_those_of_nccls_tests():
         assert (one.algorithm_gbs, one.bus_gbs) == pytest.approx((1.0, factor)), kind
 
 
-@pytest.mark.parametrize(("num_ranks", "hops"), [(2, 2), (4, 4), (6, 6), (8, 6)])
+@pytest.mark.parametrize(("num_ranks", "hops"), [(2, 2), (4, 6), (6, 10), (8, 14)])
 def test_the_link_is_found_again_in_what_it_would_take(num_ranks, hops):
     gbs, latency = 12.5, 20e-6
     sent = 2 * (num_ranks - 1) / num_ranks

@@ -1,8 +1,9 @@
 """Seconds of a step: each phase by the limits of the device, the traffic that no computation hides, and the bubble.
 
     phase       on a GPU the longer of its arithmetic and memory traffic, and of starting its operations; on a CPU all
-    traffic     a ring's or an exchange's, by the slowest link on its way; hidden as far as its layout runs it beside a
-                phase that lasts as long, but never its first or last message. On a CPU nothing hides it: cores do both
+    traffic     a ring's or an exchange's bytes, by the slowest link on its way, and the hops of each call; hidden as
+                far as its layout runs it beside a phase that lasts as long, but never its first or last message. What
+                one phase hides takes turns on the links. On a CPU nothing hides it: cores do both
     pipeline    the schedule's own list of actions, with the seconds of each stage; or, where the costs of one rank
                 stand for all, its bubble's formula
 
@@ -32,6 +33,8 @@ from hfdist.topology import MODEL_AXES
 
 _LEFT_OF_FUSED = 0.67
 """Share of memory traffic and of operations that is left where blocks are compiled: by published runs."""
+_START_SECONDS = 8.4e-6
+"""Of a collective on GPUs before its first hop: NCCL's own estimate, as those of hops in config/hardware.py."""
 _SLOPE = 1e-6
 _PIPELINE = "pipeline"
 _IN_BLOCKS = tuple(axis for axis in MODEL_AXES if axis != _PIPELINE)
@@ -119,22 +122,36 @@ class _Clock:
 
     def send(self, traffic: AxisTraffic) -> float:
         """Give the seconds of the traffic of an axis in a step, if nothing hides it."""
-        hardware = self.hardware
-        link, latency = hardware.link(crosses_machines=False)
-        hops = math.ceil(math.log2(traffic.size)) * (2 if traffic.kind == ALL_REDUCE else 1)
-        if traffic.kind == SEND:
-            hops = 1
+        link, hop = self.hardware.link(crosses_machines=False)
+        network, far_hop = self.hardware.link(crosses_machines=True)
         seconds = traffic.sent_bytes / link
-        if traffic.crosses_machines:
-            network, latency = hardware.link(crosses_machines=True)
-            if traffic.kind in (ALL_TO_ALL, SEND):
-                # Each peer gets its own part.
-                far = (traffic.size - traffic.machine_ranks) / max(1, traffic.size - 1)
-                seconds = max(traffic.sent_bytes * (1 - far) / link, traffic.sent_bytes * far / network)
-            else:
-                # Rings leave a machine over the links of all its ranks.
-                seconds = traffic.sent_bytes / min(link, network * traffic.machine_ranks)
-        return self.factors.link * (seconds + traffic.calls * hops * latency)
+        if traffic.crosses_machines and traffic.kind in (ALL_TO_ALL, SEND):
+            # Each peer gets its own part.
+            far = (traffic.size - traffic.machine_ranks) / max(1, traffic.size - 1)
+            seconds = max(traffic.sent_bytes * (1 - far) / link, traffic.sent_bytes * far / network)
+        elif traffic.crosses_machines:
+            # Rings leave a machine over the links of all its ranks.
+            seconds = traffic.sent_bytes / min(link, network * traffic.machine_ranks)
+        near, far = _hops(traffic, on_cpu=self.hardware.is_cpu)
+        start = 0.0 if self.hardware.is_cpu else _START_SECONDS
+        return self.factors.link * (seconds + traffic.calls * (start + near * hop + far * far_hop))
+
+
+def _hops(traffic: AxisTraffic, *, on_cpu: bool) -> tuple[int, int]:
+    """Count the messages of a call that wait for each other, within a machine and between machines.
+
+    A ring passes on n - 1 parts, an all-reduce twice as many, as gloo does. NCCL sends to all peers of an exchange at
+    once, and its all-reduce is a chain within each machine and a tree between them, which sends no more bytes.
+    """
+    num_machines = -(-traffic.size // traffic.machine_ranks) if traffic.crosses_machines else 1
+    if traffic.kind == SEND or (traffic.kind == ALL_TO_ALL and not on_cpu):
+        return (0, 1) if num_machines > 1 else (1, 0)
+    times = 2 if traffic.kind == ALL_REDUCE else 1
+    if traffic.kind == ALL_REDUCE and not on_cpu:
+        in_machine = traffic.size if num_machines == 1 else traffic.machine_ranks
+        return times * (in_machine - 1), times * math.ceil(math.log2(num_machines))
+    between = times * (num_machines - 1)
+    return times * (traffic.size - 1) - between, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +224,11 @@ def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _C
             continue
         if one.overlaps is not None and not clock.hardware.is_cpu:
             place = one.overlaps, one.microbatches
-            hidden = min(left[place], seconds * (1 - one.microbatches / max(one.calls, one.microbatches)))
-            left[place] -= hidden
+            hidden = min(max(0.0, left[place]), seconds * (1 - one.microbatches / max(one.calls, one.microbatches)))
+            for other in left:
+                if other[0] is one.overlaps:
+                    # Links are in use in each of these micro batches, of which the last ones hide other traffic, too.
+                    left[other] -= hidden * min(1.0, other[1] / one.microbatches)
             seconds -= hidden
         exposed[one.axis] += seconds
     return exposed, message

@@ -35,7 +35,13 @@ _TRAVELLING = ("fsdp", "c10d")
 """Namespaces of the operations that gather parameters and reduce gradients."""
 _aten = torch.ops.aten
 _GATHER = torch.ops.c10d._allgather_base_.default
-_ALLOCATING = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_MOVING_NOTHING = {
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view,
+}  # fmt: skip
+_FILLING = {
+    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_zeros, _aten.new_ones, _aten.new_full,
+}  # fmt: skip
+"""Operations that take a tensor for its shape and type alone."""
 
 
 class _Block:
@@ -262,7 +268,7 @@ class Trace(TorchDispatchMode):
         self, operation: Any, args: Arguments, kwargs: Named, output: object, outputs: list[torch.Tensor]
     ) -> None:
         packet = getattr(operation, "_overloadpacket", None)
-        if packet is None or operation.is_view or packet in _ALLOCATING:
+        if packet is None or operation.is_view or packet in _MOVING_NOTHING:
             return
         if not outputs and not packet.__name__.endswith("_"):
             return
@@ -272,7 +278,7 @@ class Trace(TorchDispatchMode):
         if formula is not None:
             counter.flops += formula(*args, **kwargs, out_val=output)
             return
-        read = sum(map(num_bytes, tensors_of(args)))
+        read = 0 if packet in _FILLING else sum(map(num_bytes, tensors_of(args)))
         # What is written in place is among the outputs, too, but for optimizers, which give nothing back.
         counter.moved_bytes += read + sum(map(num_bytes, outputs or tensors_of(args)))
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,8 +13,8 @@ from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.planning.costs import AxisTraffic, OpCosts, RankCosts, StageCosts
 from hfdist.planning.timing.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
 from hfdist.planning.timing.simulate import simulate
-from hfdist.planning.timing.step_time import step_parts, step_time
-from hfdist.sent_bytes import ALL_REDUCE, SEND
+from hfdist.planning.timing.step_time import _Clock, step_parts, step_time
+from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 from hfdist.strategies.traffic import Phase
 from tests.unit.planning.layouts import make_layout
 
@@ -51,6 +52,10 @@ def sent(seconds, *, calls=10, **more):
 
 def seconds(ranks, strategy, hardware=GPU, train=FP32, factors=PLAIN):
     return step_time(ranks, strategy, hardware, train, factors)
+
+
+about = partial(pytest.approx, rel=1e-3)
+"""Calls of collectives start in microseconds, and take seconds here."""
 
 
 def test_a_phase_takes_its_arithmetic_and_its_memory_traffic():
@@ -93,20 +98,20 @@ def test_what_travels_beside_the_last_backward_is_hidden():
     traffic = (sent(1.5, overlaps=Phase.backward),)
     strategy = layout(world_size=2)
     # All but its last message.
-    assert seconds(costs(traffic=traffic), strategy).exposed["data"] == pytest.approx(0.15)
-    assert seconds(costs(traffic=traffic), strategy, CPU).exposed["data"] == pytest.approx(1.5)
+    assert seconds(costs(traffic=traffic), strategy).exposed["data"] == about(0.15)
+    assert seconds(costs(traffic=traffic), strategy, CPU).exposed["data"] == about(1.5)
     # More micro batches have more backwards, and gradients travel beside the last one only.
     traffic = (sent(5.0, overlaps=Phase.backward),)
-    assert seconds(costs(traffic=traffic), layout(8, world_size=2)).exposed["data"] == pytest.approx(3.0)
+    assert seconds(costs(traffic=traffic), layout(8, world_size=2)).exposed["data"] == about(3.0)
     traffic = (sent(5.0, overlaps=Phase.backward, microbatches=8, calls=80),)
-    assert seconds(costs(traffic=traffic), layout(8, world_size=2)).exposed["data"] == pytest.approx(0.5)
+    assert seconds(costs(traffic=traffic), layout(8, world_size=2)).exposed["data"] == about(0.5)
 
 
 def test_what_no_phase_hides_is_waited_for():
     time = seconds(costs(traffic=(sent(2.0, axis="tensor"), sent(1.0))), layout(world_size=2))
-    assert time.exposed == pytest.approx({"tensor": 2.0, "data": 1.0})
-    assert time.seconds == pytest.approx(6.0)
-    assert (time.low, time.high) == (pytest.approx(4.0), pytest.approx(9.0))
+    assert time.exposed == about({"tensor": 2.0, "data": 1.0})
+    assert time.seconds == about(6.0)
+    assert (time.low, time.high) == (about(4.0), about(9.0))
 
 
 def test_a_ring_leaves_a_machine_over_the_links_of_all_its_ranks():
@@ -114,16 +119,54 @@ def test_a_ring_leaves_a_machine_over_the_links_of_all_its_ranks():
         traffic = (sent(1.0, size=16, crosses_machines=True, **place),)
         return seconds(costs(traffic=traffic), layout(world_size=2)).seconds - 3.0
 
-    assert waits(machine_ranks=1) == pytest.approx(10.0)
-    assert waits(machine_ranks=8) == pytest.approx(1.25)
-    assert waits(machine_ranks=16) == pytest.approx(1.0)
+    assert waits(machine_ranks=1) == about(10.0)
+    assert waits(machine_ranks=8) == about(1.25)
+    assert waits(machine_ranks=16) == about(1.0)
 
 
-def test_messages_cost_their_latency():
+def test_more_calls_wait_for_more_hops():
     slow = replace(GPU, link_latency_us=1000.0)
     few = seconds(costs(traffic=(sent(1.0, calls=1),)), layout(world_size=2), slow).seconds
     many = seconds(costs(traffic=(sent(1.0, calls=100),)), layout(world_size=2), slow).seconds
-    assert many - few == pytest.approx(99 * 2 * 1e-3)
+    assert many - few == pytest.approx(99 * (2e-3 + 8.4e-6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "of_gpus", "of_cpus"),
+    [
+        # Milliseconds: 1 of a hop within a machine, 100 of one between two. A ring of 8 ranks has 7 hops.
+        (ALL_GATHER, {"size": 8}, 7, 7),
+        (REDUCE_SCATTER, {"size": 8}, 7, 7),
+        (ALL_REDUCE, {"size": 8}, 14, 14),
+        (ALL_TO_ALL, {"size": 8}, 1, 7),
+        (SEND, {"size": 2}, 1, 1),
+        # One of 64 ranks leaves each of 8 machines: 7 of its 63 hops. A tree over 8 machines is 3 deep, each way.
+        (ALL_GATHER, {"size": 64, "crosses_machines": True, "machine_ranks": 8}, 756, 756),
+        (ALL_REDUCE, {"size": 64, "crosses_machines": True, "machine_ranks": 8}, 614, 1512),
+        (ALL_GATHER, {"size": 16, "crosses_machines": True, "machine_ranks": 1}, 1500, 1500),
+        (ALL_REDUCE, {"size": 16, "crosses_machines": True, "machine_ranks": 1}, 800, 3000),
+        (ALL_TO_ALL, {"size": 64, "crosses_machines": True, "machine_ranks": 8}, 100, 756),
+        (SEND, {"size": 16, "crosses_machines": True, "machine_ranks": 1}, 100, 100),
+    ],
+)
+def test_a_call_waits_for_its_hops(kind, place, of_gpus, of_cpus):
+    fields = {"axis": "data", "crosses_machines": False} | place
+    # Bytes that take no time; a pipeline has other rules for when messages are waited for.
+    one = AxisTraffic(kind=kind, sent_bytes=0.0, calls=1, **fields)
+    for device, expected in ((GPU, 1e-3 * of_gpus + 8.4e-6), (CPU, 1e-3 * of_cpus)):
+        slow = replace(device, link_latency_us=1e3, network_latency_us=1e5)
+        assert _Clock(slow, FP32, layout(world_size=2), PLAIN).send(one) == pytest.approx(expected)
+
+
+def test_traffic_that_one_phase_hides_takes_turns_on_the_links():
+    # Of each of 8 backwards of 2 s shards take 1.5 s, all but their last hundredth hidden, and so leave 0.5 s of the
+    # last one to the replicas.
+    shards = sent(12.0, overlaps=Phase.backward, microbatches=8, calls=800, axis="shard")
+    replicas = sent(2.0, overlaps=Phase.backward, calls=100, axis="replicate")
+    strategy = layout(8, world_size=4, sharding=Sharding.fsdp2, replicate=2)
+    assert seconds(costs(traffic=(shards, replicas)), strategy).exposed["replicate"] == pytest.approx(1.49, abs=0.01)
+    alone = seconds(costs(traffic=(replicas,)), strategy).exposed["replicate"]
+    assert alone == pytest.approx(0.02, abs=0.001)
 
 
 @pytest.mark.parametrize("schedule", Schedule)
@@ -152,16 +195,16 @@ def test_a_pipeline_is_timed_stage_by_stage_or_by_its_formula():
     traffic = (sent(0.16, axis="pipeline", kind=SEND, calls=16),)
     rank = costs(traffic=traffic)
     by_list, by_formula = seconds([rank, rank], strategy), seconds(rank, strategy)
-    assert by_list.compute == pytest.approx(24.0)
-    assert by_list.bubble == pytest.approx(3.0)
-    assert by_formula.seconds == pytest.approx(by_list.seconds, rel=0.01)
+    assert by_list.compute == about(24.0)
+    assert by_list.bubble == about(3.0)
+    assert by_formula.seconds == about(by_list.seconds, rel=0.01)
     assert 0 < by_list.exposed["pipeline"] < 0.16
     # What tensor ranks wait for stretches each stage, and so the bubble.
     waiting = replace(rank, traffic=(*traffic, sent(2.4, axis="tensor")))
     stretched = seconds([waiting, waiting], strategy)
-    assert stretched.compute == pytest.approx(24.0)
-    assert stretched.exposed["tensor"] == pytest.approx(2.4)
-    assert stretched.bubble == pytest.approx(3.3)
+    assert stretched.compute == about(24.0)
+    assert stretched.exposed["tensor"] == about(2.4)
+    assert stretched.bubble == about(3.3)
 
 
 def test_ranks_that_share_cores_leave_them_to_others_while_they_wait():

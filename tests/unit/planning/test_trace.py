@@ -106,6 +106,16 @@ def test_products_are_counted_as_flops_and_the_rest_as_bytes():
     assert (costs.flops, costs.moved_bytes, costs.kernels) == (2 * 8 * 16 * 4, 2 * product.nbytes, 2)
 
 
+def test_what_reads_only_a_shape_moves_what_it_writes_and_another_shape_moves_nothing():
+    with FakeTensorMode(), Trace() as trace:
+        rows, weight = torch.empty(2, 8, 16), torch.empty(4, 16)
+        # Rows of three dimensions are multiplied as two, and what comes gets its shape by an operation that is no view.
+        product = rows @ weight.T
+        assert trace.costs(Phase.forward).moved_bytes == 0
+        filled = torch.zeros_like(product)
+    assert trace.costs(Phase.forward).moved_bytes == filled.nbytes
+
+
 def test_the_bytes_of_a_fused_optimizer_are_counted():
     # It gives nothing back: weights, both moments and gradients are read, and written or seen as such.
     with FakeTensorMode():

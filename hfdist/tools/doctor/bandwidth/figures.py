@@ -81,7 +81,7 @@ def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
     """Give the link that the all-reduces of a group show; None: there are none of two sizes, or they are small.
 
     A call takes a time of its own and one for each byte: the line through all sizes, which counts errors in percent. A
-    ring's bytes are those that the bus carries, and a small call is two trees of messages, as planning has it.
+    ring's bytes are those that the bus carries, and a small call waits for its hops, as planning counts them.
     """
     own = [one for one in figures if one.group == group and one.kind == ALL_REDUCE]
     # Not quite the size that was asked for, where it is divided over ranks.
@@ -89,7 +89,8 @@ def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
         return None
     start, per_byte = _line([(float(one.size_bytes), one.seconds) for one in own])
     num_ranks = own[0].num_ranks
-    hops = 2 * math.ceil(math.log2(num_ranks))
+    # Within a machine a chain, between machines a tree; both ways.
+    hops = 2 * (num_ranks - 1 if group == IN_MACHINE else math.ceil(math.log2(num_ranks)))
     sent_share = 2 * (num_ranks - 1) / num_ranks
     return Link(gbs=sent_share / per_byte / 1e9, latency_seconds=start / hops)
 
