@@ -37,7 +37,8 @@ class EmulatedStage(nn.Module):
 
     def __init__(self, stage: int, leg_seconds: float, log: list[Leg]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(HIDDEN_SIZE))
+        # A matrix: hfdist gives vectors their gradients at once.
+        self.weight = nn.Parameter(torch.zeros(1, HIDDEN_SIZE))
         # As in a language model, the first stage too has parameters in front of its blocks, so it has an input
         # gradient to compute.
         self.embedding = nn.Parameter(torch.zeros(HIDDEN_SIZE)) if stage == 0 else None

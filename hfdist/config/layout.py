@@ -47,7 +47,7 @@ class Layout(Mesh):
             **{axis: getattr(self, axis) for axis in ("replicate", *MODEL_AXES)},
             context_method=strategy.context_method if self.context > 1 else ContextMethod.auto,
             schedule=self.schedule if has_pipeline else strategy.schedule,
-            stages_per_rank=self.stages_per_rank if has_pipeline else None,
+            stages_per_rank=self.stages_per_rank if has_pipeline and self.schedule is not Schedule.auto else None,
             blocks_per_stage=None,
             offload=self.offload,
             reshard=strategy.reshard if is_fsdp and not has_pipeline else None,

@@ -19,9 +19,14 @@ Schedule = Enum(
         "interleaved_zero_bubble": "interleaved_zero_bubble",
         "zbv": "zbv",
         "dualpipev": "dualpipev",
+        "auto": "auto",
     },
 )
-"""Schedules of torch.distributed.pipelining. Made by a call, since `1f1b` cannot be written as an attribute."""
+"""Schedules of torch.distributed.pipelining. Made by a call, since `1f1b` cannot be written as an attribute.
+
+auto: the one whose step is the shortest by the times of blocks, which the start of a run measures; see
+hfdist/pipeline/choose_schedule.py. Until then, and in plans, it counts as 1f1b.
+"""
 
 ONE_F_ONE_B = Schedule["1f1b"]
 
@@ -103,9 +108,10 @@ class StrategyConfig:
     expert: int = limited(1, at_least=1)
     """Data ranks that share the experts of each block; with none and fsdp2."""
     schedule: Schedule = ONE_F_ONE_B
-    """Order of a pipeline: gpipe | 1f1b | interleaved_1f1b | interleaved_zero_bubble | zbv | dualpipev.
+    """Order of a pipeline: gpipe | 1f1b | interleaved_1f1b | interleaved_zero_bubble | zbv | dualpipev | auto.
 
-    More stages a rank and the zero-bubble schedules idle less.
+    More stages a rank and the zero-bubble schedules idle less, but compute longer. auto times the model's blocks at the
+    start, and takes the schedule whose step would be the shortest of those that fit in memory.
     """
     stages_per_rank: int | None = limited(None, at_least=1)
     """Stages of a rank; null: 1, or 2 where the schedule is made of several."""

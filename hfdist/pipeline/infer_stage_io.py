@@ -24,7 +24,7 @@ from hfdist.errors import HfdistError, PartitionError
 from hfdist.models.probing import kind_of_name, scores_sequences, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.split import SplitModel
-from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, unpack
+from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, tensors_of, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.topology import Topology
 
@@ -317,7 +317,7 @@ def _find_problem(value: object, incoming: Activations | None, *, is_last: bool)
     reached = _leaves(value)
     if not reached:
         return "the outputs of its blocks carry no autograd graph (reversible layers, or a forward without gradients)"
-    received = () if incoming is None else unpack(incoming)[1]
+    received = () if incoming is None else tensors_of(incoming)
     if incoming is not None and not any(id(tensor) in reached for tensor in received):
         return "no gradient flows back through its blocks"
     return None
@@ -344,7 +344,7 @@ def _leaves(value: object) -> set[int]:
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
     """What goes to the next stage, or the loss and the logits, which models return by name or as a tuple."""
     if isinstance(value, Activations):
-        return unpack(value)[1]
+        return tensors_of(value)
     return value[:2] if isinstance(value, tuple) else [value[key] for key in ("loss", "logits") if key in value]
 
 

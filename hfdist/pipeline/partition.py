@@ -8,34 +8,23 @@ stages are first made even, and then blocks move from stage to stage for as long
 
 from __future__ import annotations
 
-import copy
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import fmean, median
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Balance, StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.experts import first_number, num_active
 from hfdist.models.flops import HIDDEN_SIZES, attention_width
-from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure, preserve_state
-
-logger = logging.getLogger(__name__)
-
-_REPEATS = 5
+from hfdist.pipeline.block_times import BlockTimes, time_blocks_of_run
+from hfdist.pipeline.stage_module import Block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +36,11 @@ class Costs:
     """What runs before the first block: the embedding."""
     epilogue: float
     """What runs after the last block: final norm, head and loss."""
+
+    def of_blocks(self, run: range) -> float:
+        """Give what a stage of these blocks costs, with what comes before the first and after the last block."""
+        ends = self.prologue * (run.start == 0) + self.epilogue * (run.stop == len(self.blocks))
+        return sum(self.blocks[run.start : run.stop]) + ends
 
 
 def costs_by_parameters(model: PreTrainedModel, blocks: Sequence[Block]) -> Costs:
@@ -79,67 +73,6 @@ def costs_by_flops(model: PreTrainedModel, blocks: Sequence[Block], sequence_len
     )
 
 
-def costs_by_time(
-    model: PreTrainedModel,
-    blocks: Sequence[Block],
-    tokens: torch.Tensor,
-    device: torch.device,
-    half: torch.dtype | None,
-) -> Costs:
-    """Seconds of forward and backward of one micro batch on the real device.
-
-    The model's own forward runs once on the host with a stand-in for each block. The first block of each kind is copied
-    to the device there, with the very arguments that the model gives it, and timed; others of its kind cost the same.
-
-    Args:
-        model: whole, on the host; only the shapes of its weights are used.
-        blocks: its blocks.
-        tokens: one micro batch of token ids, shape [sequences, tokens].
-        device: where the model will train.
-        half: type of autocast, if any.
-
-    Raises:
-        ConfigError: blocks that share states with others.
-    """
-    timer = _Timer(device, half, len(blocks))
-    try:
-        with torch.no_grad(), preserve_state(model):
-            copy_structure(model, blocks, timer.call)(input_ids=tokens)
-    except Exception as error:
-        raise ConfigError(
-            "the model's blocks cannot be timed one by one: they need what other blocks have left",
-            where="strategy.balance",
-            found=f"measured, {type(error).__name__}: {error}",
-            allowed="flops, parameters",
-            hint="strategy.balance=flops",
-        ) from error
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    ids, hidden = tokens.to(device), timer.hidden.to(device)
-
-    def loss(there: nn.Module, inputs: object) -> torch.Tensor:
-        return nn.functional.cross_entropy(there(hidden).float().flatten(0, -2), ids.flatten())
-
-    return Costs(
-        blocks=tuple(timer.seconds),
-        prologue=0.0 if embedding is None else timer.time(embedding, lambda: None, lambda there, _: there(ids)),
-        epilogue=0.0 if head is None else timer.time(head, lambda: None, loss),
-    )
-
-
-def mean_costs_by_time(
-    model: PreTrainedModel, blocks: Sequence[Block], tokens: torch.Tensor, half: torch.dtype | None
-) -> Costs:
-    """Give the mean over all ranks of `costs_by_time`, so that all ranks find the same stages. A collective."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    own = costs_by_time(model, blocks, tokens, device, half)
-    logger.info("measured: blocks %s s, embedding %.3g s, head and loss %.3g s", own.blocks, own.prologue, own.epilogue)
-    every = gather_json([*own.blocks, own.prologue, own.epilogue])
-    *seconds, prologue, epilogue = (fmean(times) for times in zip(*every, strict=True))
-    # Differences below a hundredth of a block are noise, which must not decide between partitions.
-    grain = fmean(seconds) / 100
-    return Costs(blocks=tuple(round(time / grain) * grain for time in seconds), prologue=prologue, epilogue=epilogue)
-
-
 def parameters_of(block: Block) -> dict[str, nn.Parameter]:
     """The parameters of a block, by a name within it; shared ones once."""
     return {f"{part}.{name}": p for part, module in enumerate(block) for name, p in module.named_parameters()}
@@ -155,92 +88,6 @@ def _has_attention(block: Block) -> bool:
     )
 
 
-Inputs = TypeVar("Inputs")
-
-
-class _Timer:
-    def __init__(self, device: torch.device, half: torch.dtype | None, num_blocks: int) -> None:
-        self.seconds = [0.0] * num_blocks
-        self.hidden = torch.empty(0)
-        """Output of the last block, shape [sequences, tokens, hidden]."""
-        self._device = device
-        self._half = half
-        self._known: dict[str, tuple[float, object]] = {}
-
-    def call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> object:
-        """Stand in for a block: time it, or take the time and the output of another one of its kind."""
-        kind = kind_of_block(block)
-        if kind not in self._known:
-            self._known[kind] = self._measure(block, args, kwargs)
-        seconds, output = self._known[kind]
-        self.seconds[place.block] += seconds
-        self.hidden = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        return output
-
-    def time(
-        self, module: nn.Module, prepare: Callable[[], Inputs], call: Callable[[nn.Module, Inputs], object]
-    ) -> float:
-        """Give the median seconds of forward and backward of a copy of `module` on the device.
-
-        Args:
-            module: on the host.
-            prepare: gives the inputs on the device, anew each time; not timed.
-            call: calls the copy with them.
-        """
-        # Small random weights: those of a model that is not loaded yet may be anything.
-        memo: dict[int, object] = {id(p): nn.Parameter(self._random_like(p)) for p in module.parameters()}
-        there = copy.deepcopy(module, memo).to(self._device)
-        seconds = []
-        for _ in range(1 + _REPEATS):
-            inputs = prepare()
-            self._synchronize()
-            start = time.perf_counter()
-            with torch.enable_grad(), torch.autocast(self._device.type, self._half, enabled=self._half is not None):
-                values = tree_leaves(call(there, inputs))
-            outputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-            self._synchronize()
-            seconds.append(time.perf_counter() - start)
-        return median(seconds[1:])
-
-    def _measure(
-        self, block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> tuple[float, object]:
-        output: object = None
-
-        def prepare() -> tuple[tuple[object, ...], Mapping[str, object]]:
-            # Blocks may write into what they are given, such as a cache.
-            moved: tuple[tuple[object, ...], Mapping[str, object]] = tree_map_only(
-                torch.Tensor, self._move, copy.deepcopy((args, kwargs))
-            )
-            return moved
-
-        def call(there: nn.Module, inputs: tuple[tuple[object, ...], Mapping[str, object]]) -> object:
-            nonlocal output
-            output = there(*inputs[0], **inputs[1])
-            return output
-
-        seconds = self.time(block, prepare, call)
-        return seconds, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), output)
-
-    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self._device).requires_grad_(tensor.is_floating_point())
-
-    def _random_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        return torch.randn(parameter.shape, dtype=parameter.dtype, device=self._device) * 0.02
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def kind_of_block(block: nn.Module) -> str:
-    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
-    settings = {name: value for name, value in vars(block).items() if isinstance(value, (str, bool))}
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in block.named_parameters()]
-    return repr((type(block), sorted(settings.items()), shapes))
-
-
 _RESOLUTION = 2**29
 """Costs become integers with about this sum: sums are exact, so all processes find the same, and squares fit int64."""
 
@@ -254,8 +101,11 @@ def choose_stages(
     batch: BatchPlan,
     rank_of_stage: tuple[int, ...],
     precision: Precision,
+    times: BlockTimes | None = None,
 ) -> tuple[range, ...]:
     """Give the blocks of each stage, as `strategy.balance` and `strategy.blocks_per_stage` ask; equal on all ranks.
+
+    `times`: of the blocks, where they are known.
 
     Raises:
         PartitionError: fewer blocks than stages.
@@ -269,9 +119,13 @@ def choose_stages(
         case Balance.flops:
             costs = costs_by_flops(model, blocks, batch.sequence_length)
         case Balance.measured:
-            half = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
-            tokens = torch.zeros(batch.micro_batch_size, batch.sequence_length, dtype=torch.int64)
-            costs = mean_costs_by_time(model, blocks, tokens, half)
+            if times is None:
+                times = time_blocks_of_run(model, blocks, (batch.micro_batch_size, batch.sequence_length), precision)
+            costs = Costs(
+                blocks=tuple(block.seconds for block in times.blocks),
+                prologue=times.prologue.seconds,
+                epilogue=times.epilogue.seconds,
+            )
     return partition(costs, rank_of_stage)
 
 

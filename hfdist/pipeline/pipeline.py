@@ -297,7 +297,7 @@ class Pipeline:
             The losses, in order, on the rank of the last stage; elsewhere an empty list.
         """
         step = Step(microbatches, loss, side_loss)
-        headers = [self._headers_for(microbatch, loss) for microbatch in microbatches]
+        headers = self._learn_headers(microbatches, loss)
         stages = {
             index: Stage(
                 module,
@@ -333,30 +333,36 @@ class Pipeline:
         self._channel.flush()
         return value
 
-    def _headers_for(
-        self, microbatch: Microbatch, call: Callable[[PreTrainedModel, Batch], object]
-    ) -> dict[int, Header]:
-        """Give what this rank's stages receive for a micro batch of this shape, by stage.
+    def _learn_headers(
+        self, microbatches: Sequence[Microbatch], call: Callable[[PreTrainedModel, Batch], object]
+    ) -> list[dict[int, Header]]:
+        """Give what this rank's stages receive for each micro batch, by stage.
 
         All ranks see the same batch, so they agree. A shape that is new costs a forward of one micro batch.
         """
-        with microbatch as batch:
-            signature = tuple(f"{name} {_describe(batch[name])}" for name in sorted(batch))
-        if self._is_new(signature):
+        signatures = list(map(_signature, microbatches))
+        for place in self._new_places(signatures):
             # A header says through what gradients flow.
             with preserve_state(next(iter(self.modules.values())).model), torch.enable_grad():
-                _, self._headers[signature] = self._run_stages(partial(_call, call, microbatch), runs_last_stage=False)
+                run = partial(_call, call, microbatches[place])
+                _, self._headers[signatures[place]] = self._run_stages(run, runs_last_stage=False)
             self._channel.flush()
-        return self._headers[signature]
+        return [self._headers[signature] for signature in signatures]
 
-    def _is_new(self, signature: tuple[str, ...]) -> bool:
-        """Whether headers must be learnt, on this rank or on another one that shares experts. A collective of these."""
-        is_new = signature not in self._headers
-        if self._expert_group is None:
-            return is_new
-        any_new = torch.tensor(int(is_new), device=self._channel.device)
-        dist.all_reduce(any_new, op=dist.ReduceOp.MAX, group=self._expert_group)
-        return bool(any_new)
+    def _new_places(self, signatures: Sequence[tuple[str, ...]]) -> list[int]:
+        """Find the micro batches of which headers must be learnt, on this rank or on another one that shares experts.
+
+        A collective of these.
+        """
+        are_new = [
+            signature not in self._headers and signature not in signatures[:place]
+            for place, signature in enumerate(signatures)
+        ]
+        if self._expert_group is not None:
+            any_new = torch.tensor(are_new, dtype=torch.int32, device=self._channel.device)
+            dist.all_reduce(any_new, op=dist.ReduceOp.MAX, group=self._expert_group)
+            are_new = any_new.tolist()
+        return [place for place, is_new in enumerate(are_new) if is_new]
 
     def _run_stages(
         self, run: Callable[[PreTrainedModel], Value], *, runs_last_stage: bool = True
@@ -376,6 +382,11 @@ class Pipeline:
             elif runs_last_stage:
                 values.append(module.run(run, incoming))
         return values, headers
+
+
+def _signature(microbatch: Microbatch) -> tuple[str, ...]:
+    with microbatch as batch:
+        return tuple(f"{name} {_describe(batch[name])}" for name in sorted(batch))
 
 
 def _describe(value: object) -> str:

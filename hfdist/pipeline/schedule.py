@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,6 +72,8 @@ _TRAITS = {
     Schedule.interleaved_zero_bubble: _Traits(default=2, fewest=1, most=None, idle=1, limit=_Limit.rounds),
     Schedule.zbv: _Traits(default=2, fewest=2, most=2, idle=1, limit=_Limit.none),
     Schedule.dualpipev: _Traits(default=2, fewest=2, most=2, idle=1, limit=_Limit.stages),
+    # Until blocks are timed, and in plans.
+    Schedule.auto: _Traits(default=1, fewest=1, most=1, idle=3, limit=_Limit.none),
 }
 
 
@@ -115,9 +118,7 @@ def check_microbatches(
         ConfigError: the schedule cannot run so many; the message proposes the nearest number that it can.
     """
     num_stages = num_ranks * stages_per_rank
-
-    def fits(number: int) -> bool:
-        return _fits(_TRAITS[schedule].limit, number, num_ranks, num_stages)
+    fits = partial(runs_microbatches, schedule, num_ranks, stages_per_rank)
 
     if fits(num_microbatches):
         return
@@ -162,6 +163,17 @@ def bubble_fraction(schedule: Schedule, *, num_ranks: int, stages_per_rank: int,
     return idle / (3 * num_microbatches * stages_per_rank + idle)
 
 
+def split_share(schedule: Schedule, num_ranks: int, num_microbatches: int) -> float:
+    """Give the share of backwards that run in two halves, about."""
+    match schedule:
+        case Schedule.interleaved_zero_bubble | Schedule.zbv:
+            return 1.0
+        case Schedule.dualpipev:
+            # At the ends of a step.
+            return min(1.0, num_ranks / (2 * num_microbatches))
+    return 0.0
+
+
 def live_microbatches(layout: Layout, rank: int) -> int:
     """Give the most micro batches whose activations a rank holds at a time, counted once for each stage."""
     ranks, per_rank = layout.pipeline, layout.stages_per_rank
@@ -169,7 +181,7 @@ def live_microbatches(layout: Layout, rank: int) -> int:
     match layout.schedule:
         case Schedule.gpipe:
             return most
-        case schedule if schedule is ONE_F_ONE_B:
+        case schedule if schedule in (ONE_F_ONE_B, Schedule.auto):
             return min(most, ranks - rank)
         case Schedule.interleaved_1f1b:
             return min(most, 2 * (ranks - rank - 1) + (per_rank - 1) * ranks + 1)
@@ -178,12 +190,13 @@ def live_microbatches(layout: Layout, rank: int) -> int:
     return min(most, ranks * per_rank)
 
 
-def _fits(limit: _Limit, number: int, num_ranks: int, num_stages: int) -> bool:
-    match limit:
+def runs_microbatches(schedule: Schedule, num_ranks: int, stages_per_rank: int, number: int) -> bool:
+    """Whether a schedule runs so many micro batches of one data rank in a step."""
+    match _TRAITS[schedule].limit:
         case _Limit.none:
             return True
         case _Limit.stages:
-            return number >= num_stages
+            return number >= num_ranks * stages_per_rank
         case _Limit.rounds:
             return number % max(1, number // num_ranks) == 0
 
@@ -341,4 +354,5 @@ _ORDERS = {
     Schedule.interleaved_zero_bubble: _of_torch("ScheduleInterleavedZeroBubble"),
     Schedule.zbv: _of_torch("ScheduleZBVZeroBubble"),
     Schedule.dualpipev: _of_torch("ScheduleDualPipeV"),
+    Schedule.auto: _one_f_one_b,
 }

@@ -78,9 +78,9 @@ class StageModule(nn.Module):
         elsewhere = {id(p) for block in blocks for part in block for p in part.parameters()}
         self._own = tuple(p for p in model.parameters() if id(p) in own or id(p) not in elsewhere)
         for name, (shape, dtype) in fillers.items():
-            # One number stands for all elements, so it takes no memory.
+            # One number stands for all elements, so it takes no memory; and no backward looks for it.
             poison = torch.full((), torch.nan, dtype=dtype, device=self._own[0].device).expand(shape)
-            set_parameter(self.model, name, nn.Parameter(poison))
+            set_parameter(self.model, name, nn.Parameter(poison, requires_grad=False))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Give the parameters that get gradients on this stage: those of its blocks, and those outside all blocks."""

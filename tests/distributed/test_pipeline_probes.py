@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -174,8 +175,14 @@ def step_of_uneven_micro_batches(schedule):
         num_microbatches=len(microbatches),
         recorder=Recorder(rank=dist.get_rank(), device=device),
         splits_backward=True,
+        expert_group=dist.group.WORLD,
     )
-    losses = pipeline.forward_backward(list(map(nullcontext, microbatches)), lambda stage, batch: stage(**batch).loss)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        losses = pipeline.forward_backward(
+            list(map(nullcontext, microbatches)), lambda model, batch: model(**batch).loss
+        )
+    # What shapes are new is asked once for all micro batches.
+    assert reduced.call_count == 1
     total = torch.stack(losses).sum() if losses else torch.zeros(())
     dist.all_reduce(total)
     squared = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)

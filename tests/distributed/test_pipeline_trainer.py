@@ -141,6 +141,8 @@ def train_frozen(folder, cases):
         pipeline = 1 if schedule is None else 2
         trainer = make_trainer(folder, pipeline, frozen=FROZEN[:num_frozen], layout=layout, arguments=arguments)
         trainer.train()
+        # It has chosen one, the same on both ranks: else they would wait for each other.
+        assert schedule is None or trainer.training.strategy.config.schedule is not Schedule.auto
         lines = [entry for entry in trainer.state.log_history if "loss" in entry]
         seen[schedule, num_frozen] = [(line["loss"], line["grad_norm"]) for line in lines]
     return seen

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hfdist.config.checks.conflict import conflict, shown
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Compression, ContextMethod, Offload, Sharding, StrategyConfig
+from hfdist.config.strategy import Compression, ContextMethod, Offload, Schedule, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.topology import PARTS
 
@@ -79,6 +79,9 @@ def _check_pipeline(config: RunConfig) -> None:
         if strategy.pipeline == 1 and shown(config, key) != "null":
             what, hint = "this key belongs to a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
             raise conflict(config, f"{key} strategy.pipeline", what, hint=hint)
+        if strategy.schedule is Schedule.auto and shown(config, key) != "null":
+            what, hint = "auto chooses the stages with the schedule", f"{key}=null, or strategy.schedule=1f1b"
+            raise conflict(config, f"{key} strategy.schedule", what, allowed="null", hint=hint)
     for key, allowed in (("reshard", "null, false"), ("prefetch", "0")):
         if strategy.pipeline > 1 and getattr(strategy, key):
             what = "a pipeline gathers what its stages need at the start of a step, and keeps it to the end"

@@ -13,7 +13,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule, Sharding
 from hfdist.errors import ConfigError
 from hfdist.optim.registry import check_optimizer
-from hfdist.pipeline.schedule import check_microbatches, stages_per_rank
+from hfdist.pipeline.schedule import runs_microbatches, stages_per_rank
 from hfdist.planning.searching.constants import MODES, ModelConstants
 from hfdist.topology import MODEL_AXES
 
@@ -73,7 +73,8 @@ class Space:
         most = min(_MOST_STAGES_PER_RANK, self.model.num_blocks // grid.pipeline)
         for schedule in Schedule:
             for per_rank in range(1, most + 1):
-                if _runs(schedule, per_rank):
+                # What auto takes is one of the others.
+                if schedule is not Schedule.auto and _runs(schedule, per_rank):
                     yield replace(grid, schedule=schedule, stages_per_rank=per_rank)
 
     def steps(self, layout: Layout) -> Iterator[Layout]:
@@ -81,7 +82,7 @@ class Space:
         share = self.config.train.global_batch_size // layout.data
         for micro_batch_size in divisors(share):
             number = share // micro_batch_size
-            if layout.pipeline == 1 or _runs_microbatches(
+            if layout.pipeline == 1 or runs_microbatches(
                 layout.schedule, layout.pipeline, layout.stages_per_rank, number
             ):
                 yield replace(layout, micro_batch_size=micro_batch_size, num_microbatches=number)
@@ -139,19 +140,3 @@ def _runs(schedule: Schedule, per_rank: int) -> bool:
         return stages_per_rank(schedule, per_rank) == per_rank
     except ConfigError:
         return False
-
-
-@cache
-def _runs_microbatches(schedule: Schedule, ranks: int, per_rank: int, number: int) -> bool:
-    try:
-        check_microbatches(
-            schedule,
-            num_ranks=ranks,
-            stages_per_rank=per_rank,
-            num_microbatches=number,
-            micro_batch_size=1,
-            data_size=1,
-        )
-    except ConfigError:
-        return False
-    return True

@@ -22,10 +22,10 @@ from hfdist.config.hardware import Hardware
 from hfdist.config.strategy import Offload
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.models.blocks import compiles_on_gpus
-from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
+from hfdist.pipeline.schedule import bubble_fraction, split_share, stages_per_rank
+from hfdist.pipeline.simulate import StageSeconds, simulate
 from hfdist.planning.costs import AxisTraffic, OpCosts, RankCosts, StepTime
 from hfdist.planning.timing.calibration import COMPONENTS, Factors, default_factors
-from hfdist.planning.timing.simulate import simulate
 from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.traffic import Phase
@@ -35,6 +35,11 @@ _LEFT_OF_FUSED = 0.67
 """Share of memory traffic and of operations that is left where blocks are compiled: by published runs."""
 _START_SECONDS = 8.4e-6
 """Of a collective on GPUs before its first hop: NCCL's own estimate, as those of hops in config/hardware.py."""
+_SPLIT_AGAIN = 0.5
+"""Share of a backward's memory traffic that its two halves have besides: they read again what came to each matrix.
+
+Measured on a CPU, two halves take 1.10 of a whole backward at a width of 320, and 1.01 to 1.02 at 1,024.
+"""
 _SLOPE = 1e-6
 _PIPELINE = "pipeline"
 _IN_BLOCKS = tuple(axis for axis in MODEL_AXES if axis != _PIPELINE)
@@ -158,9 +163,7 @@ def _hops(traffic: AxisTraffic, *, on_cpu: bool) -> tuple[int, int]:
 class _Rank:
     """Seconds of one rank."""
 
-    forwards: list[float]
-    """Seconds of the forward of one micro batch, for each stage of the rank."""
-    backwards: list[float]
+    stages: list[StageSeconds]
     optimizer: float
     exposed: dict[str, float] = field(default_factory=dict)
     """Seconds by axis, without what is in the blocks of a pipeline, and without messages between its stages."""
@@ -168,7 +171,12 @@ class _Rank:
     """Seconds of a message from one stage to the next."""
 
     def busy(self, num_microbatches: int) -> float:
-        return num_microbatches * (sum(self.forwards) + sum(self.backwards))
+        return num_microbatches * sum(stage.forward + stage.backward for stage in self.stages)
+
+    @property
+    def again(self) -> float:
+        """Seconds by which the backwards of a micro batch take longer in two halves."""
+        return sum(stage.input_half + stage.weight_half - stage.backward for stage in self.stages)
 
 
 def _time(every: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime:
@@ -203,9 +211,12 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
         # Half in the forward and half in the backward of each stage.
         each = in_blocks / len(costs.stages) / 2
         forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]
+    again = [_SPLIT_AGAIN * clock.compute(replace(stage.backward, flops=0.0)) for stage in costs.stages]
     return _Rank(
-        forwards=forwards,
-        backwards=backwards,
+        stages=[
+            StageSeconds(forward, backward, *[(backward + more) / 2] * 2)
+            for forward, backward, more in zip(forwards, backwards, again, strict=True)
+        ],
         optimizer=clock.step(costs.optimizer),
         exposed=exposed,
         message=message,
@@ -240,9 +251,9 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
     num_microbatches = strategy.batch.num_microbatches
     per_rank = stages_per_rank(config.schedule, config.stages_per_rank)
     message = max(rank.message for rank in ranks)
+    splits = not clock.train.gradient_checkpointing
     if len(ranks) == num_ranks:
-        splits = not clock.train.gradient_checkpointing
-        seconds = [(rank.forwards, rank.backwards) for rank in ranks]
+        seconds = [rank.stages for rank in ranks]
         on_cpu = clock.hardware.is_cpu
         alone = simulate(config.schedule, seconds, num_microbatches, splits_backward=splits)
         whole = simulate(
@@ -252,9 +263,11 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
     idle = bubble_fraction(
         config.schedule, num_ranks=num_ranks, stages_per_rank=per_rank, num_microbatches=num_microbatches
     )
+    share = split_share(config.schedule, num_ranks, num_microbatches) if splits else 0.0
+    again = share * num_microbatches * max(rank.again for rank in ranks)
     # Messages of the first and the last micro batch are waited for; on a CPU, which sends itself, all are.
     waited = 2 * (num_ranks - 1) + (2 * num_microbatches * per_rank if clock.hardware.is_cpu else 0)
-    return _bubble(busy, busy / (1 - idle), clock), waited * message
+    return _bubble(busy, (busy + again) / (1 - idle), clock), waited * message
 
 
 def _bubble(busy: float, whole: float, clock: _Clock) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -15,29 +16,32 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import gather_json, is_planned
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import StrategyConfig
-from hfdist.config.train import TrainConfig
+from hfdist.config.strategy import Schedule, StrategyConfig
+from hfdist.config.train import Compile, TrainConfig
 from hfdist.errors import PartitionError
+from hfdist.host_memory import usable_bytes
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
+from hfdist.pipeline.block_times import kind_of_block, time_blocks_of_run
+from hfdist.pipeline.choose_schedule import choose_schedule
 from hfdist.pipeline.generation_check import find_generation_problem
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
-from hfdist.pipeline.partition import choose_stages, kind_of_block
+from hfdist.pipeline.partition import choose_stages, costs_by_parameters
 from hfdist.pipeline.pipeline import Pipeline, split_batch
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import CARRIES, P2PChannel
-from hfdist.pipeline.stage_module import refuse_call
+from hfdist.pipeline.stage_module import Block, refuse_call
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks, Value
 from hfdist.strategies.gradients.reduction import average_gradients, sum_gradients
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
-from hfdist.topology import Topology
+from hfdist.topology import Topology, read_launcher
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -339,9 +343,34 @@ class PipelineStrategy(Strategy):
         whole = cast(PreTrainedModel, model)
         self._size = measure_size(whole)
         blocks = find_block_parts(whole)
-        stages = choose_stages(whole, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
+        stages = self._choose_stages(whole, blocks)
         mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.topology.pipeline_rank]
         self._split = split_at_blocks(whole, blocks, stages, mine)
+
+    def _choose_stages(self, model: PreTrainedModel, blocks: Sequence[Block]) -> tuple[range, ...]:
+        """Give the blocks of each stage; with `strategy.schedule=auto` choose the schedule before. A collective."""
+        batch, precision = self.batch, self.train.precision
+        if self.config.schedule is not Schedule.auto or not dist.is_initialized() or is_planned():
+            return choose_stages(model, blocks, self.config, batch, self.rank_of_stage, precision)
+        shape = batch.micro_batch_size, batch.sequence_length
+        times = time_blocks_of_run(model, blocks, shape, precision, halves=True)
+        of_device = (
+            torch.cuda.mem_get_info()[1]
+            if torch.cuda.is_available()
+            else usable_bytes(read_launcher().local_world_size)
+        )
+        choice = choose_schedule(
+            times,
+            costs_by_parameters(model, blocks),
+            lambda ranks: choose_stages(model, blocks, self.config, batch, ranks, precision, times),
+            num_ranks=self.topology.pipeline,
+            num_microbatches=batch.num_microbatches,
+            usable_bytes=min(gather_json(of_device)),
+            splits_backward=not (self.train.gradient_checkpointing or self.train.compile is Compile.blocks),
+        )
+        self.config = replace(self.config, schedule=choice.schedule, stages_per_rank=choice.stages_per_rank)
+        self.rank_of_stage = rank_of_stage(choice.schedule, self.topology.pipeline, choice.stages_per_rank)
+        return choice.stages
 
     def build(self, model: nn.Module) -> PipelineEngine:
         """Find out what must travel between the stages, keep what this rank needs, and make the engine. A collective.

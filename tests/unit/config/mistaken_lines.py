@@ -180,6 +180,8 @@ LINES = [
     f"pretrain {TWO} strategy=zero1 strategy.context=2",
     f"pretrain {TWO} strategy=ddp strategy.context_method=gather",
     "pretrain strategy.stages_per_rank=2",
+    f"pretrain {TWO} strategy.pipeline=2 strategy.schedule=auto strategy.stages_per_rank=2",
+    f"pretrain {TWO} strategy.pipeline=2 strategy.schedule=auto strategy.blocks_per_stage=[1,3]",
     f"pretrain {TWO} strategy.pipeline=2 strategy.sharding=fsdp2 strategy.prefetch=2",
     f"pretrain {TWO} strategy.pipeline=2 strategy.sharding=zero1 strategy.offload=cpu",
     f"pretrain {TWO} strategy.pipeline=2 train.compile=model",

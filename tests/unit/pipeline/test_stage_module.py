@@ -80,6 +80,7 @@ def test_fillers_are_nan_that_takes_no_memory():
     view = StageModule(model, find_block_parts(model), range(1, 2), HIDDEN, fillers)
     poison = view.model.embedding.weight
     assert isinstance(poison, nn.Parameter)
+    assert not poison.requires_grad
     assert (poison.shape, poison.dtype) == ((32, 8), torch.bfloat16)
     assert poison.isnan().all()
     assert poison.untyped_storage().nbytes() == 2

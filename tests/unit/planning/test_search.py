@@ -9,7 +9,7 @@ from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import read_hardware
 from hfdist.config.layout import Layout
-from hfdist.config.strategy import Offload
+from hfdist.config.strategy import Offload, Schedule
 from hfdist.errors import ResourceError
 from hfdist.planning import answer
 from hfdist.planning.searching import search
@@ -151,6 +151,19 @@ def test_lanes_are_dealt_over_the_data_ranks_of_all_islands():
     )
     planned = Layout(data=32, num_microbatches=1).apply(config)
     assert planned.data.lanes == 96
+
+
+def test_auto_is_planned_as_1f1b(monkeypatch):
+    monkeypatch.setattr(search, "measure", lambda *_, **__: MODEL)
+    monkeypatch.setattr(search, "confirm", lambda found, *_, **__: found)
+    configs = [
+        compose_config([*BASE, "strategy=pipeline", "train.micro_batch_size=1", f"strategy.schedule={schedule}"])
+        for schedule in ("auto", "1f1b")
+    ]
+    auto, other = (search.fewest_processes(config, None, machines(60.0), searches=False) for config in configs)
+    assert (auto.time, auto.memory) == (other.time, other.memory)
+    assert auto.layout.schedule is Schedule.auto
+    assert not any("stages_per_rank" in override for override in auto.overrides)
 
 
 def test_fewest_processes_are_the_first_that_fit(monkeypatch):

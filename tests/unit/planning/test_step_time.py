@@ -10,9 +10,9 @@ from hfdist.config.hardware import Hardware, Tflops
 from hfdist.config.strategy import ONE_F_ONE_B, Offload, Schedule, Sharding
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
+from hfdist.pipeline.simulate import StageSeconds, simulate
 from hfdist.planning.costs import AxisTraffic, OpCosts, RankCosts, StageCosts
 from hfdist.planning.timing.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
-from hfdist.planning.timing.simulate import simulate
 from hfdist.planning.timing.step_time import _Clock, step_parts, step_time
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 from hfdist.strategies.traffic import Phase
@@ -31,6 +31,7 @@ GPU = Hardware(
 )
 CPU = replace(GPU, name="cpu")
 PLAIN = Factors(compute=1.0, memory=1.0, kernels=1.0, link=1.0, spread=1.5)
+ONE, TWICE = StageSeconds(1.0, 2.0, 1.0, 1.0), StageSeconds(2.0, 4.0, 2.0, 2.0)
 FP32 = TrainConfig(precision=Precision.fp32, compile=Compile.none)
 
 
@@ -173,7 +174,7 @@ def test_traffic_that_one_phase_hides_takes_turns_on_the_links():
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (4, 16)])
 def test_equal_stages_take_what_the_formula_of_the_schedule_says(schedule, num_ranks, num_microbatches):
     per_rank = stages_per_rank(schedule, None)
-    taken = simulate(schedule, [([1.0] * per_rank, [2.0] * per_rank)] * num_ranks, num_microbatches)
+    taken = simulate(schedule, [[ONE] * per_rank] * num_ranks, num_microbatches)
     idle = bubble_fraction(schedule, num_ranks=num_ranks, stages_per_rank=per_rank, num_microbatches=num_microbatches)
     busy = 3.0 * per_rank * num_microbatches
     # The first stage of a schedule that splits backwards has all of it at the end.
@@ -183,11 +184,35 @@ def test_equal_stages_take_what_the_formula_of_the_schedule_says(schedule, num_r
 
 
 def test_the_slowest_stage_sets_the_pace():
-    even = simulate(ONE_F_ONE_B, [([1.0], [2.0])] * 4, 32)
-    uneven = simulate(ONE_F_ONE_B, [([1.0], [2.0])] * 3 + [([2.0], [4.0])], 32)
+    even = simulate(ONE_F_ONE_B, [[ONE]] * 4, 32)
+    uneven = simulate(ONE_F_ONE_B, [[ONE]] * 3 + [[TWICE]], 32)
     assert even == pytest.approx(3 * 32 + 9)
     assert uneven == pytest.approx(6 * 32 + 9)
-    assert simulate(ONE_F_ONE_B, [([1.0], [2.0])] * 4, 32, 0.1) > even
+    assert simulate(ONE_F_ONE_B, [[ONE]] * 4, 32, 0.1) > even
+
+
+def test_a_backward_in_two_halves_takes_longer():
+    seconds = [[StageSeconds(1.0, 2.0, 1.5, 1.0)] * 2] * 2
+    assert simulate(Schedule.zbv, seconds, 16) > simulate(Schedule.zbv, [[ONE] * 2] * 2, 16) + 0.2 * 16
+    assert simulate(ONE_F_ONE_B, [[StageSeconds(1.0, 2.0, 1.5, 1.0)]] * 2, 16) == simulate(ONE_F_ONE_B, [[ONE]] * 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "least"), [("1f1b", 0), ("zbv", 8), ("interleaved_zero_bubble", 8), ("dualpipev", 1)]
+)
+def test_two_halves_of_a_backward_move_more_by_list_and_by_formula(schedule, least):
+    strategy = layout(8, world_size=2, pipeline=2, schedule=Schedule[schedule])
+    num_stages = stages_per_rank(strategy.config.schedule, None)
+    computing = costs(1.0, 3.0, num_stages=num_stages)
+    moving = StageCosts(forward=OpCosts(flops=1e12), backward=OpCosts(flops=2e12, moved_bytes=1e9))
+    moving = replace(computing, stages=(moving,) * num_stages)
+    by_formula = seconds(moving, strategy).bubble - seconds(computing, strategy).bubble
+    by_list = seconds([moving] * 2, strategy).bubble - seconds([computing] * 2, strategy).bubble
+    # Half a second for each backward in two halves.
+    assert by_formula >= 0.5 * least
+    assert (by_formula > 0.1, by_list > 0.1) == (least > 0,) * 2
+    checkpointing = replace(FP32, gradient_checkpointing=True)
+    assert seconds(moving, strategy, train=checkpointing) == seconds(computing, strategy, train=checkpointing)
 
 
 def test_a_pipeline_is_timed_stage_by_stage_or_by_its_formula():

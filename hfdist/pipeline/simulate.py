@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from hfdist.config.strategy import Schedule
 from hfdist.pipeline.schedule import Instruction, Operation, plan, rank_of_stage
@@ -11,15 +12,42 @@ from hfdist.pipeline.schedule import Instruction, Operation, plan, rank_of_stage
 _COMPUTES = (Operation.forward, Operation.backward, Operation.backward_input, Operation.backward_weight)
 
 
+class StageSeconds(NamedTuple):
+    """Seconds of one stage for one micro batch."""
+
+    forward: float
+    backward: float
+    input_half: float
+    """Seconds of a backward in two halves: of the gradients of inputs, and of those of weights."""
+    weight_half: float
+
+    def of(self, operation: Operation, *, is_first: bool, splits_backward: bool) -> float:
+        """Give the seconds of what a rank computes."""
+        match operation:
+            case Operation.forward:
+                return self.forward
+            case Operation.backward:
+                return self.backward
+            case Operation.backward_input if splits_backward:
+                # All of the backward of the first stage can wait: no stage before it needs a gradient.
+                return 0.0 if is_first else self.input_half
+            case Operation.backward_input:
+                return self.backward
+        if not splits_backward:
+            return 0.0
+        return self.backward if is_first else self.weight_half
+
+
 @lru_cache(maxsize=64)
-def _computations(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int) -> list[list[Instruction]]:
+def computations(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int) -> list[list[Instruction]]:
+    """Give what each rank computes in a step, in order; `ranks`: of the stages."""
     of_ranks = plan(schedule, ranks, num_microbatches)
     return [[one for one in own if one.operation in _COMPUTES] for own in of_ranks]
 
 
 def simulate(
     schedule: Schedule,
-    seconds: Sequence[tuple[Sequence[float], Sequence[float]]],
+    seconds: Sequence[Sequence[StageSeconds]],
     num_microbatches: int,
     message_seconds: float = 0.0,
     *,
@@ -30,17 +58,16 @@ def simulate(
 
     Args:
         schedule: the schedule of the pipeline.
-        seconds: for each rank, the seconds of the forward and of the backward of one micro batch in each of its stages.
+        seconds: for each rank, those of each of its stages.
         num_microbatches: micro batches of a step.
         message_seconds: seconds of a message from a stage to one on another rank.
         splits_backward: whether gradients of weights are computed apart where the schedule says so; see `Stage`.
         sender_waits: whether a rank can do nothing else while it sends.
     """
-    ranks = rank_of_stage(schedule, len(seconds), len(seconds[0][0]))
-    own_stages = [[stage for stage, rank in enumerate(ranks) if rank == own] for own in range(len(seconds))]
-    forwards = {s: seconds[r][0][i] for r, stages in enumerate(own_stages) for i, s in enumerate(stages)}
-    backwards = {s: seconds[r][1][i] for r, stages in enumerate(own_stages) for i, s in enumerate(stages)}
-    left = [iter(own) for own in _computations(schedule, ranks, num_microbatches)]
+    ranks = rank_of_stage(schedule, len(seconds), len(seconds[0]))
+    rest = [iter(own) for own in seconds]
+    of_stage = [next(rest[rank]) for rank in ranks]
+    left = [iter(own) for own in computations(schedule, ranks, num_microbatches)]
     waiting = [next(own, None) for own in left]
     free = [0.0] * len(seconds)
     done: dict[tuple[bool, int, int], float] = {}
@@ -52,6 +79,7 @@ def simulate(
             while one is not None:
                 is_forward = one.operation is Operation.forward
                 source = one.stage - 1 if is_forward else one.stage + 1
+                lasts = of_stage[one.stage].of(one.operation, is_first=one.stage == 0, splits_backward=splits_backward)
                 begin = free[rank]
                 if one.operation is not Operation.backward_weight:
                     if 0 <= source <= last:
@@ -59,30 +87,15 @@ def simulate(
                         if ready is None:
                             break
                         begin = max(begin, ready + (message_seconds if ranks[source] != rank else 0.0))
-                    free[rank] = begin + _lasts(one, forwards, backwards, splits_backward)
+                    free[rank] = begin + lasts
                     done[is_forward, one.stage, one.microbatch] = free[rank]
                     target = one.stage + 1 if is_forward else one.stage - 1
                     if sender_waits and 0 <= target <= last and ranks[target] != rank:
                         free[rank] += message_seconds
                 else:
-                    free[rank] = begin + _lasts(one, forwards, backwards, splits_backward)
+                    free[rank] = begin + lasts
                 one, moved = next(left[rank], None), True
             waiting[rank] = one
         if not moved:
             raise ValueError(f"the {schedule.value} schedule waits for itself")
     return max(free)
-
-
-def _lasts(
-    one: Instruction, forwards: Mapping[int, float], backwards: Mapping[int, float], splits_backward: bool
-) -> float:
-    """Give the seconds of one action, from those of each stage."""
-    whole = backwards[one.stage]
-    match one.operation:
-        case Operation.forward:
-            return forwards[one.stage]
-        case Operation.backward:
-            return whole
-    # All of the backward of the first stage can wait: no stage before it needs a gradient.
-    share = 1.0 if not splits_backward else 0.0 if one.stage == 0 else 0.5
-    return whole * (share if one.operation is Operation.backward_input else 1 - share)

@@ -1,0 +1,263 @@
+"""What each part of a model takes for one micro batch on the real device: seconds, and bytes until its backward.
+
+The model's own forward runs once on the host with a stand-in for each block. The first block of each kind is copied to
+the device there, with the very arguments that the model gives it, and timed; others of its kind take the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from statistics import fmean, median
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
+
+from hfdist.collectives import gather_json
+from hfdist.config.train import Precision
+from hfdist.errors import ConfigError
+from hfdist.pipeline.split_backward import backward_inputs
+from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure, preserve_state
+
+logger = logging.getLogger(__name__)
+
+_REPEATS = 5
+_GRAIN = 100
+"""Parts of the mean time of a block to which times are rounded: less is noise, which must not decide."""
+
+Inputs = TypeVar("Inputs")
+
+
+class PartTime(NamedTuple):
+    """What a part of a model takes for one micro batch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    input_half: float = 0.0
+    """Seconds of the half of a backward that gives the gradients of inputs; 0 with the next where not asked for."""
+    weight_half: float = 0.0
+    kept_bytes: float = 0.0
+    """Bytes that a forward keeps for the backward, without parameters."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward + self.backward
+
+
+class BlockTimes(NamedTuple):
+    """What the parts of a model take."""
+
+    blocks: tuple[PartTime, ...]
+    prologue: PartTime
+    """The embedding."""
+    epilogue: PartTime
+    """The head and the loss."""
+
+    def of_blocks(self, run: range) -> PartTime:
+        """Give what a stage of these blocks takes, with what comes before the first and after the last block."""
+        ends = [self.prologue] * (run.start == 0) + [self.epilogue] * (run.stop == len(self.blocks))
+        return _total([*self.blocks[run.start : run.stop], *ends])
+
+
+def time_blocks(
+    model: PreTrainedModel,
+    blocks: Sequence[Block],
+    tokens: torch.Tensor,
+    device: torch.device,
+    half: torch.dtype | None,
+    *,
+    halves: bool = False,
+) -> BlockTimes:
+    """Time the parts of a model.
+
+    Args:
+        model: whole, on the host; only the shapes of its weights are used.
+        blocks: its blocks.
+        tokens: one micro batch of token ids, shape [sequences, tokens].
+        device: where the model will train.
+        half: type of autocast, if any.
+        halves: whether the halves of backwards are timed, too.
+
+    Raises:
+        ConfigError: blocks that share states with others.
+    """
+    timer = _Timer(device, half, len(blocks), halves=halves)
+    try:
+        with torch.no_grad(), preserve_state(model):
+            copy_structure(model, blocks, timer.call)(input_ids=tokens)
+    except Exception as error:
+        raise ConfigError(
+            "the model's blocks cannot be timed one by one: they need what other blocks have left",
+            where="strategy.schedule" if halves else "strategy.balance",
+            found=f"{'auto' if halves else 'measured'}, {type(error).__name__}: {error}",
+            allowed="any other" if halves else "flops, parameters",
+            hint="strategy.schedule=1f1b" if halves else "strategy.balance=flops",
+        ) from error
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ids, hidden = tokens.to(device), timer.hidden.to(device).requires_grad_()
+
+    def loss(there: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(there(inputs).float().flatten(0, -2), ids.flatten())
+
+    return BlockTimes(
+        blocks=tuple(timer.times),
+        prologue=PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda there, _: there(ids)),
+        epilogue=PartTime() if head is None else timer.time(head, lambda: hidden, loss),
+    )
+
+
+def time_blocks_of_run(
+    model: PreTrainedModel,
+    blocks: Sequence[Block],
+    shape: tuple[int, int],
+    precision: Precision,
+    *,
+    halves: bool = False,
+) -> BlockTimes:
+    """Give the means over all ranks of `time_blocks`, so that all ranks decide alike. A collective.
+
+    `shape`: sequences and tokens of a micro batch.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    half = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
+    own = time_blocks(model, blocks, torch.zeros(shape, dtype=torch.int64), device, half, halves=halves)
+    logger.info(
+        "measured: blocks %s s, embedding %.3g s, head and loss %.3g s",
+        tuple(part.seconds for part in own.blocks),
+        own.prologue.seconds,
+        own.epilogue.seconds,
+    )
+    every = gather_json([*own.blocks, own.prologue, own.epilogue])
+    means = [PartTime(*map(fmean, zip(*of_part, strict=True))) for of_part in zip(*every, strict=True)]
+    grain = fmean(part.seconds for part in means[: len(blocks)]) / _GRAIN
+    means = [PartTime(*[*(round(leg / grain) * grain for leg in part[:-1]), part.kept_bytes]) for part in means]
+    *of_blocks, prologue, epilogue = means
+    return BlockTimes(tuple(of_blocks), prologue, epilogue)
+
+
+class _Timer:
+    def __init__(self, device: torch.device, half: torch.dtype | None, num_blocks: int, *, halves: bool) -> None:
+        self.times = [PartTime()] * num_blocks
+        self.hidden = torch.empty(0)
+        """Output of the last block, shape [sequences, tokens, hidden]."""
+        self._device = device
+        self._half = half
+        self._halves = halves
+        self._known: dict[str, tuple[PartTime, object]] = {}
+
+    def call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> object:
+        """Stand in for a block: time it, or take the time and the output of another one of its kind."""
+        kind = kind_of_block(block)
+        if kind not in self._known:
+            self._known[kind] = self._measure(block, args, kwargs)
+        of_part, output = self._known[kind]
+        self.times[place.block] = _total([self.times[place.block], of_part])
+        self.hidden = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        return output
+
+    def time(
+        self, module: nn.Module, prepare: Callable[[], Inputs], call: Callable[[nn.Module, Inputs], object]
+    ) -> PartTime:
+        """Give the medians of a copy of `module` on the device.
+
+        Args:
+            module: on the host.
+            prepare: gives the inputs on the device, anew each time; not timed.
+            call: calls the copy with them.
+        """
+        # Small random weights: those of a model that is not loaded yet may be anything.
+        memo: dict[int, object] = {id(p): nn.Parameter(self._random_like(p)) for p in module.parameters()}
+        there = copy.deepcopy(module, memo).to(self._device)
+        ways = (False, True) if self._halves else (False,)
+        rounds: list[list[tuple[float, float, float]]] = []
+        kept = _KeptBytes(there)
+        for number in range(1 + _REPEATS):
+            with kept if self._halves and number == 0 else nullcontext():
+                rounds.append([self._run(partial(call, there), prepare(), splits=splits) for splits in ways])
+        whole, *halved = ([median(leg) for leg in zip(*way, strict=True)] for way in zip(*rounds[1:], strict=True))
+        _, input_half, weight_half = halved[0] if halved else (0.0, 0.0, 0.0)
+        return PartTime(whole[0], whole[2], input_half, weight_half, kept.num_bytes / len(ways))
+
+    def _run(self, call: Callable[[Inputs], object], inputs: Inputs, *, splits: bool) -> tuple[float, float, float]:
+        """Give the seconds of a forward, of the first half of its backward, and of the rest or of all of it."""
+        start = self._now()
+        with torch.enable_grad(), torch.autocast(self._device.type, self._half, enabled=self._half is not None):
+            values = tree_leaves(call(inputs))
+        outputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+        gradients = [torch.ones_like(output) for output in outputs]
+        begin = middle = self._now()
+        if splits:
+            leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            rest = backward_inputs(outputs, gradients, leaves)
+            middle = self._now()
+            rest()
+        else:
+            torch.autograd.backward(outputs, gradients)
+        return begin - start, middle - begin, self._now() - middle
+
+    def _measure(
+        self, block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[PartTime, object]:
+        output: object = None
+
+        def prepare() -> tuple[tuple[object, ...], Mapping[str, object]]:
+            # Blocks may write into what they are given, such as a cache.
+            moved: tuple[tuple[object, ...], Mapping[str, object]] = tree_map_only(
+                torch.Tensor, self._move, copy.deepcopy((args, kwargs))
+            )
+            return moved
+
+        def call(there: nn.Module, inputs: tuple[tuple[object, ...], Mapping[str, object]]) -> object:
+            nonlocal output
+            output = there(*inputs[0], **inputs[1])
+            return output
+
+        of_block = self.time(block, prepare, call)
+        return of_block, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), output)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._device).requires_grad_(tensor.is_floating_point())
+
+    def _random_like(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.randn(parameter.shape, dtype=parameter.dtype, device=self._device) * 0.02
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _KeptBytes(saved_tensors_hooks):
+    """Counts what forwards keep for their backwards, in memory that is not a parameter's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(self._count, lambda kept: kept)
+        self.num_bytes = 0
+        self._counted = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._counted:
+            self._counted.add(storage.data_ptr())
+            self.num_bytes += storage.nbytes()
+        return tensor.detach()
+
+
+def _total(parts: Sequence[PartTime]) -> PartTime:
+    return PartTime(*map(sum, zip(*parts, strict=True)))
+
+
+def kind_of_block(block: nn.Module) -> str:
+    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
+    settings = {name: value for name, value in vars(block).items() if isinstance(value, (str, bool))}
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in block.named_parameters()]
+    return repr((type(block), sorted(settings.items()), shapes))

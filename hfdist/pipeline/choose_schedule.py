@@ -1,0 +1,116 @@
+"""`strategy.schedule=auto`: the schedule whose step is the shortest, simulated with the measured times of blocks.
+
+A backward in two halves takes longer than one, most of all where a model is narrow; a schedule that splits backwards
+idles less. Which of both counts for more depends on the model, the device and the number of micro batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
+from hfdist.pipeline.block_times import BlockTimes
+from hfdist.pipeline.partition import Costs
+from hfdist.pipeline.schedule import Instruction, Operation, rank_of_stage, runs_microbatches
+from hfdist.pipeline.simulate import StageSeconds, computations, simulate
+
+logger = logging.getLogger(__name__)
+
+_WAYS = (
+    (ONE_F_ONE_B, 1),
+    (Schedule.gpipe, 1),
+    (Schedule.interleaved_1f1b, 2),
+    (Schedule.interleaved_zero_bubble, 1),
+    (Schedule.interleaved_zero_bubble, 2),
+    (Schedule.dualpipev, 2),
+    (Schedule.zbv, 2),
+)
+"""Schedules and their stages a rank: those first that send less and split fewer backwards."""
+_WORTH = 0.98
+"""A schedule is taken in place of one before it if it takes at most this share of its time: less is noise."""
+_STATE_BYTES = 16.0
+"""Bytes of a parameter: itself, its gradient and two moments in float32; layouts that shard them need less."""
+_USABLE = 0.9
+"""Share of the memory that is counted on: what blocks are timed with is not all that a step takes."""
+
+Stages = tuple[range, ...]
+
+
+class Choice(NamedTuple):
+    """A schedule, with the blocks of its stages."""
+
+    schedule: Schedule
+    stages_per_rank: int
+    stages: Stages
+    seconds: float
+    """Seconds of a step without messages and the optimizer."""
+    most_bytes: float
+    """Bytes of the state and the activations of the rank that holds most."""
+
+    def describe(self) -> str:
+        """Describe it for people."""
+        per_rank = f" of {self.stages_per_rank} stages a rank" if self.stages_per_rank > 1 else ""
+        return f"{self.schedule.value}{per_rank} {self.seconds:.3g} s"
+
+
+def choose_schedule(
+    times: BlockTimes,
+    parameters: Costs,
+    share_out: Callable[[tuple[int, ...]], Stages],
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    usable_bytes: float,
+    splits_backward: bool,
+) -> Choice:
+    """Choose, with equal arguments alike on all ranks.
+
+    Args:
+        times: of the model's parts.
+        parameters: their numbers of parameters.
+        share_out: gives the blocks of each stage for the ranks of the stages; PartitionError: too few blocks.
+        num_ranks: ranks of the pipeline.
+        num_microbatches: micro batches of a step.
+        usable_bytes: memory of a rank; where no schedule fits in it, the one that needs least is taken.
+        splits_backward: whether the run splits backwards where a schedule says so; see `Stage`.
+    """
+    found: list[Choice] = []
+    for schedule, per_rank in _WAYS:
+        ranks = rank_of_stage(schedule, num_ranks, per_rank)
+        has_blocks = per_rank == 1 or len(ranks) <= len(times.blocks)
+        if not has_blocks or not runs_microbatches(schedule, num_ranks, per_rank, num_microbatches):
+            continue
+        stages = share_out(ranks)
+        of_stages = [times.of_blocks(run) for run in stages]
+        seconds: list[list[StageSeconds]] = [[] for _ in range(num_ranks)]
+        for rank, part in zip(ranks, of_stages, strict=True):
+            seconds[rank].append(StageSeconds(part.forward, part.backward, part.input_half, part.weight_half))
+        whole = simulate(schedule, seconds, num_microbatches, splits_backward=splits_backward)
+        held = [_STATE_BYTES * parameters.of_blocks(run) for run in stages]
+        kept = [part.kept_bytes for part in of_stages]
+        most_bytes = max(_most_held(own, held, kept) for own in computations(schedule, ranks, num_microbatches))
+        found.append(Choice(schedule, per_rank, stages, whole, most_bytes))
+    most = max(_USABLE * usable_bytes, min(choice.most_bytes for choice in found))
+    best, *others = (choice for choice in found if choice.most_bytes <= most)
+    for choice in others:
+        best = choice if choice.seconds <= _WORTH * best.seconds else best
+    logger.info(
+        "strategy.schedule=auto takes %s: a step takes, by the measured times of blocks, %s",
+        best.schedule.value,
+        ", ".join(choice.describe() + ("" if choice.most_bytes <= most else " but more memory") for choice in found),
+    )
+    return best
+
+
+def _most_held(instructions: Sequence[Instruction], state: Sequence[float], kept: Sequence[float]) -> float:
+    """Give the bytes that a rank holds when it holds most: of each stage its state, and what micro batches keep."""
+    held = most = sum(state[stage] for stage in {one.stage for one in instructions})
+    for one in instructions:
+        if one.operation is Operation.forward:
+            held += kept[one.stage]
+            most = max(most, held)
+        elif one.operation in (Operation.backward, Operation.backward_weight):
+            held -= kept[one.stage]
+    return most
