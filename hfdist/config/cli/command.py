@@ -18,7 +18,8 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
-from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
+from hfdist.config.checks.offline import OFFLINE_FLAG, check_offline
+from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.arguments import as_config_flags, value_after
 from hfdist.config.cli.finished import describe_finished
 from hfdist.config.cli.process_end import ending, stop_everywhere, stop_here, told_in_one_message
