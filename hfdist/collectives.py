@@ -85,10 +85,15 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them."""
+    return _gather_texts(json.dumps(value), group)
+
+
+def _gather_texts(written: str, group: dist.ProcessGroup | None) -> list[Any]:
+    """Give the values of all ranks, each of which has written its own as JSON."""
     if world_size() == 1 or is_planned(group):
         # In a plan all ranks say the same.
-        return [json.loads(json.dumps(value)) for _ in range(dist.get_world_size(group) if is_planned(group) else 1)]
-    text = json.dumps(value).encode()
+        return [json.loads(written) for _ in range(dist.get_world_size(group) if is_planned(group) else 1)]
+    text = written.encode()
     # The length travels with what comes first, so that short texts take one exchange.
     heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)
     lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
@@ -115,13 +120,13 @@ def on_all_ranks(action: Callable[[], object], group: dist.ProcessGroup | None =
             of a file or of a checkpoint are raised unchanged on the rank where they came up.
     """
     own: Exception | None = None
-    report: dict[str, object] = {}
     try:
-        report["value"] = action()
+        # Within: a value that is no JSON is a failure as well, and the other ranks must hear of it.
+        report = json.dumps({"value": action()})
     except Exception as error:
         own = _to_readable(error)
-        report["error"] = _describe(own)
-    reports = gather_json(report, group)
+        report = json.dumps({"error": _describe(own)})
+    reports = _gather_texts(report, group)
     if own is not None:
         raise own
     for failed_rank, other in enumerate(reports):
@@ -142,13 +147,13 @@ def _to_readable(error: Exception) -> Exception:
     where = str(error.filename) if error.filename else None
     if is_full_disk(error):
         readable: HfdistError = ResourceError(
-            "no space is left for the checkpoint", where=where, hint="free space, or a smaller checkpoint.keep"
+            "no space is left on the disk", where=where, hint="free space, or a smaller checkpoint.keep"
         )
     elif error.errno in TOO_MANY:
         readable = too_many_open(error)
     else:
         readable = CheckpointError(
-            "a file of the checkpoint cannot be read or written",
+            "a file cannot be read or written",
             where=where,
             found=error.strerror or type(error).__name__,
             hint="all processes need the same folder, with the right to read and write it",
