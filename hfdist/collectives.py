@@ -154,13 +154,13 @@ def on_all_ranks(
             of a file or of a checkpoint are raised unchanged on the rank where they came up.
     """
     own: Exception | None = None
-    report: dict[str, object] = {}
     try:
-        report["value"] = action()
+        # Within: a value that is no JSON is a failure as well, and the other ranks must hear of it.
+        report = json.dumps({"value": action()})
     except Exception as error:
         own = _to_readable(error)
-        report["error"] = _describe(own)
-    texts = _gather_texts(json.dumps(report).encode(), group)
+        report = json.dumps({"error": _describe(own)})
+    texts = _gather_texts(report.encode(), group)
     if own is not None:
         raise own
     for failed_rank, text in enumerate(texts):
@@ -196,13 +196,13 @@ def _to_readable(error: Exception) -> Exception:
     where = str(error.filename) if error.filename else None
     if is_full_disk(error):
         readable: HfdistError = ResourceError(
-            "no space is left for the checkpoint", where=where, hint="free space, or a smaller checkpoint.keep"
+            "no space is left on the disk", where=where, hint="free space, or a smaller checkpoint.keep"
         )
     elif error.errno in TOO_MANY:
         readable = too_many_open(error)
     else:
         readable = CheckpointError(
-            "a file of the checkpoint cannot be read or written",
+            "a file cannot be read or written",
             where=where,
             found=error.strerror or type(error).__name__,
             hint="all processes need the same folder, with the right to read and write it",

@@ -258,6 +258,12 @@ class DataConfig:
     token_cache_bytes: int = limited(100 * 2**30, at_least=0)
     """Bytes of tokens that a machine keeps for the next epoch and run; 0: none."""
 
+    @property
+    def all_sources(self) -> dict[str, SourceConfig]:
+        """All sources by their keys: those of the training, then the held-out ones."""
+        sections = {"data.sources": self.sources, "data.eval_sources": self.eval_sources}
+        return {f"{key}.{name}": source for key, sources in sections.items() for name, source in sources.items()}
+
 
 def cache_dir(config: DataConfig) -> Path:
     """Give the folder for what is computed once: `data.cache_dir`, $HFDIST_CACHE, or ~/.cache/hfdist."""

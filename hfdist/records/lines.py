@@ -33,7 +33,7 @@ def read_numbered(path: Path) -> Iterator[tuple[int, Line]]:
 
 
 def add_line(file: TextIO, content: Mapping[str, object]) -> None:
-    """Add a line, in one write: floats at full precision, null if they are not finite."""
+    """Add a line, in one write: floats at full precision, also of numpy and torch; null if they are not finite."""
     file.write(_to_line(content))
     file.flush()
 
@@ -46,8 +46,20 @@ def append_line(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _to_line(content: Mapping[str, object]) -> str:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return json.dumps(_plain(content), allow_nan=False) + "\n"
+
+
+def _plain(value: object) -> object:
+    """Write a value as JSON has it, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    # A number or an array of numpy or torch, of which nothing is imported here.
+    to_list = getattr(value, "tolist", None)
+    return value if to_list is None else _plain(to_list())
 
 
 def earlier(path: Path) -> Path:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -14,6 +15,7 @@ from hfdist.config.checks.budgets import BUDGETS, describe, find_limits, to_iso,
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 from hfdist.records import Event, RunFolder, RunRecord, RunRecorder, read_lines
+from hfdist.records.lines import Line
 from hfdist.run.usage import Usage
 from hfdist.trainer.fault_tolerance.rank_flags import stop_after_step
 
@@ -133,13 +135,13 @@ class Budget(TrainerCallback):
             self._learn(RunFolder(self._recorder.run_dir))
 
     def _learn(self, folder: RunFolder) -> None:
-        for event in read_lines(folder.events):
-            if event.get("event") == Event.save.value:
-                self._pace.saved(float(event["seconds"]))
-        for line in read_lines(folder.metrics):
-            self._pace.step_seconds = line.get("step_seconds") or self._pace.step_seconds
-            if line.get("eval_runtime") is not None:
-                self._pace.evaluated(line["eval_runtime"])
+        saves = [event for event in read_lines(folder.events) if event.get("event") == Event.save.value]
+        lines = read_lines(folder.metrics)
+        for seconds in _numbers(saves, "seconds"):
+            self._pace.saved(seconds)
+        for seconds in _numbers(lines, "eval_runtime"):
+            self._pace.evaluated(seconds)
+        self._pace.step_seconds = next(reversed(_numbers(lines, "step_seconds")), self._pace.step_seconds)
 
     def flag(self) -> int:
         """Number of the budget that ends the run with the step that begins; 0: none, and on all but rank 0."""
@@ -213,3 +215,9 @@ class Budget(TrainerCallback):
         if self.stopped_by is not None:
             record = RunRecord(start=1) if self._recorder is None else self._recorder.record
             raise used_up(self._config, self.stopped_by, self._used, record)
+
+
+def _numbers(lines: Sequence[Line], key: str) -> list[float]:
+    """Give the numbers under a key; files of an earlier start may hold anything."""
+    values = (line.get(key) for line in lines)
+    return [float(value) for value in values if isinstance(value, (int, float)) and 0 < value <= sys.float_info.max]

@@ -181,12 +181,15 @@ def test_every_rank_has_its_own_random_state(tmp_path):
 
 def exchange(sizes):
     value = {"rank": dist.get_rank(), "text": "ä" * sizes[dist.get_rank()]}
-    return gather_json(value), on_all_ranks(dist.get_rank)
+    found = gather_json(value), on_all_ranks(dist.get_rank)
+    with pytest.raises((TypeError, CheckpointError), match="not JSON serializable"):
+        on_all_ranks(lambda: None if dist.get_rank() else torch.zeros(1))
+    return found
 
 
-def test_values_of_any_length_are_exchanged():
+def test_values_of_any_length_are_exchanged_and_one_that_is_no_json_fails_on_all_ranks():
     sizes = [0, 70_000, 3]
-    for gathered, ranks in run_ranks(exchange, 3, sizes):
+    for gathered, ranks in run_ranks(exchange, 3, sizes, timeout_seconds=60):
         assert [value["rank"] for value in gathered] == ranks == [0, 1, 2]
         assert [len(value["text"]) for value in gathered] == sizes
 

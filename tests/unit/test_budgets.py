@@ -244,6 +244,17 @@ def test_a_run_stops_saves_and_says_which_override_raises_it(tmp_path):
     assert (read_run(tmp_path).state, read_run(tmp_path).exit_code) == (State.stopped, 8)
 
 
+def test_lines_of_an_earlier_start_that_are_no_numbers_stop_no_run(tmp_path):
+    lines = (
+        '{"step_seconds": "x", "eval_runtime": []}\n{"step_seconds": 7.5, "eval_runtime": 2}\n{"step_seconds": null}\n'
+    )
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    (tmp_path / "events.jsonl").write_text('{"event": "save"}\n{"event": "save", "seconds": null}\n')
+    run = Run(tmp_path, "train.max_hours=1")
+    assert run.budget._pace.step_seconds == 7.5
+    assert run.budget._pace.evaluation_seconds == 2.0
+
+
 def test_a_run_that_ends_anyhow_is_not_stopped(tmp_path):
     run = Run(tmp_path, "train.max_hours=1e-6")
     run.state.max_steps = 1

@@ -12,7 +12,7 @@ from hfdist.errors import ConfigError, ResourceError
 from hfdist.host_memory import CgroupMemory
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.command import main, parse_request
-from hfdist.tools.doctor.finding import Finding, lines
+from hfdist.tools.doctor.finding import ERROR, Finding, lines
 from hfdist.tools.doctor.links import Rendezvous, offset_seconds
 from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs, rounds
 from hfdist.topology import read_launcher
@@ -67,6 +67,13 @@ def test_links_are_compared_with_what_the_interface_is_made_for():
     assert "expected: 0.50, half of what one stream fills of 3.10" in found.text
     (found,) = judge_pairs([pair(0, 1, 0.1)], {"node-0": 0.125, "node-1": 12.5})
     assert found.level == "ok"
+
+
+def test_an_interface_that_is_not_there_is_an_error_and_an_empty_variable_names_none(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    assert machine.check_name(1).level != ERROR
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
+    assert machine.check_name(1).level == ERROR
 
 
 def test_a_clock_that_is_off_is_named_with_its_direction():

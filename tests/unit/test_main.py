@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hfdist import __main__ as command
+from hfdist.config.cli.process_end import printing
 from tests.unit.config.shipped import CONF
 
 RECIPES = {path.stem.replace("_", "-") for path in (CONF.parent / "recipes").glob("[!_]*.py")}
@@ -88,3 +89,16 @@ def test_bash_completes(line, choices):
         check=True,
     )
     assert set(done.stdout.split()) == choices, done.stderr
+
+
+@pytest.mark.parametrize("num_bytes", [10, 100_000])
+def test_who_reads_may_have_seen_enough(num_bytes, monkeypatch):
+    """As of `hfdist plan ... | head`: what is not read any more is no error, but another broken connection is."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with printing():
+            out.write("x" * num_bytes)
+        with pytest.raises(BrokenPipeError), printing():
+            raise BrokenPipeError

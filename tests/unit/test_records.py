@@ -1,6 +1,7 @@
 """run.json and events.jsonl say how each start of a run stands, or how it ended, whoever sees the end."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -9,7 +10,9 @@ from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from hfdist.config.cli import command
 from hfdist.config.composition.compose import compose_config
@@ -26,6 +29,7 @@ from hfdist.records import (
     record_ranks,
     recording_end,
 )
+from hfdist.records.lines import append_line
 from hfdist.records.recorder import record_end_of_peer
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 
@@ -242,6 +246,14 @@ def test_events_have_a_time_and_their_fields(tmp_path):
     assert {name: line[name] for name in ("start", "event", "step", "bytes")} == {
         "start": 1, "event": "save", "step": 2, "bytes": 10
     }  # fmt: skip
+
+
+def test_lines_take_numbers_of_other_libraries_and_those_that_are_not_finite(tmp_path):
+    figures = {"eval_f1": np.float32(0.5), "tensor": torch.tensor(3), "by_rank": [1.0, math.nan], "of": {"a": np.inf}}
+    append_line(tmp_path / "lines.jsonl", figures)
+    assert read_lines(tmp_path / "lines.jsonl") == [
+        {"eval_f1": 0.5, "tensor": 3, "by_rank": [1.0, None], "of": {"a": None}}
+    ]
 
 
 def test_the_page_names_each_field_and_each_event():

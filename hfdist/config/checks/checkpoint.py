@@ -44,24 +44,30 @@ def _check_kept(config: RunConfig, every: int) -> None:
 
 def _check_resume(config: RunConfig) -> None:
     """Check a path: it is the folder of a checkpoint, if there is one."""
-    path = config.checkpoint.resume
-    if path and (steps := _checkpoints_in(Path(path))):
-        what = "this folder holds checkpoints, but it is not a checkpoint"
-        hint = shlex.quote(f"checkpoint.resume={steps[-1]}")
-        raise conflict(config, "checkpoint.resume", what, allowed="the folder of one of them", hint=hint)
-    if path and Path(path).is_dir():
+    path, key = config.checkpoint.resume, "checkpoint.resume"
+    folder = Path(path)
+    for holder, what in (
+        (folder / "checkpoints", "this is the folder of a run, and not one of its checkpoints"),
+        (folder, "this folder holds checkpoints, but it is not a checkpoint"),
+    ):
+        if path and (steps := _checkpoints_in(holder)):
+            hint = shlex.quote(f"{key}={steps[-1]}")
+            raise conflict(config, key, what, allowed="auto, never, or the folder of one of them", hint=hint)
+    if path and (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
+        what, hint = "this is the folder of a model, and no checkpoint", f"{key}=auto {shlex.quote(f'model={path}')}"
+        raise conflict(config, key, what, hint=hint)
+    if path and folder.is_dir():
         return
-    near, beside = nearest(path.lower(), _WORDS, "checkpoint.resume={}"), _checkpoints_in(Path(path).parent)
+    near, beside = nearest(path.lower(), _WORDS, f"{key}={{}}"), _checkpoints_in(folder.parent)
     word = "never" if path.lower() in OFF else "auto"
-    hint = near or shlex.quote(f"checkpoint.resume={beside[-1] if beside else word}")
-    what, allowed = (
-        "this is neither auto, nor never, nor a folder that exists",
-        f"{', '.join(_WORDS)}, or the folder of a checkpoint",
-    )
-    raise conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
+    hint = near or shlex.quote(f"{key}={beside[-1] if beside else word}")
+    what = "this is neither auto, nor never, nor a folder that exists"
+    allowed = f"{', '.join(_WORDS)}, or the folder of a checkpoint"
+    raise conflict(config, key, what, allowed=allowed, hint=hint)
 
 
 def _checkpoints_in(folder: Path) -> list[str]:
+    """Give the checkpoints of a folder, the newest last; one that was not finished has a suffix."""
     return sorted(str(path) for path in folder.glob("step-*") if not path.suffix)
 
 

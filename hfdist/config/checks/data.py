@@ -98,11 +98,9 @@ def check_source(key: str, source: SourceConfig) -> None:
 
 def _check_mappings(data: DataConfig) -> None:
     """Check the columns that sources name, and those that `data.columns` names for the others."""
-    all_sources = {f"data.sources.{name}": source for name, source in data.sources.items()}
-    all_sources |= {f"data.eval_sources.{name}": source for name, source in data.eval_sources.items()}
-    for key, source in all_sources.items():
+    for key, source in data.all_sources.items():
         _check_columns(f"{key}.columns", source.columns, {source.format or data.format})
-    others = {source.format or data.format for source in all_sources.values() if not source.columns}
+    others = {source.format or data.format for source in data.all_sources.values() if not source.columns}
     _check_columns("data.columns", data.columns, others or {data.format})
 
 

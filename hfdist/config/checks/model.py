@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 
 from hfdist.config.checks.conflict import conflict
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init, ModelConfig
+from hfdist.config.paths import expand_user
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 
@@ -52,18 +53,16 @@ def _check_pretrained(config: RunConfig) -> None:
         raise conflict(config, "model.init model.type", what, allowed="random", hint=hint)
     if model.tokenizer.name is None:
         what = "pretrained weights need their own tokenizer: one trained on the corpus gives the tokens other ids"
-        raise conflict(config, "model.tokenizer.name", what, hint=f"model.tokenizer.name={model.name}")
+        raise conflict(config, "model.tokenizer.name", what, hint=shlex.quote(f"model.tokenizer.name={model.name}"))
 
 
 def check_tokens(config: RunConfig) -> None:
     """Raise a ConfigError on a source of tokens without the tokenizer that made them."""
     if config.model.tokenizer.name is not None:
         return
-    for section in ("sources", "eval_sources"):
-        for name, source in getattr(config.data, section).items():
-            # The reader of token files refuses a file in place of their folder, and names its path.
-            if source.kind is SourceKind.tokens and source.path is not None and not os.path.isfile(source.path):
-                what = "a source of tokens needs the tokenizer that made them"
-                found = f"data.{section}.{name}.kind=tokens"
-                hint = f"model.tokenizer.name={source.path}/tokenizer"
-                raise ConfigError(what, where="model.tokenizer.name", found=f"null, with {found}", hint=hint)
+    for key, source in config.data.all_sources.items():
+        # The reader of token files refuses a file in place of their folder, and names its path.
+        if source.kind is SourceKind.tokens and source.path is not None and not expand_user(source.path).is_file():
+            what, found = "a source of tokens needs the tokenizer that made them", f"null, with {key}.kind=tokens"
+            hint = shlex.quote(f"model.tokenizer.name={source.path.rstrip('/')}/tokenizer")
+            raise ConfigError(what, where="model.tokenizer.name", found=found, hint=hint)

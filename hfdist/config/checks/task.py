@@ -75,11 +75,9 @@ def _misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:
 
 def _formats(config: RunConfig) -> dict[str, RowFormat]:
     """Give the format of the rows of each source, by the key that says it."""
-    formats = {"data.format": config.data.format}
-    for section in ("sources", "eval_sources"):
-        for name, source in getattr(config.data, section).items():
-            formats[f"data.{section}.{name}.format"] = source.format or config.data.format
-    return formats
+    data = config.data
+    by_source = {f"{key}.format": source.format or data.format for key, source in data.all_sources.items()}
+    return {"data.format": data.format, **by_source}
 
 
 def _check_rows(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfdist.config.checks.preflight import OFFLINE_FLAG
+from hfdist.config.checks.offline import OFFLINE_FLAG
 from hfdist.config.cli.arguments import as_config_flags, find_run, value_after
 from hfdist.config.cli.own_config import as_recipe
 from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
+from hfdist.config.cli.process_end import printing, stop_everywhere, told_in_one_message
 from hfdist.config.cli.recipe_names import RECIPES
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.paths import expand_user
@@ -18,6 +19,8 @@ from hfdist.records.trials import TRIALS
 
 FLAG = "true|false"
 """Values of a key that may also stand as a flag: `--json` is `json=true`."""
+_MOST_DIGITS = 18
+"""Digits of the longest number that is read: Python refuses to read some thousands."""
 
 
 def as_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[], None]:
@@ -25,7 +28,7 @@ def as_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[]
 
     @functools.wraps(main)
     def command() -> None:
-        with told_in_one_message(stop_everywhere):
+        with told_in_one_message(stop_everywhere), printing():
             if {"-h", "--help"} & {*sys.argv[1:]}:
                 sys.stdout.write(help_text)
             else:
@@ -43,7 +46,7 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
         first: the key whose value may stand alone.
 
     Raises:
-        ConfigError: an unknown key, or one without a value.
+        ConfigError: an unknown key, one without a value, or one with two values.
     """
     values: dict[str, str] = {}
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
@@ -54,7 +57,9 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
             name, value = first, argument
         if name not in keys or not value:
             raise _misread(argument, following, keys)
-        values[name] = value
+        if values.setdefault(name, value) != value:
+            found = f"{name}={values[name]} and {name}={value}"
+            raise ConfigError("this is given twice", where=COMMAND_LINE, found=found, hint=f"{name}={value}")
     return values
 
 
@@ -99,7 +104,7 @@ def read_flag(values: Mapping[str, str], name: str) -> bool:
 def read_number(values: Mapping[str, str], name: str, default: str) -> int:
     """Read a whole number from 1; ConfigError: the value is none."""
     text = values.get(name, default)
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
         raise ConfigError(
             "no such value",
             where=f"{name} ({COMMAND_LINE})",
@@ -133,14 +138,14 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
     trials = sorted(folder.glob("trial-*/run.json"))
     if (folder / TRIALS).is_file() and trials:
         what = "this is the folder of a sweep, whose trials are runs"
-        raise ConfigError(what, where=where, found=value, hint=f"{given}{trials[0].parent}")
+        raise ConfigError(what, where=where, found=value, hint=shlex.quote(f"{given}{trials[0].parent}"))
     nearby = _run_nearby(folder, marks, others)
     raise ConfigError(
         "there is no such run",
         where=where,
         found=value,
         allowed=f"a folder with {' or '.join(map(str, marks))}{beside}",
-        hint=None if nearby is None else f"{given}{nearby}",
+        hint=None if nearby is None else shlex.quote(f"{given}{nearby}"),
     )
 
 
@@ -187,7 +192,7 @@ def as_config_flags(arguments: Sequence[str]) -> list[str]:
                 "the config is given twice",
                 where=where,
                 found=f"{flag}, and {others[0]}",
-                hint=f"--config-dir {path.parent} --config-name {path.stem}",
+                hint=shlex.join(["--config-dir", str(path.parent), "--config-name", path.stem]),
             )
         if path.stem in RECIPES:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The command line of `recipes/audit.py`: which run, and which of its steps. A run's config is not to be overridden."""
+"""The command line of recipes/audit.py: which run, and which of its steps. No other key is taken: a config stays."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
+from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag, read_number
 from hfdist.config.cli.command import go_offline
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
-from hfdist.records.run_folder import IN_RUN
+from hfdist.records.run_folder import IN_RUN, is_run_folder
 from hfdist.topology import read_launcher
 
 _HELP = """\
@@ -46,7 +46,9 @@ class AuditRequest:
     step: int | None = None
     """As the Trainer counts them: the first is 1; None: the whole run."""
     shows_all_text: bool = False
+    """Whether all text of the step is shown, not its beginnings."""
     is_offline: bool = False
+    """Whether no connection to the Hub is opened."""
 
 
 def audit_recipe(main: Callable[[AuditRequest, dict[Path, RunConfig]], None]) -> Callable[[], None]:
@@ -74,17 +76,21 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
     if num_processes > 1:
         found, hint = f"{num_processes} processes", f"hfdist audit {shlex.join(arguments)}, without a launcher"
         raise ConfigError("an audit takes one process", where="accelerate launch", found=found, hint=hint)
-    runs = tuple(find_run(run, (IN_RUN.config,), "run") for run in values["run"].split(","))
-    step, text = values.get("step"), values.get("text", "short")
-    if step is not None and not (step.isdecimal() and int(step) >= 1):
-        allowed = "a whole number >= 1, as in step=120"
-        raise ConfigError("this is no step", where=f"step ({COMMAND_LINE})", found=step, allowed=allowed)
+    # A folder's name may hold commas.
+    given = [values["run"]] if is_run_folder(values["run"]) else values["run"].split(",")
+    if len(given) > len(set(given) - {""}):
+        allowed = "one folder, or the different ones of islands: run=runs/A,runs/B"
+        raise ConfigError(
+            "these are no different runs", where=f"run ({COMMAND_LINE})", found=values["run"], allowed=allowed
+        )
+    runs = tuple(find_run(run, (IN_RUN.config,), "run") for run in given)
+    text = values.get("text", "short")
     if text not in _TEXTS:
         where, near = f"text ({COMMAND_LINE})", nearest(text, _TEXTS, "text={}", cutoff=0.0)
         raise ConfigError("no such value", where=where, found=text, allowed=", ".join(_TEXTS), hint=near)
     return AuditRequest(
         runs=runs,
-        step=None if step is None else int(step),
+        step=read_number(values, "step", "1") if "step" in values else None,
         shows_all_text=text == "full",
         is_offline=read_flag(values, "offline"),
     )

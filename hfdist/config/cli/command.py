@@ -18,10 +18,11 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
-from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
+from hfdist.config.checks.offline import OFFLINE_FLAG, check_offline
+from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.arguments import as_config_flags, value_after
 from hfdist.config.cli.finished import describe_finished
-from hfdist.config.cli.process_end import ending, stop_everywhere, stop_here, told_in_one_message
+from hfdist.config.cli.process_end import ending, printing, stop_everywhere, stop_here, told_in_one_message
 from hfdist.config.cli.unnamed import choose_run_name
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
@@ -273,7 +274,7 @@ def _print_only(command: Callable[[], None], flags: argparse.Namespace, request:
     """Print the help, or let Hydra print the config, once nothing in the command line is wrong."""
     if read_launcher().rank != 0:
         return
-    try:
+    with printing():
         if flags.help:
             sys.stdout.write(describe(compose_untyped(request), request))
         else:
@@ -282,10 +283,6 @@ def _print_only(command: Callable[[], None], flags: argparse.Namespace, request:
             elif not flags.shell_completion:
                 compose_untyped(request)
             _ask_hydra(command, flags, request)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Who reads has seen enough, as of `--help | head`; Python would try to write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _ask_hydra(command: Callable[[], None], flags: argparse.Namespace, request: Request) -> None:

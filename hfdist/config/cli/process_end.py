@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import select
 import sys
 import threading
 import time
@@ -50,6 +51,22 @@ def told_in_one_message(stop: Callable[[HfdistError], NoReturn]) -> Iterator[Non
         stop(error)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """End quietly where nobody reads standard output any more, as of `hfdist plan ... | head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        out = select.poll()
+        out.register(sys.stdout.fileno(), 0)
+        if not any(event & (select.POLLERR | select.POLLHUP) for _, event in out.poll(0)):
+            # Of another pipe or connection.
+            raise
+        # Python would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def stop_everywhere(error: HfdistError) -> NoReturn:

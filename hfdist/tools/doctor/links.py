@@ -97,7 +97,7 @@ def meet(place: LauncherPlace) -> Rendezvous:
     """Join the other ranks; ResourceError: this rank does not reach them."""
     from hfdist.launch.gloo_interface import VARIABLE, choose_gloo_interface
 
-    if VARIABLE not in os.environ:
+    if not os.environ.get(VARIABLE):
         # As each run does, so that the links of a run are tried.
         choose_gloo_interface()
     begun = time.monotonic()

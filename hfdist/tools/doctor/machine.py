@@ -96,10 +96,11 @@ def check_name(num_hosts: int) -> Finding:
     name, check = platform.node(), "host name"
     interfaces = own_interfaces()
     known = ", ".join(f"{one} {address}" for one, address in interfaces.items()) or "none but the loopback"
-    chosen = os.environ.get(_INTERFACES[0])
-    if chosen is not None:
-        wrong = [one for one in chosen.split(",") if one not in psutil.net_if_addrs()]
-        text = f"{_INTERFACES[0]}={chosen}; interfaces: {known}"
+    # Gloo takes an empty variable for none.
+    chosen = [one for one in os.environ.get(_INTERFACES[0], "").split(",") if one]
+    if chosen:
+        wrong = [one for one in chosen if one not in psutil.net_if_addrs()]
+        text = f"{_INTERFACES[0]}={','.join(chosen)}; interfaces: {known}"
         hint = f"export {_INTERFACES[0]}={next(iter(interfaces), 'lo')}"
         return Finding.of(check, text, error=bool(wrong), hint=hint)
     best = next(iter(interfaces), None)

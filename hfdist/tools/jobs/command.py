@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hfdist.config.checks.preflight import check_offline, check_run, plan_run
+from hfdist.config.checks.offline import check_offline
+from hfdist.config.checks.preflight import check_run, plan_run
 from hfdist.config.cli.about_run import MEANINGS, choose, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.composition.overrides import COMMAND_LINE

@@ -100,7 +100,7 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
         allowed = f"1 to {_MOST_RUNS} folders"
         raise ConfigError("which runs?", where=COMMAND_LINE, found=len(names), allowed=allowed, hint="runs/NAME")
     port = values.get("port", "0")
-    if not (port.isdecimal() and int(port) < 1 << 16):
+    if not (port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
         raise ConfigError("this is no port", where=f"port ({COMMAND_LINE})", found=port, allowed="0 to 65535")
     if "port" in values and not read_flag(values, "live"):
         where = f"port ({COMMAND_LINE})"

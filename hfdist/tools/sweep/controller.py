@@ -26,7 +26,7 @@ from hfdist.tools.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
 from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, Launcher
 from hfdist.tools.sweep.population import generation_of, next_member
 from hfdist.tools.sweep.sampling import choose_values
-from hfdist.tools.sweep.space import Space, as_overrides
+from hfdist.tools.sweep.space import Space, as_override, as_overrides
 
 _AIM = "aim.json"
 """File in the folder of a trial: the rung to whose end it was started last, and its number of starts before."""
@@ -63,7 +63,7 @@ class Sweep:
         Raises:
             CheckpointError: the checkpoint at which it begins is gone.
         """
-        own = [*as_overrides(trial.values), f"run.dir={self.folder_of(trial)}"]
+        own = [*as_overrides(trial.values), as_override("run.dir", str(self.folder_of(trial)))]
         if not self.has_lengths:
             return own
         own += [*self.length_of(trial, rung), "checkpoint.allow_changes=true"]
@@ -75,7 +75,7 @@ class Sweep:
         if newest is None:
             what = f"trial {trial.parent}, at whose checkpoint it begins, has none any more"
             raise CheckpointError(what, where=str(self.folder))
-        return [*own, f"checkpoint.resume={newest}"]
+        return [*own, as_override("checkpoint.resume", str(newest))]
 
     def length_of(self, trial: Trial, rung: int) -> list[str]:
         """Give the overrides that end the trial at the end of a rung."""

@@ -15,7 +15,7 @@ from hfdist.errors import ConfigError
 from hfdist.records.lines import parse_line
 from hfdist.records.trials import NOTES, SETTINGS, Trial
 from hfdist.tools.sweep.controller import Sweep
-from hfdist.tools.sweep.space import as_overrides
+from hfdist.tools.sweep.space import as_override, as_overrides
 
 BEST = "best"
 """Name of the run that trains as the best trial did, and of its config."""
@@ -36,7 +36,7 @@ def write_best(sweep: Sweep, history: Sequence[Trial]) -> Path:
         values = {key: value for key, value in after.values.items() if value != before.values[key]}
         words = [f"step: {before.results[-1].step}", *(f"{key[len('optimizer.') :]}: {values[key]}" for key in values)]
         changes += [f"{{{', '.join(words)}}}"] if values else []
-    own = [*as_overrides(history[0].values), f"run.dir={sweep.folder / BEST}", f"run.name={BEST}"]
+    own = [*as_overrides(history[0].values), as_override("run.dir", str(sweep.folder / BEST)), f"run.name={BEST}"]
     own += [f"optimizer.changes=[{', '.join(changes)}]"] if changes else []
     own += sweep.length_of(history[-1], len(history[-1].results) - 1) if sweep.has_lengths else []
     path = sweep.folder / f"{BEST}.yaml"

@@ -208,7 +208,7 @@ def as_overrides(values: Mapping[str, object]) -> list[str]:
 
 def as_override(key: str, value: object) -> str:
     """Write `key=value` for the command line of a run."""
-    return f"{key}={as_text(value)}"
+    return f"{key}={_in_place(value, of_list=False)}"
 
 
 def as_text(value: object) -> str:
@@ -219,18 +219,19 @@ def as_text(value: object) -> str:
         short = f"{value:.6g}"
         return short if float(short) == value else repr(value)
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_as_part, value))}]"
+        return f"[{','.join(_in_place(item, of_list=True) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{as_text(name)}:{_as_part(part)}' for name, part in value.items())}}}"
+        items = (f"{as_text(name)}:{_in_place(item, of_list=True)}" for name, item in value.items())
+        return f"{{{','.join(items)}}}"
     return str(value)
 
 
-def _as_part(value: object) -> str:
-    """Write an item of a list or dict; a text gets quotes where it would be read as something else without them."""
+def _in_place(value: object, *, of_list: bool) -> str:
+    """Write a value, or an item of a list or dict; a text gets quotes where it would be read as something else."""
     if not isinstance(value, str):
         return as_text(value)
     try:
-        is_same = OverridesParser.create().parse_override(f"a=[{value}]").value() == [value]
+        read = OverridesParser.create().parse_override(f"a=[{value}]" if of_list else f"a={value}").value()
     except HydraException:
-        is_same = False
-    return value if is_same else QuotedString(value, Quote.single).with_quotes()
+        read = None
+    return value if read == ([value] if of_list else value) else QuotedString(value, Quote.single).with_quotes()

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from hfdist.config.checks.preflight import check_offline, check_run
+from hfdist.config.checks.offline import check_offline
+from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.command import recipe
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
@@ -15,7 +16,8 @@ from hfdist.errors import ConfigError
     [
         ("/proc/x", "cannot be used"),  # where root may write by its permissions
         ("file/x", "a file is in the folder's place"),
-        ("link", "a file is in the folder's place"),
+        ("link", "cannot be used: No such file"),
+        ("link/x", "cannot be used: No such file"),
     ],
 )
 def test_a_run_folder_that_cannot_be_made(folder, what, tmp_path, monkeypatch):
@@ -25,6 +27,46 @@ def test_a_run_folder_that_cannot_be_made(folder, what, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=what) as caught:
         check_run(compose_config(["model=tiny", f"run.dir={folder}"]))
     assert caught.value.where == "run.dir"
+
+
+@pytest.mark.parametrize(
+    ("files", "key", "value", "hint"),
+    [
+        (
+            ["my runs/checkpoints/step-00000100/x", "my runs/checkpoints/step-00000120.tmp-1a2b/x"],
+            "checkpoint.resume",
+            "my runs",
+            "'checkpoint.resume=my runs/checkpoints/step-00000100'",
+        ),
+        (["my model/config.json"], "checkpoint.resume", "my model", "checkpoint.resume=auto 'model=my model'"),
+        (["my model/config.json"], "model.name", "my model/config.json", "'model=my model'"),
+        (["my run/model/config.json"], "model.name", "my run", "'model=my run/model'"),
+        (["my model/config.json"], "adapter.path", "./my model", "'model=./my model', without an adapter.path"),
+        (
+            ["my files/texts.txt"],
+            "data.sources.files.path",
+            "my files/text.txt",
+            "'data.sources.files.path=my files/texts.txt'",
+        ),
+        (["my run/run.json"], "data.sources.files.path", "my run", "data=FILE; its model is 'model=my run/model'"),
+        (
+            ["my tokens/00000.tokens"],
+            "data.sources.files.path",
+            "my tokens",
+            "data=tokens 'data.sources.tokens.path=my tokens' 'model.tokenizer.name=my tokens/tokenizer', in place",
+        ),
+    ],
+)
+def test_a_path_with_a_space_is_quoted_in_what_is_to_be_pasted(files, key, value, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in ("texts", *files):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    given = ["model=hub", "model.name=a/b", "data=files", "data.sources.files.path=texts"]
+    with pytest.raises(ConfigError) as caught:
+        check_run(compose_config([*given, f"{key}='{value}'"]))
+    assert caught.value.where == key
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("folder", ["new/and/deeper", "there"])
@@ -86,8 +128,12 @@ def test_trackers_that_write_to_a_folder_are_not_unless_they_are_told_otherwise(
             with pytest.raises(ConfigError, match="another machine") as caught:
                 check_offline(compose_config(["model=tiny", f"report.to={name}"]))
             assert caught.value.found == f"{variable}=https://host/x"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////here/mlflow.db")
-    check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
+    for place in ("sqlite:////here/mlflow.db", "mlruns", "/there/mlruns"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+        check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks")
+    with pytest.raises(ConfigError, match="another machine"):
+        check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
 
 
 @pytest.mark.parametrize("path", ["/texts/*.parquet", "file:///texts/a.jsonl", "texts"])

@@ -336,8 +336,12 @@ class TestCommandLine:
             (["--step=3"], ["there is no key `--step`", "step=3"]),
             (["runs/x"], ["there is no such run", "found:   runs/x"]),
             (["run=RUNS/demp"], ["there is no such run", "run=RUNS/demo"]),
-            (["run=RUNS/demo", "step=0"], ["this is no step", "whole number"]),
-            (["run=RUNS/demo", "step=1e3"], ["this is no step", "found:   1e3"]),
+            (["run=RUNS/demo", "step=0"], ["no such value", "whole number"]),
+            (["run=RUNS/demo", "step=1e3"], ["no such value", "found:   1e3"]),
+            (["run=RUNS/demo", f"step={'9' * 5000}"], ["no such value", "whole number"]),
+            (["run=RUNS/demo", "run=RUNS/other"], ["given twice"]),
+            (["run=RUNS/demo,RUNS/demo"], ["no different runs", "islands"]),
+            (["run=RUNS/demo,"], ["no different runs"]),
             (["run=RUNS/demo", "text=full"], ["text is shown of a step only"]),
             (["run=RUNS/demo", "step=1", "text=ful"], ["no such value", "text=full"]),
         ],
@@ -349,6 +353,13 @@ class TestCommandLine:
             parse_request([argument.replace("RUNS", str(tmp_path)) for argument in arguments])
         for word in words:
             assert word.replace("RUNS", str(tmp_path)) in str(caught.value)
+
+    def test_the_name_of_a_folder_may_hold_a_comma(self, tmp_path):
+        for name in ("a,b", "a", "b"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.yaml").touch()
+        assert parse_request([f"run={tmp_path}/a,b"]).runs == (tmp_path / "a,b",)
+        assert parse_request([f"run={tmp_path}/a,{tmp_path}/b"]).runs == (tmp_path / "a", tmp_path / "b")
 
     def test_several_processes_are_refused(self, tmp_path, monkeypatch):
         (tmp_path / "config.yaml").touch()

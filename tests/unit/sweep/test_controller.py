@@ -24,6 +24,7 @@ from hfdist.records.trials import Result, TrialLog
 from hfdist.tools.sweep import live
 from hfdist.tools.sweep.controller import Controller, Sweep
 from hfdist.tools.sweep.end_screen import describe_end, find_notes
+from hfdist.tools.sweep.folder import write_best
 from hfdist.tools.sweep.launchers.local import LocalLauncher, TrialProcess
 from hfdist.tools.sweep.space import Space, parse_dimension
 from tests.marks import many
@@ -42,6 +43,17 @@ def make_sweep(folder, name, *overrides, values="tag(log, interval(1e-4, 1))", m
         space=Space([parse_dimension("optimizer.lr", values, COMMAND_LINE)]),
         base=["tests.unit.sweep.trial", *fixed, *more],
         compose=lambda own: compose_config([*fixed, *own]),
+    )
+
+
+@pytest.mark.parametrize("name", ["my runs (1)", "a,b", "a=b"])
+def test_the_folder_of_a_sweep_may_have_any_name(name, tmp_path):
+    sweep = make_sweep(tmp_path / name, "grid", values="1e-3,1e-2")
+    sweep.folder.mkdir()
+    trial = TrialLog(sweep.folder).begin({"optimizer.lr": 1e-3})
+    assert sweep.compose(sweep.overrides_of(trial, 0)).run.dir == str(sweep.folder / "trial-0000")
+    assert compose_config(name="best", extra_dir=write_best(sweep, [trial]).parent).run.dir == str(
+        sweep.folder / "best"
     )
 
 

@@ -105,9 +105,9 @@ def test_values_are_written_as_overrides():
 
 
 def test_what_is_written_is_what_was_chosen():
-    text = "a=choice(0.12345678,0.12345679,[null,true,2],[null,'null','x y',' x'],{b:'1',c:[x, y]})"
-    (space,) = (parse_dimension("model.config.x", text.partition("=")[2], COMMAND_LINE),)
-    assert len(space.choices) == 5
+    lists = "0.12345678,0.12345679,[null,true,2],[null,'null','x y',' x'],{b:'1',c:[x, y]}"
+    space = parse_dimension("model.config.x", f"choice({lists},'a,b.txt','x (1).txt','2','true',c d)", COMMAND_LINE)
+    assert len(space.choices) == 10
     assert json.loads(json.dumps(space.choices)) == list(space.choices)
     for choice in space.choices:
         override = OverridesParser.create().parse_override(as_override("a", choice))

@@ -14,6 +14,8 @@ ALL, IN_MACHINE, BETWEEN = "all ranks", "in a machine", "between machines"
 LEAST_LINK_BYTES = 1 << 20
 """Least bytes of the largest tensor: smaller tensors tell nothing of a link's speed."""
 _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10))
+_MOST_DIGITS = 18
+"""Digits of the longest size that is read: Python refuses to read some thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +144,11 @@ def describe_size(num_bytes: int) -> str:
 
 def read_size(text: str) -> int | None:
     """Read bytes such as `64MiB` or `1024`; None: it is no size."""
-    for unit, power in _UNITS:
+    number, power = text, 0
+    for unit, of_unit in _UNITS:
         if text.lower().endswith(unit.lower()):
-            number = text[: -len(unit)].strip()
-            return int(number) << power if number.isdecimal() else None
-    return int(text) if text.isdecimal() else None
+            number, power = text[: -len(unit)].strip(), of_unit
+    return int(number) << power if number.isdecimal() and len(number) <= _MOST_DIGITS else None
 
 
 def describe_seconds(seconds: float) -> str:
