@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError
+from hfdist.kept_generators import keeping_generators
 from hfdist.models.embeddings import input_embeddings
-from hfdist.trainer.kept_generators import keeping_generators
 
 _MOST_LOOKED_AT = 16
 """Rows that are read."""

@@ -62,6 +62,11 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
+def has_dictionary(kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type, or values within them, are places in a dictionary."""
+    return pa.types.is_dictionary(kind) or any(has_dictionary(kind.field(n).type) for n in range(kind.num_fields))
+
+
 def one_array(batch: pa.RecordBatch, rows: RowReader) -> pa.Array:
     """Give what is read of some rows, as one array for `texts_at`."""
     if rows.gives_examples:

@@ -17,10 +17,10 @@ from hfdist.config.run import Chat, EvaluateConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError
 from hfdist.errors import ConfigError
+from hfdist.kept_generators import keeping_generators
 from hfdist.plugins import load_plugin
 from hfdist.rewards.generation import Generation
 from hfdist.strategies.base import Forward
-from hfdist.trainer.kept_generators import keeping_generators
 from hfdist.trainer.step.step_lines import StepLines
 
 logger = logging.getLogger(__name__)

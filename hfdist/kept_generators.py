@@ -14,7 +14,7 @@ import torch
 def keeping_generators() -> Iterator[None]:
     """Run the block; then set the generators of Python, numpy and torch (CPU and this rank's GPU) to what they were."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield
