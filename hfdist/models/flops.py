@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.hardware import match_device
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.experts import first_number, num_active
 
 Numel = Callable[[torch.Tensor], int]
@@ -36,7 +37,7 @@ def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSiz
         numel: gives the number of elements of the whole parameter, also where a rank holds a part.
     """
     total = num_parameters(model, numel)
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    embedding = getattr(input_embeddings(model), "weight", None)
     head = getattr(model.get_output_embeddings(), "weight", None)
     looked_up = 0 if embedding is None or head is embedding else numel(embedding)
     active = num_active(model.named_parameters(), model.config.get_text_config(), numel)

@@ -46,7 +46,7 @@ def load_tokenizer(
         with reading_from_hub("model.tokenizer.name", str(config.tokenizer.name)):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
             # Its class may be another one, where its files do not say which.
-            return _checked(tokenizer)
+            return usable(tokenizer)
 
     if not config.trust_remote_code:
         do_apart(lambda: load()(_SAMPLE), where="model.tokenizer.name", found=folder)
@@ -61,7 +61,8 @@ def load_tokenizer(
     return tokenizer
 
 
-def _checked(tokenizer: object) -> PreTrainedTokenizerBase:
+def usable(tokenizer: object) -> PreTrainedTokenizerBase:
+    """Give a tokenizer back; ValueError: its files made none, or one that knows no text."""
     if (
         isinstance(tokenizer, PreTrainedTokenizerBase)
         and isinstance(tokenizer.eos_token_id, int | None)

@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hfdist.errors import ConfigError, first_line
+from hfdist.kept_generators import keeping_generators
 from hfdist.optim.joined import Group, Joined, groups_by_optimizer
 
 _SHAPE = (96, 64)
@@ -289,7 +290,7 @@ def zeroed(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def is_plain_number(value: object) -> bool:
-    """Whether it is Python's own, truth values among them."""
+    """Whether it is a number or a truth value of Python, or derived from one, as numpy's float64 is."""
     return isinstance(value, bool | int | float)
 
 
@@ -322,8 +323,7 @@ def _updates(
     parameters = [nn.Parameter(start.clone()) for start in starts]
     stepped = over(optimizer, [_active(group, parameters)])
     device = starts[0].device
-    # The seed is for all devices: that of this one would else be gone, and with it the training's dropout.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with keeping_generators():
         # `torch.manual_seed` keeps a stack trace for each kind of device that has not started: a third of this probe.
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
         seed(0)
@@ -335,11 +335,13 @@ def _updates(
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
+    """Step it without a trace in the generators: some optimizers add noise, or round by chance."""
     begin = getattr(optimizer, "train", None)
     if callable(begin):
         begin()
-    # Not of the instance, where others put theirs.
-    type(optimizer).step(optimizer)
+    with keeping_generators():
+        # Not of the instance, where others put theirs.
+        type(optimizer).step(optimizer)
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -36,9 +36,10 @@ from hfdist.optim.probe import Reach, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients.reduction import BUCKET_ELEMENTS, local_tensor, total_norm
 from hfdist.strategies.held import state_tensors, storage_bytes
+from hfdist.strategies.optimizer_state import StateReader
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
-from hfdist.strategies.pieces import StateReader, list_pieces, list_shapes
+from hfdist.strategies.pieces import list_pieces, list_shapes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Phase, Sent, StepSizes
 from hfdist.strategies.whole import ShardedParameter, WholeSteps, gather_places

@@ -1,4 +1,4 @@
-"""What is wrong with the rows of a program's own dataset, before a step would fail within torch."""
+"""Checks of the first rows of a program's own dataset, so that no step fails within torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError
+from hfdist.kept_generators import keeping_generators
+from hfdist.models.embeddings import input_embeddings
 
 _MOST_LOOKED_AT = 16
+"""Rows that are read."""
 _WHERE = "train_dataset"
 _TOKENIZE = 'dataset.map(lambda row: tokenizer(row["text"]))'
+_PAD = "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), or processing_class=tokenizer"
 
 
 def check_is_dataset(dataset: object, where: str) -> None:
     """Raise a ConfigError where the argument `where` of a Trainer is a path in place of a dataset."""
     if isinstance(dataset, str | Path):
-        what, hint = "a dataset is no path", f"load_dataset('json', data_files={str(dataset)!r}, split='train')"
-        raise ConfigError(what, where=where, found=repr(dataset), hint=hint)
+        hint = f"load_dataset('json', data_files={str(dataset)!r}, split='train')"
+        raise ConfigError("a dataset is no path", where=where, found=repr(dataset), hint=hint)
 
 
 def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None:
@@ -35,12 +39,12 @@ def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None
         collates_itself: whether a collator of the program's own makes batches of rows.
 
     Raises:
-        ConfigError: it is no dataset; it has no rows; no column is an input of the model; a token is none of its own.
+        ConfigError: it is no dataset; it has no rows; no column is an input of the model; the model lacks a token.
     """
     check_is_dataset(dataset, _WHERE)
     if isinstance(dataset, Mapping):
-        what, hint = "these are several datasets", f"train_dataset=dataset[{str(next(iter(dataset), 'train'))!r}]"
-        raise ConfigError(what, where=_WHERE, found=", ".join(map(str, dataset)), hint=hint)
+        hint = f"train_dataset=dataset[{str(next(iter(dataset), 'train'))!r}]"
+        raise ConfigError("these are several datasets", where=_WHERE, found=", ".join(map(str, dataset)), hint=hint)
     if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) and len(dataset) == 0:
         raise ConfigError("the dataset is empty", where=_WHERE, found="0 rows", allowed="a row or more")
     rows = _first_rows(dataset)
@@ -54,8 +58,13 @@ def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None
         return
     inputs = set(takes)
     if not collates_itself and all(not inputs & row.keys() for row in rows):
-        what, found = "no column of the rows is an input of the model", ", ".join(map(str, rows[0]))
-        raise ConfigError(what, where=_WHERE, found=found, allowed="input_ids, labels", hint=_TOKENIZE)
+        raise ConfigError(
+            "no column of the rows is an input of the model",
+            where=_WHERE,
+            found=", ".join(map(str, rows[0])),
+            allowed="input_ids, labels",
+            hint=_TOKENIZE,
+        )
     if isinstance(model, PreTrainedModel):
         _check_vocabulary([_ids_of(row) for row in rows], model)
 
@@ -64,17 +73,16 @@ def check_lengths(dataset: object) -> None:
     """Raise a ConfigError where the first rows have different lengths; for a collator that does not pad them."""
     lengths = {len(ids) for row in _first_rows(dataset) if (ids := _ids_of(row)) is not None}
     if len(lengths) > 1:
-        what, found = "rows have different lengths, and nothing pads them", f"{min(lengths)} to {max(lengths)} tokens"
-        hint = "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), or processing_class=tokenizer"
-        raise ConfigError(what, where=_WHERE, found=found, hint=hint)
+        found = f"{min(lengths)} to {max(lengths)} tokens"
+        raise ConfigError("rows have different lengths, and nothing pads them", where=_WHERE, found=found, hint=_PAD)
 
 
 def _first_rows(dataset: object) -> list[Mapping[object, object]]:
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
         return []
     rows: list[object] = []
-    # Whatever a dataset of somebody else's does; the training says what is wrong with it.
-    with suppress(Exception):
+    # Rows may be random. What a dataset of somebody else's raises, the training raises again.
+    with suppress(Exception), keeping_generators():
         rows = [dataset[place] for place in range(min(len(dataset), _MOST_LOOKED_AT))]  # type: ignore[index]
     return [row for row in rows if isinstance(row, Mapping)] if all(isinstance(row, Mapping) for row in rows) else []
 
@@ -88,7 +96,7 @@ def _ids_of(row: Mapping[object, object]) -> Sequence[int] | None:
 
 
 def _check_vocabulary(rows: Sequence[Sequence[int] | None], model: PreTrainedModel) -> None:
-    embeddings = model.get_input_embeddings()
+    embeddings = input_embeddings(model)
     if not isinstance(embeddings, nn.Embedding):
         return
     size = embeddings.num_embeddings
@@ -96,7 +104,7 @@ def _check_vocabulary(rows: Sequence[Sequence[int] | None], model: PreTrainedMod
         unknown = next((token for token in ids or () if not 0 <= token < size), None)
         if unknown is not None:
             raise ConfigError(
-                "a token is none of the model's",
+                "the model does not have this token",
                 where=f"{_WHERE}, input_ids",
                 found=f"{unknown} in row {place}",
                 allowed=f"0 to {size - 1}",

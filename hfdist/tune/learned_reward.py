@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +24,14 @@ from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.weight_names import read_names
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.tokenizer import usable
 from hfdist.rewards import Generation
 from hfdist.tune.reward import token_scores
 
 _KEY = "task.reward_model"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
-_ALLOWED = "the folder of a model for sequence classification with one label, in safetensors"
+_ALLOWED = "the folder of a model for sequence classification with one label, in safetensors, and its tokenizer"
 _HINT = f"{_KEY}=RUN/model, of a run with task=reward and without an adapter"
 
 
@@ -37,28 +39,41 @@ def check_reward_model(path: str) -> None:
     """Check the small files of a reward model, before there is a process group.
 
     Raises:
-        ConfigError: the folder holds no model in safetensors, or one without a layer that gives one score.
+        ConfigError: the folder holds no model in safetensors, one without a layer that gives one score, or no tokenizer
+            that fits it.
     """
     folder = expand_user(path)
-    is_there = {"config.json": (folder / "config.json").is_file()}
-    is_there[_SINGLE] = (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
-    for missing in (file for file, there in is_there.items() if not there):
+    has_weights = (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
+    missing = "config.json" if not (folder / "config.json").is_file() else "" if has_weights else _SINGLE
+    if missing:
         what, found = "the folder holds no reward model", f"{path}, without {missing}"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
     with reading_from_hub(_KEY, path):
-        num_labels = AutoConfig.from_pretrained(folder, trust_remote_code=False).num_labels
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     names = read_names(AutoModelForSequenceClassification, folder, where=_KEY, **_SAFELY)
     if any(name.startswith(f"{SCORE}.") for name in names.missing):
         what, found = "the model has no layer that scores an answer", f"{path}, without {SCORE}.weight"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
     names.check(where=_KEY, name=path, hint=_HINT)
-    if num_labels != 1:
-        what, found = "the model tells classes apart, and gives no score", f"{path}, of {num_labels} labels"
+    if config.num_labels != 1:
+        what, found = "the model tells classes apart, and gives no score", f"{path}, of {config.num_labels} labels"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
+    num_tokens, num_known = len(_read_tokenizer(folder)), config.get_text_config().vocab_size
+    if num_tokens > num_known:
+        what = "the tokenizer has more tokens than the reward model knows"
+        found = f"{path}, {num_tokens:,} tokens and a model of {num_known:,}"
+        raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
+
+
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    with reading_from_hub(_KEY, str(folder)):
+        return usable(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
 class LearnedReward:
     """The frozen reward model, whole on each rank that scores; it is read when the rank scores first.
+
+    With another vocabulary than the trained model it reads the texts, without the marks of a chat template.
 
     Args:
         path: folder of the model and its tokenizer, checked by `check_reward_model`.
@@ -93,9 +108,7 @@ class LearnedReward:
 
     @cached_property
     def _own_tokenizer(self) -> PreTrainedTokenizerBase:
-        with reading_from_hub(_KEY, str(self._folder)):
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
-        return found
+        return _read_tokenizer(self._folder)
 
     @cached_property
     def _own_encoder(self) -> Encoder | None:

@@ -169,7 +169,7 @@ class Rollouts:
         ]
         generations = self._describe(self._examples, whole)
         scores: dict[str, list[float]] = on_rank_zero(lambda: self._score_here(generations))
-        return scores | {"completion_tokens": [float(len(answer)) for answer in answers]}
+        return scores | {"completion_tokens": [float(len(tokens)) for tokens in whole]}
 
     @property
     def _fill_id(self) -> int:

@@ -87,7 +87,7 @@ def test_a_run_learns_from_it_in_any_layout(folder, tmp_path):
 def test_a_folder_that_is_no_reward_model_is_refused(folder, tmp_path):
     check_reward_model(str(folder / "run/model"))
     found = {}
-    for name in ("lm", "config", "weights", "labels", "damaged"):
+    for name in ("lm", "config", "weights", "labels", "damaged", "untold", "tokens"):
         own = shutil.copytree(folder / ("lm" if name == "lm" else "run/model"), tmp_path / name)
         if name == "config":
             (own / "config.json").unlink()
@@ -95,6 +95,13 @@ def test_a_folder_that_is_no_reward_model_is_refused(folder, tmp_path):
             (own / "model.safetensors").rename(own / "pytorch_model.bin")
         if name == "damaged":
             (own / "model.safetensors").write_bytes(b"no tensors")
+        if name == "untold":
+            for file in own.glob("*token*"):
+                file.unlink()
+        if name == "tokens":
+            larger = AutoTokenizer.from_pretrained(own)
+            larger.add_tokens(["more", "words"])
+            larger.save_pretrained(own)
         if name == "labels":
             about = json.loads((own / "config.json").read_text()) | {"id2label": {"0": "a", "1": "b"}}
             about["label2id"] = {"a": 0, "b": 1}
@@ -110,3 +117,4 @@ def test_a_folder_that_is_no_reward_model_is_refused(folder, tmp_path):
     assert "config.json" in found["config"]
     assert "model.safetensors" in found["weights"]
     assert "2 labels" in found["labels"]
+    assert "tokens and a model of" in found["tokens"]

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +15,19 @@ from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
 from hfdist.optim.joined import Joined
 from hfdist.optim.muon import Muon, MuonWithAdamW
-from hfdist.optim.probe import Reach, ask, check, check_steps_all, describe, moving_options, starts_from_zeros
+from hfdist.optim.probe import (
+    Reach,
+    ask,
+    check,
+    check_steps_all,
+    describe,
+    ignores_gradient_size,
+    moving_options,
+    starts_from_zeros,
+)
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, stepped_whole, values_per_weight
-from hfdist.strategies.pieces import StateReader
+from hfdist.strategies.optimizer_state import StateReader
+from hfdist.strategies.pieces import list_pieces
 from hfdist.trainer.optimizers import OwnOptimizer
 from tests.packages import install_package
 
@@ -38,6 +49,18 @@ class ClipsAll(torch.optim.SGD):
     def step(self, closure=None):
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise, and counts in a number of numpy's."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = np.float64(state.get("count", 0.0) + 1)
+                parameter.sub_(parameter.grad + 1e-6 * torch.randn_like(parameter), alpha=group["lr"])
 
 
 class Around(torch.optim.Optimizer):
@@ -131,6 +154,19 @@ def test_state_of_a_parameter_of_one_element_is_told_from_numbers(kind, shape):
     assert {piece.key for piece in kept.numbers} == {"step"} | ({"#RMS"} if kind is Adafactor else set())
     assert kept.tensors
     assert all(tensor.numel() == 1 for tensor in kept.tensors.values())
+
+
+def test_looking_at_what_an_optimizer_keeps_draws_nothing_from_the_generators_of_the_training():
+    model = nn.Linear(3, 2)
+    optimizer = Noisy(model.parameters(), lr=0.1)
+    before = torch.get_rng_state()
+    assert ask(optimizer).not_saved == ""
+    ignores_gradient_size(optimizer)
+    counts = [piece for piece in list_pieces(model, optimizer) if piece.key == "#count"]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [float(piece.view) for piece in counts] == [0, 0]
+    counts[0].set_number(3.0)
+    assert optimizer.state[model.weight]["count"] == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

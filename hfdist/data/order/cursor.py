@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hfdist.data.order.shares import Shares
+from hfdist.data.order.shares import Shares, natural
 from hfdist.errors import CheckpointError
 
 FORMAT = 3
+"""Raise it when `to_json` changes."""
 
 
 class Place(NamedTuple):
@@ -89,10 +90,10 @@ class Cursor:
             if (found := value["format"]) != FORMAT:
                 what = "the data cursor has another format"
                 raise CheckpointError(what, where="cursor.format", found=found, allowed=str(FORMAT))
-            num_lanes, samples = int(value["lanes"]), _natural(value["samples"])
-            lanes = [_natural(lane) for lane, *_ in value["places"]]
+            num_lanes, samples = natural(value["lanes"]), natural(value["samples"])
+            lanes = [natural(lane) for lane, *_ in value["places"]]
             shares = None if value.get("shares") is None else Shares.from_json(value["shares"])
-            next_lane = _natural(value.get("next", samples % num_lanes))
+            next_lane = natural(value.get("next", samples % num_lanes))
             # The number first: a foreign one may be too large for a list.
             has_all = shares is None or (
                 len(shares.readers) == num_lanes and sorted(shares.readers) == [*range(num_lanes)]
@@ -106,14 +107,15 @@ class Cursor:
                 num_lanes=num_lanes,
                 samples=samples,
                 lanes={
-                    lane: _lane_state(digest, pools, _natural(count))
+                    lane: _lane_state(digest, pools, natural(count))
                     for (lane, digest, *pools), count in zip(value["places"], counts, strict=True)
                 },
                 next_lane=next_lane,
                 shares=shares,
             )
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            raise CheckpointError("the data cursor is damaged", where="cursor", found=value) from error
+            found = f"{type(error).__name__}: {error}"
+            raise CheckpointError("the data cursor is damaged", where="cursor", found=found) from error
 
     @staticmethod
     def merge(cursors: Sequence[Cursor], *, readers: int = 1) -> Cursor:
@@ -128,7 +130,11 @@ class Cursor:
         for cursor in cursors:
             place = cursor.identity, cursor.samples, cursor.next_lane, cursor.shares
             if place != (first.identity, first.samples, first.next_lane, first.shares):
-                raise CheckpointError("the data ranks stand at different places", where="cursor", found=cursor.samples)
+                found = (
+                    f"{first.samples} and {cursor.samples} sequences, "
+                    f"next lane {first.next_lane} and {cursor.next_lane}"
+                )
+                raise CheckpointError("the data ranks stand at different places", where="cursor", found=found)
             if cursor.contents != first.contents:
                 what = "the files that the data ranks read do not hold the same"
                 raise CheckpointError(what, where="data.sources", hint="the same files on each machine")
@@ -147,12 +153,6 @@ def _turns(samples: int, lane: int, num_lanes: int) -> int:
 def _lane_state(digest: str, pools: Sequence[Sequence[int]], given: int) -> LaneState:
     progress = []
     for pool in pools:
-        epoch, position, offset, sequences, tokens, documents = map(_natural, pool)
+        epoch, position, offset, sequences, tokens, documents = map(natural, pool)
         progress.append(Progress(Place(epoch, position, offset), sequences, tokens, documents))
     return LaneState(digest=int(digest, 16), pools=tuple(progress), sequences=given)
-
-
-def _natural(value: object) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no number of things")
-    return value

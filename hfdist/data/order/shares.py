@@ -70,9 +70,19 @@ class Shares:
     @classmethod
     def from_json(cls, value: Any) -> Shares:
         """Read what `to_json` gave. KeyError, TypeError, ValueError: it is damaged."""
-        lanes = [(int(lane), int(reader), ends) for lane, reader, ends in value["lanes"]]
+        lanes = [(natural(lane), natural(reader), ends) for lane, reader, ends in value["lanes"]]
+        count = natural(value["count"])
+        if any(reader >= count for _, reader, _ in lanes):
+            raise ValueError(f"a lane is read by a run that is none of {count}")
         return cls(
-            count=int(value["count"]),
+            count=count,
             readers={lane: reader for lane, reader, _ in lanes},
-            ends={lane: {int(run): int(end) for run, end in ends} for lane, _, ends in lanes if ends},
+            ends={lane: {natural(run): natural(end) for run, end in ends} for lane, _, ends in lanes if ends},
         )
+
+
+def natural(value: object) -> int:
+    """Give a number of things that a file holds; ValueError: it is no whole number, or a negative one."""
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no whole number >= 0")
+    return value

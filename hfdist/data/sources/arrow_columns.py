@@ -62,14 +62,33 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
+def has_dictionary(kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type, or values within them, are places in a dictionary."""
+    return pa.types.is_dictionary(kind) or any(has_dictionary(kind.field(n).type) for n in range(kind.num_fields))
+
+
 def one_array(batch: pa.RecordBatch, rows: RowReader) -> pa.Array:
     """Give what is read of some rows, as one array for `texts_at`."""
     if rows.gives_examples:
-        return batch.to_struct_array()
+        examples = batch.to_struct_array()
+        kind = _without_views(examples.type)
+        return examples if kind == examples.type else examples.cast(kind)
     column = batch.column(0)
     for name in _text_place(batch.schema, rows.text)[1:]:
         column = pc.struct_field(column, name)
     return column
+
+
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """Give a type whose texts are plain ones: Arrow takes no rows of columns with views, which polars writes."""
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_without_views(kind.value_type)))
+    return kind
 
 
 Lazy = str | BadRow | Callable[[], str | BadRow]

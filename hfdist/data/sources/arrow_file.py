@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import ipc
 
-from hfdist.data.sources.arrow_columns import check_schema, made, one_array, texts_at
+from hfdist.data.sources.arrow_columns import check_schema, has_dictionary, made, one_array, texts_at
 from hfdist.data.sources.base import BadRow, FileShard, damage, rows_held_at_once
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.filecache import FileCache
@@ -20,6 +21,16 @@ from hfdist.data.storage.files import DataFile
 _FILE_MARK = b"ARROW1\0\0"
 """Bytes at the start of a file, which is a stream between them and a footer."""
 _END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
+"""Bytes at the end of a stream."""
+
+
+class _Opened(NamedTuple):
+    """A mapped file with a reader, which goes on from wherever the file is set."""
+
+    source: pa.MemoryMappedFile
+    reader: ipc.RecordBatchStreamReader
+    is_in_order: bool
+    """Whether its batches can only be read one after the other: dictionaries stand between them."""
 
 
 class ArrowShard(FileShard):
@@ -33,11 +44,11 @@ class ArrowShard(FileShard):
         self.rows_at_once = rows_held_at_once(file.size_bytes, sum(self.runs))
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give the texts of rows; all in one record batch."""
+        """Give the texts of rows, which are all of one record batch."""
         batch, first = self._run_of(rows[0])
         try:
-            with self._file.local() as path, self._open(path) as (source, reader):
-                found = _batch_at(int(self._starts[batch]), source, reader)
+            with self._file.local() as path, self._open(path) as opened:
+                found = _batch_at(int(self._starts[batch]), opened)
                 checked = pa.RecordBatch.from_arrays([_checked(column) for column in found.columns], found.schema.names)
                 places = [row - first for row in rows]
                 read = texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url)
@@ -51,7 +62,7 @@ class ArrowShard(FileShard):
         """Find where each record batch starts and how many rows it has; shape [2, batches]."""
         batches: list[tuple[int, int]] = []
         try:
-            with self._file.local() as path, self._open(path) as (source, reader):
+            with self._file.local() as path, self._open(path) as (source, reader, _):
                 place = source.tell()
                 for batch in reader:
                     batches.append((place, batch.num_rows))
@@ -65,8 +76,8 @@ class ArrowShard(FileShard):
         return np.array([batch for batch in batches if batch[1]], dtype=np.int64).reshape(-1, 2).T.copy()
 
     @contextmanager
-    def _open(self, path: Path) -> Iterator[tuple[pa.MemoryMappedFile, ipc.RecordBatchStreamReader]]:
-        """Map the file and read its schema; the reader goes on from wherever the mapped file is set."""
+    def _open(self, path: Path) -> Iterator[_Opened]:
+        """Map the file and read its schema."""
         with pa.memory_map(str(path)) as source:
             start = len(_FILE_MARK) if source.read(len(_FILE_MARK)) == _FILE_MARK else 0
             source.seek(start)
@@ -74,16 +85,18 @@ class ArrowShard(FileShard):
             columns = check_schema(schema, self._rows, where=self._file.url)
             places = [schema.names.index(name) for name in columns]
             source.seek(start)
-            yield source, ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=places))
+            reader = ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=places))
+            # Of all columns: a stream has the dictionaries of those that are not read, too.
+            yield _Opened(source, reader, is_in_order=any(has_dictionary(kind) for kind in schema.types))
 
 
-def _batch_at(offset: int, source: pa.MemoryMappedFile, reader: ipc.RecordBatchStreamReader) -> pa.RecordBatch:
-    """Read the record batch there; where dictionaries stand between batches, by way of all before it."""
-    if not any("dictionary<" in str(kind) for kind in reader.schema.types):
-        source.seek(offset)
-    while source.tell() < offset:
-        reader.read_next_batch()
-    return reader.read_next_batch()
+def _batch_at(offset: int, opened: _Opened) -> pa.RecordBatch:
+    """Read the record batch at this offset of the file."""
+    if not opened.is_in_order:
+        opened.source.seek(offset)
+    while opened.source.tell() < offset:
+        opened.reader.read_next_batch()
+    return opened.reader.read_next_batch()
 
 
 def _checked(column: pa.Array) -> pa.Array:

@@ -28,7 +28,8 @@ from hfdist.models.partitioning import whole_shape
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.optim.joined import Group
 from hfdist.optim.probe import needs_whole_parameters
-from hfdist.strategies.pieces import Kept, StateReader, list_buffers
+from hfdist.strategies.optimizer_state import Kept, StateReader
+from hfdist.strategies.pieces import list_buffers
 from hfdist.strategies.whole import Place, Places, ShardedParameter, WholeSteps
 
 if TYPE_CHECKING:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.collectives import on_rank_zero
@@ -20,6 +17,7 @@ from hfdist.config.run import Chat, EvaluateConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError
 from hfdist.errors import ConfigError
+from hfdist.kept_generators import keeping_generators
 from hfdist.plugins import load_plugin
 from hfdist.rewards.generation import Generation
 from hfdist.strategies.base import Forward
@@ -144,14 +142,8 @@ def compute(name: str, metric: Metric, generations: Sequence[Generation]) -> dic
 
     Whatever the metric raises comes out, and a TypeError or ValueError if it does not give numbers.
     """
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            value = metric(generations)
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    with keeping_generators():
+        value = metric(generations)
     if isinstance(value, Mapping):
         return {f"{name}_{key}": float(figure) for key, figure in value.items()}
     return {name: float(value)}

@@ -1,7 +1,11 @@
-"""The policy's trained weights as files, a folder a version: ranks write them, generators read them in place."""
+"""The policy's trained weights as files, which ranks write and generators read in place.
+
+A version has the folder `ROLLBACK-VERSION`. A rollback is a number: how often the run has gone back to an earlier step.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +18,12 @@ from hfdist.checkpoint import export_model
 from hfdist.collectives import on_rank_zero
 from hfdist.strategies.base import Engine
 
+_REMOVED = ".removed"
+"""Suffix of a folder that is being removed."""
+
 
 class PolicyFiles:
-    """The folder of all versions; `rollback` counts how often the run has gone back to an earlier step."""
+    """The folder of all versions."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,8 +57,12 @@ class PolicyFiles:
                     parameters[name].copy_(tensors.get_tensor(name))
 
     def remove_others(self, rollback: int, versions: Iterable[int]) -> None:
-        """Remove all but these."""
+        """Remove all versions but these of a rollback. A `read` of another one fails."""
         kept = {self._path(rollback, version) for version in versions}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+                # Renamed first: a slow reader must not find a part of the files, and take them for all.
+                gone = path.with_suffix(_REMOVED)
+                with contextlib.suppress(OSError):
+                    path.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)

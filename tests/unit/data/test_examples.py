@@ -157,6 +157,19 @@ def test_every_format_and_every_kind_of_file(case, kind, tmp_path, data):
         assert json.loads(corpus.text(number)) == expected
 
 
+@pytest.mark.parametrize("case", ["messages", "prompt"])
+def test_texts_as_views_are_read(case, tmp_path, data):
+    """Arrow of polars has them."""
+    row, expected = ROWS[case]
+    message = pa.struct([("role", pa.string_view()), ("content", pa.string_view())])
+    kinds = {"messages": pa.list_(message)} if case == "messages" else dict.fromkeys(row, pa.string_view())
+    path = write_rows(
+        pa.table({name: pa.array([row[name]] * 4, kind) for name, kind in kinds.items()}), data / "a.feather"
+    )
+    corpus = open_corpus(config_of(str(path), tmp_path))
+    assert [json.loads(corpus.text(number)) for number in range(4)] == [expected] * 4
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_of_several_formats_in_one_file(kind, tmp_path, data):
     cases = ["messages", "alpaca", "text", "prompt"]

@@ -263,6 +263,18 @@ def test_an_empty_held_out_set_says_which_rows_were_found(tmp_path, rows, settin
     assert "0 empty" not in said
 
 
+@pytest.mark.parametrize(
+    ("texts", "what"),
+    [(["", *["the same text"] * 30], "no document was drawn"), ([" "] * 30, "the documents are empty")],
+)
+def test_documents_are_empty_only_if_all_of_them_are(tmp_path, texts, what):
+    config = config_of(
+        tmp_path, format=RowFormat.text, packing=Packing.concat, too_long=TooLong.split, eval_fraction=0.01
+    )
+    with pytest.raises(DataError, match=what):
+        build_held_out(corpus_of(config, [{"text": text} for text in texts]), tokenizer(), config)
+
+
 def test_a_bad_conversation_stops_the_run_or_is_left_out(tmp_path):
     rows = [{"messages": conversation(1)}, {"messages": [{"role": "user", "content": "\U00100000"}]}]
     with pytest.raises(DataError, match="private characters") as caught:

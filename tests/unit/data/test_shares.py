@@ -1,13 +1,18 @@
 """Runs that share the lanes of one stream, and come and go: each sequence that counts is read once."""
 
+import functools
+import json
+import operator
 import random
 
 import pytest
 
 from hfdist.config.data import BadRows
 from hfdist.data import Cursor, TokenStream
+from hfdist.data.order.cursor import LaneState, Progress
 from hfdist.data.order.shares import Shares
 from hfdist.data.stream.ledger import Ledger
+from hfdist.errors import CheckpointError
 from hfdist.islands.data_share import DataShare
 from hfdist.verify.audit.exactly_once import Audit
 from hfdist.verify.audit.run import join_ledgers, read_ledger
@@ -197,3 +202,26 @@ def test_whoever_comes_and_goes_each_sequence_that_counts_is_read_once(tmp_path,
     without = join_ledgers(ledgers | {0: ledgers[1]}, cursors[-1][1])
     assert not Audit(without, corpus, stream.plan, cursors, identity=stream.identity, global_batch_size=COUNT * BATCH,
                      takes_turns=False).passed  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("lanes",), float("inf")),
+        (("lanes",), 2.9),
+        (("places", 0, 0), -1),
+        (("shares", "count"), float("inf")),
+        (("shares", "lanes", 1, 1), 7),
+        (("shares", "lanes", 0, 2, 0, 1), 0.5),
+    ],
+)
+def test_a_damaged_cursor_is_one_message(place, value):
+    lanes = {lane: LaneState(5, (Progress(),), 0) for lane in range(4)}
+    shares = Shares.at_home(4, 2).counted(0, {0: 4})
+    cursor = Cursor(identity="a", contents="b", num_lanes=4, samples=6, lanes=lanes, next_lane=2, shares=shares)
+    saved = json.loads(json.dumps(cursor.to_json()))
+    assert Cursor.from_json(saved) == cursor
+    *path, last = place
+    functools.reduce(operator.getitem, path, saved)[last] = value
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Cursor.from_json(saved)

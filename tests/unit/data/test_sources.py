@@ -41,6 +41,7 @@ from tests.unit.data.corpora import (
     texts,
     tokenizer,
     write_parquet,
+    write_rows,
     write_txt,
 )
 from tests.unit.data.servers import Slow
@@ -245,6 +246,16 @@ def test_long_rows_are_read_in_chunks_and_short_ones_by_the_thousand(data, cache
     numbered(data, 3000, row_group_size=3000)
     (shard,) = open_shards(str(data), cache)
     assert shard.rows_at_once == MOST_ROWS_AT_ONCE
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "feather"])
+@pytest.mark.parametrize("is_within", [False, True])
+def test_a_category_beside_the_text_spoils_no_row(data, cache, suffix, is_within):
+    category = pa.array(["en", "de"] * 5).dictionary_encode()
+    beside = pa.StructArray.from_arrays([category], ["language"]) if is_within else category
+    rows = [f"text {n}" for n in range(10)]
+    write_rows(pa.table({"beside": beside, "text": rows}), data / f"a.{suffix}", 3)
+    assert read_all(open_shards(str(data), cache)) == rows
 
 
 def test_every_document_is_mixed_in_once_whatever_the_lanes(data, cache):

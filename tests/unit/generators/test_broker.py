@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
+from torch import nn
 
 from hfdist.errors import PeerError
 from hfdist.tune.generators.broker import Broker
@@ -165,3 +167,20 @@ def test_dead_generators_start_again_and_not_for_ever(begin, tmp_path):
     assert error.found == "exit codes " + ", ".join(["3"] * (MOST_RESTARTS + 1))
     assert (tmp_path / "logs" / "0.log").read_text() == "why\n" * (MOST_RESTARTS + 1)
     assert error.where == str(tmp_path / "logs" / "0.log")
+
+
+def test_a_policy_that_is_being_removed_is_not_read_in_part(tmp_path, monkeypatch):
+    files, model = PolicyFiles(tmp_path), nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    for version in (1, 2):
+        (tmp_path / f"0-{version}").mkdir()
+        for name, tensor in model.state_dict().items():
+            save_file({name: tensor}, tmp_path / f"0-{version}" / f"{name}.safetensors")
+
+    def stop_halfway(folder, **_):
+        next(folder.glob("*.safetensors")).unlink()
+
+    monkeypatch.setattr(shutil, "rmtree", stop_halfway)
+    files.remove_others(0, [2])
+    with pytest.raises(FileNotFoundError):
+        files.read(0, 1, model)
+    files.read(0, 2, model)

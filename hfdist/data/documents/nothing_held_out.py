@@ -1,0 +1,118 @@
+"""Why no sequence is held out, and what changes that."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hfdist.config.data import DataConfig
+from hfdist.data.documents.corpus import Corpus
+from hfdist.data.documents.first_examples import explain_no_targets
+from hfdist.data.order.records import Status
+from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.errors import DataError
+
+_SHARE = "data.eval_fraction"
+_EVALUATE_NOTHING = f"{_SHARE}=0, which evaluates nothing"
+_LIKELY_DOCUMENTS = 10
+"""A share of so many documents on average holds some."""
+_LARGEST_SHARE = 0.5
+"""Largest share that a hint proposes."""
+
+
+class Tally:
+    """What became of the documents that were read for a held-out set."""
+
+    def __init__(self) -> None:
+        self.fates: Counter[int] = Counter()
+        self.num_tokens = 0
+
+    def add(self, chunk: DocumentBatch) -> DocumentBatch:
+        """Count the documents of a chunk, and give the chunk on."""
+        self.fates.update(chunk.fates.tolist())
+        self.num_tokens += int(chunk.lengths.sum())
+        return chunk
+
+    @property
+    def num_drawn(self) -> int:
+        """Documents on this side of the split that have a text; nobody knows the side of a bad one."""
+        return self.fates.total() - sum(self.fates[fate] for fate in (Status.held_out, Status.empty, Status.bad))
+
+    def __str__(self) -> str:
+        """Name the reasons for which documents are left out."""
+        reasons = {Status.no_target: "without a target", Status.too_long: "too long", Status.bad: "bad",
+                   Status.empty: "empty", Status.quarantined: "quarantined"}  # fmt: skip
+        counted = [f"{self.fates[fate]:,} {words}" for fate, words in reasons.items() if self.fates[fate]]
+        return ", ".join(counted) or f"{self.num_tokens:,} tokens"
+
+
+def explain_nothing(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+    """Say why there is no sequence, by what was found, and what changes that."""
+    if config.eval_fraction == 1 or (corpus.has_examples and tally.num_drawn):
+        return _nothing_to_learn(corpus, config, tally)
+    if not tally.num_drawn:
+        return _none_drawn(corpus, config, tally)
+    return _too_few_tokens(config, tally)
+
+
+def _nothing_to_learn(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+    """Say why no held-out document has a target: of examples, or of sources that are held out as a whole."""
+    takes_all = config.eval_fraction == 1
+    found = f"{corpus.num_documents if takes_all else tally.num_drawn:,} documents: {tally}"
+    hint: str | None = None if takes_all else _EVALUATE_NOTHING
+    if tally.fates[Status.too_long]:
+        hint = "a larger data.sequence_length"
+    elif tally.fates[Status.no_target]:
+        roles, hint = explain_no_targets(corpus, config)
+        found = f"{found}; {roles}" if roles else found
+    sources = ", ".join(f"data.eval_sources.{name}" for name in corpus.source_names)
+    return DataError(
+        "there is nothing to learn in the held-out documents",
+        where=sources if takes_all else _SHARE,
+        found=found,
+        hint=hint,
+    )
+
+
+def _none_drawn(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+    """Say why no document stands on the held-out side."""
+    what = "no document was drawn for the held-out set"
+    found = f"{config.eval_fraction:g} of {corpus.num_documents:,} documents"
+    if tally.fates[Status.bad]:
+        found = f"{found}, of which {tally.fates[Status.bad]:,} were left out as bad"
+        if tally.fates[Status.bad] == corpus.num_documents:
+            return DataError(what, where=_SHARE, found=found, hint="data.on_bad_rows=error shows what is wrong")
+    elif corpus.num_documents and not corpus.has_examples and not _has_text(corpus):
+        return DataError("the documents are empty", where=_SHARE, found=found, allowed="documents with text")
+    elif corpus.searches_held_out:
+        found = f"{found}, which are all alike or empty" if corpus.num_documents > 1 else found
+        return DataError(what, where=_SHARE, found=found, allowed="documents that differ", hint=_EVALUATE_NOTHING)
+    return DataError(
+        what,
+        where=_SHARE,
+        found=found,
+        allowed="a share that holds some documents; 0: no held-out set",
+        hint=_hint_of_share(_LIKELY_DOCUMENTS / max(corpus.num_documents, 1), _EVALUATE_NOTHING),
+    )
+
+
+def _has_text(corpus: Corpus) -> bool:
+    return any(corpus.text(number).strip() for number in range(corpus.num_documents))
+
+
+def _too_few_tokens(config: DataConfig, tally: Tally) -> DataError:
+    """Say that the text of the held-out documents is shorter than a sequence."""
+    wanted = 2 * config.eval_fraction * config.sequence_length / max(tally.num_tokens, 1)
+    return DataError(
+        "the held-out documents do not fill one sequence",
+        where=_SHARE,
+        found=f"{tally.num_drawn:,} documents of {tally.num_tokens:,} tokens",
+        allowed=f"data.sequence_length={config.sequence_length:,} tokens or more; 0: no held-out set",
+        hint=_hint_of_share(wanted, f"a smaller data.sequence_length, or {_EVALUATE_NOTHING}"),
+    )
+
+
+def _hint_of_share(wanted: float, otherwise: str) -> str:
+    """Give the share that is wanted, or what helps `otherwise` where the share would be too large."""
+    if wanted > _LARGEST_SHARE:
+        return otherwise
+    return f"data.eval_fraction={wanted:.1g}, or {_EVALUATE_NOTHING}"
