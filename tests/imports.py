@@ -1,14 +1,18 @@
 """What a run imports, imported once before tests fork ranks and recipes: else each of them takes seconds for it."""
 
 import functools
+import gc
 import importlib
 import pkgutil
 
 import accelerate.utils.imports
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from transformers import LlamaConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import hfdist
+from hfdist.models.shrink import shrink
+from hfdist.records import PACKAGES, find_versions
 
 # Beside all of hfdist: what transformers, accelerate and DeepSpeed import when they are first used.
 IMPORTED_LATE = (
@@ -28,8 +32,10 @@ IMPORTED_LATE = (
 )
 
 
+@functools.cache
 def import_all() -> None:
-    """Import it, in the process that will fork."""
+    """Import it, in the process that will fork, and make what all its forks would make."""
+    gc.disable()
     for module in pkgutil.walk_packages(hfdist.__path__, "hfdist."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -39,7 +45,12 @@ def import_all() -> None:
     accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
     # transformers makes the table of all types at its first use: a third of a second of each rank.
     get_checkpoint_conversion_mapping("llama")
+    # Patterns of names of fields are compiled at their first use.
+    shrink(LlamaConfig())
+    find_versions((*PACKAGES, "peft"))
     quicken_agent()
+    gc.freeze()
+    gc.enable()
 
 
 def quicken_agent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,7 @@ def find_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     return {"Python": platform.python_version()} | {package: _version(package) for package in packages}
 
 
+@functools.cache  # to read what is installed takes milliseconds
 def _version(package: str) -> str:
     # A checkout that is not installed has none.
     try:

@@ -190,7 +190,7 @@ def _section(kind: type[Section], section: str, values: Mapping[str, object]) ->
     for name, value in values.items():
         key = keys[name]
         try:
-            merged = OmegaConf.merge(merged, {name: value})
+            merged.merge_with({name: value})
             made = merged[name]
         except OmegaConfBaseException as error:
             what, near = "the value has the wrong type or is not among the allowed", nearest(str(value), _words(key))

@@ -20,6 +20,7 @@ from hfdist.config.composition.defaults_list import check_defaults_list
 from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
+from hfdist.config.composition.yaml_text import to_yaml_text
 from hfdist.config.conf_folder import shipped_folder
 from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind
 from hfdist.config.model import Init
@@ -201,7 +202,7 @@ def to_yaml(config: RunConfig) -> str:
             text = "true" if value is True else "..." if name == "alert_command" else value
             head.append(f"# The run also had {section}.{name}={text}, which only the command line can say.")
     defaults = {"defaults": list(RUN_DEFAULTS)}
-    return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | to_values(config)))
+    return "\n".join(head) + "\n" + to_yaml_text(defaults | to_values(config))
 
 
 def to_values(config: RunConfig) -> dict[str, object]:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from huggingface_hub import ModelCardData
 
 from hfdist.config.checks.budgets import BUDGETS
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.yaml_text import to_yaml_text
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init
 from hfdist.config.run import ExportConfig, RunConfig
@@ -151,7 +151,7 @@ def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
     config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **no_budgets))
     processes = "" if ranks == 1 else f" launch.processes={ranks}"
     values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
+    text = to_yaml_text(values)
     said = " model.trust_remote_code=true" if model.trust_remote_code else ""
     return (
         "Save this as `config.yaml`, then:\n\n"
