@@ -12,10 +12,12 @@ import argparse
 import ctypes
 import json
 import logging
+import random
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import deepspeed  # noqa: F401  # once, and not in each rank: it takes seconds
@@ -25,7 +27,8 @@ from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
-from hfdist.planning.tracing.memory import worst_rank
+from hfdist.models import document_attention  # noqa: F401  # a measured architecture names it, and is traced in another process
+from hfdist.planning.tracing.memory import SHORT_DOCUMENT, worst_rank
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
 
@@ -49,12 +52,14 @@ _COMMON = (
 )
 
 _SIZES = {
-    "activations": ("data.sequence_length=256", "train.micro_batch_size=4", "train.global_batch_size=8"),
-    "state": ("data.sequence_length=64", "train.micro_batch_size=1", "train.global_batch_size=4"),
-    "blocks": ("data.sequence_length=64", "train.micro_batch_size=1", "train.global_batch_size=8"),
+    "activations": ("train.micro_batch_size=4", "train.global_batch_size=8"),
+    "state": ("train.micro_batch_size=1", "train.global_batch_size=4"),
+    "blocks": ("train.micro_batch_size=1", "train.global_batch_size=8"),
 }
 """What most of a peak is: what blocks keep, or weights, gradients and the optimizer's state. Or there are many blocks,
 of which FSDP2 gathers few."""
+_TOKENS = {"activations": 256, "state": 64, "blocks": 64}
+"""Length of a sequence, by size."""
 
 
 def _fields(width: str, inner: str, blocks: str, heads: str, **more: Any) -> dict[str, dict[str, Any]]:
@@ -82,7 +87,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 """Families, by what `model.type` calls them, and the fields of the small model of each size."""
 
 _FOUR = ("train.micro_batch_size=4", "train.global_batch_size=16")
-"""Micro batches, of which schedules hold different numbers. See `_short_documents`."""
+"""Micro batches, of which schedules hold different numbers."""
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("strategy=single",)),
@@ -125,7 +130,7 @@ class Cell:
             *_SIZES[self.size],
             *LAYOUTS[self.layout][1],
             *RECOMPUTE[self.recomputes],
-            *_short_documents(Path(folder)),
+            *_documents(Path(folder), _TOKENS[self.size]),
             f"run.dir={folder}/run",
         ]
         config = compose_config(overrides)
@@ -134,15 +139,20 @@ class Cell:
         return config
 
 
-def _short_documents(folder: Path) -> tuple[str, ...]:
-    """Write data of which each micro batch holds several documents, and so a mask, as a plan assumes.
-
-    gpipe holds all micro batches of a step, so that one without would be seen.
-    """
-    rows = [json.dumps({"text": f"The square of {n} is {n * n}, and its cube is {n**3}."}) for n in range(5_000)]
-    path = folder / "short.jsonl"
+def _documents(folder: Path, sequence_length: int) -> tuple[str, ...]:
+    """Write documents that each leave room for a short one in a sequence, as a plan assumes; filling is that one."""
+    # A token is a byte, and a document ends with one more.
+    letters, length = random.Random(0), sequence_length - SHORT_DOCUMENT - 1
+    rows = [json.dumps({"text": "".join(letters.choices(ascii_letters, k=length))}) for _ in range(500)]
+    path = folder / "documents.jsonl"
     path.write_text("\n".join(rows), encoding="utf-8")
-    return "data=files", f"data.sources.files.path={path}"
+    return (
+        "data=files",
+        f"data.sources.files.path={path}",
+        "data.packing=best_fit",
+        "model.tokenizer.vocab_size=257",
+        f"data.sequence_length={sequence_length}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from hfdist.strategies.deepspeed.zero import ZeroStrategy
     from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 
+SHORT_DOCUMENT = 2
+"""Tokens of the second document in each traced sequence."""
 _RANGES = {"cpu": (0.97, 1.03), "cuda": (0.97, 1.15)}
 """Range of a peak, as shares of the traced one. On a CPU: how traces and measured peaks differ (docs/plan.md). A GPU's
 allocator rounds sizes up and keeps pieces that fit nothing; and its kernels have workspaces of their own."""
@@ -346,12 +348,16 @@ def run_step(
 
 @unset_fake_temporarily()
 def make_batch(config: RunConfig, number: int = 1) -> Batch:
-    """Make micro batches of real numbers: of packed documents, two in each sequence, but without packing of one."""
+    """Make micro batches of real numbers: without packing a document a sequence, else another of two tokens after it.
+
+    Nothing is known of the run's documents. Longer ones hold more: attention with dropout or soft caps keeps scores of
+    tokens x tokens. A second one makes borders, or a mask.
+    """
     shape = number * config.train.micro_batch_size, config.data.sequence_length
     ids = torch.zeros(shape, dtype=torch.int64)
     if config.data.packing is Packing.none:
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-    positions, start = torch.arange(shape[1]).repeat(shape[0], 1), shape[1] // 2
+    positions, start = torch.arange(shape[1]).repeat(shape[0], 1), max(shape[1] - SHORT_DOCUMENT, 1)
     positions[:, start:] -= start
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions}
 
