@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -250,13 +250,20 @@ def plan(schedule: Schedule, rank_of_stage: tuple[int, ...], num_microbatches: i
         stage_to_rank=rank_of_stage.__getitem__,
         num_stages=len(rank_of_stage),
     )
-    return [
-        [
-            Instruction(Operation(a.computation_type.value), a.stage_index, a.microbatch_index)
-            for a in with_messages[rank]
-        ]
-        for rank in sorted(with_messages)
-    ]
+    return [list(map(_instruction, with_messages[rank])) for rank in sorted(with_messages)]
+
+
+@lru_cache(maxsize=64)
+def computations(
+    schedule: Schedule, rank_of_stage: tuple[int, ...], num_microbatches: int
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Give what each rank computes in one step, in order: `plan` without its messages, which take time to place."""
+    orders = _ORDERS[schedule](rank_of_stage, num_microbatches)
+    return tuple(tuple(map(_instruction, _singles(orders[rank]))) for rank in sorted(orders))
+
+
+def _instruction(action: Any) -> Instruction:
+    return Instruction(Operation(action.computation_type.value), action.stage_index, action.microbatch_index)
 
 
 def receive_early(instructions: Sequence[Instruction], num_computations: int) -> list[Instruction]:

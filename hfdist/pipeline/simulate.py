@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from hfdist.config.strategy import Schedule
-from hfdist.pipeline.schedule import Instruction, Operation, plan, rank_of_stage
-
-_COMPUTES = (Operation.forward, Operation.backward, Operation.backward_input, Operation.backward_weight)
+from hfdist.pipeline.schedule import Operation, computations, rank_of_stage
 
 
 class StageSeconds(NamedTuple):
@@ -36,13 +33,6 @@ class StageSeconds(NamedTuple):
         if not splits_backward:
             return 0.0
         return self.backward if is_first else self.weight_half
-
-
-@lru_cache(maxsize=64)
-def computations(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int) -> list[list[Instruction]]:
-    """Give what each rank computes in a step, in order; `ranks`: of the stages."""
-    of_ranks = plan(schedule, ranks, num_microbatches)
-    return [[one for one in own if one.operation in _COMPUTES] for own in of_ranks]
 
 
 def simulate(

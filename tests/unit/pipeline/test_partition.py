@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hfdist.config.batch import BatchPlan
+from hfdist.config.strategy import Balance, StrategyConfig
+from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts
+from hfdist.pipeline.block_times import BlockTimes, PartTime
 from hfdist.pipeline.partition import (
     Costs,
+    choose_stages,
     costs_by_flops,
     costs_by_parameters,
     explicit,
@@ -229,3 +234,14 @@ class Headless(toys.Toy):
 def test_models_without_a_known_head():
     assert parameters(make_toy(Headless)).epilogue == 0
     assert flops(make_toy(Headless)).epilogue == 10 * 32
+
+
+def test_a_block_that_takes_longer_moves_the_cut():
+    model = make_toy()
+    slow, fast = PartTime(forward=2.0, backward=4.0), PartTime(forward=1.0, backward=1.0)
+    measured = StrategyConfig(balance=Balance.measured)
+    batch = BatchPlan(global_batch_size=1, micro_batch_size=1, num_microbatches=1, data_size=1, sequence_length=16)
+    for times, cut in (((slow, fast, fast, fast), 1), ((fast, fast, fast, slow), 3)):
+        known = BlockTimes(times, prologue=PartTime(), epilogue=PartTime())
+        stages = choose_stages(model, find_block_parts(model), measured, batch, (0, 1), Precision.fp32, known)
+        assert stages == (range(cut), range(cut, 4))

@@ -11,6 +11,7 @@ from hfdist.pipeline.schedule import (
     Operation,
     bubble_fraction,
     check_microbatches,
+    computations,
     plan,
     rank_of_stage,
     receive_early,
@@ -255,6 +256,14 @@ def test_1f1b_keeps_no_more_in_flight_than_there_are_ranks_to_the_end(num_ranks)
             in_flight += {Operation.forward: 1, Operation.backward: -1}.get(each.operation, 0)
             most = max(most, in_flight)
         assert most == num_ranks - rank
+
+
+@cases
+def test_computations_are_a_plan_without_its_messages(schedule, per_rank, num_ranks, num_microbatches):
+    placement, ranks = make(schedule, per_rank, num_ranks, num_microbatches)
+    messages = {*MESSAGES, *(receive for receive, _ in MESSAGES.values())}
+    alone = [tuple(each for each in own if each.operation not in messages) for own in ranks]
+    assert list(computations(schedule, tuple(placement), num_microbatches)) == alone
 
 
 @cases
