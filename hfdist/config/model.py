@@ -91,7 +91,7 @@ class ModelConfig:
     """What computes the training loss: auto | full (from all logits) | chunked.
 
     `full`: the model by itself, from all logits in float32. `chunked`: some rows at a time, and never all logits.
-    `auto`: `chunked`, or `full` where the model needs its logits whole.
+    `auto`: `chunked`, or `full` where the model needs its logits whole, or where few of them cost less so.
     """
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the Hugging Face config, checked against its class."""

@@ -52,6 +52,9 @@ def cached_array(path: Path, make: Callable[[], NDArray[S]], *, keep: bool = Tru
             found = make()
             if keep:
                 write_atomically(path, _HashedArray(found).write_to)
+                if found.nbytes > _LARGEST_LOADED_BYTES:
+                    # As the others have it: mapped, and so once in the memory of the machine.
+                    found = load_array(path)
     return found
 
 

@@ -14,11 +14,12 @@ _CHUNKS_A_THREAD, _LARGEST_CHUNK = 8, 16
 """Items go to the threads in chunks: to pass one on costs as much as to open a local file."""
 
 
-def thread_map(function: Callable[..., T], *columns: Sequence[object]) -> Iterator[T]:
+def thread_map(function: Callable[..., T], *columns: Sequence[object], least_chunk: int = 1) -> Iterator[T]:
     """Call `function` for each item as `map` does, in 16 threads; give the results in order, or raise what it raises.
 
-    `columns` are the arguments, one sequence for each. Who takes no more results need not wait for calls that have
-    begun: these end by themselves, and no other one begins.
+    `columns` are the arguments, one sequence for each. A thread takes at least `least_chunk` items at a time: several
+    of quick ones, since it takes longer to start, on a busy machine milliseconds. Who takes no more results need not
+    wait for calls that have begun: these end by themselves, and no other one begins.
     """
     is_over = threading.Event()
 
@@ -27,7 +28,7 @@ def thread_map(function: Callable[..., T], *columns: Sequence[object]) -> Iterat
         return [function(*item) for item in chunk if not is_over.is_set()]
 
     items = list(zip(*columns, strict=True))
-    length = min(max(len(items) // (_THREADS * _CHUNKS_A_THREAD), 1), _LARGEST_CHUNK)
+    length = min(max(len(items) // (_THREADS * _CHUNKS_A_THREAD), least_chunk), _LARGEST_CHUNK)
     pool = ThreadPoolExecutor(_THREADS)
     try:
         for results in pool.map(run, (items[start : start + length] for start in range(0, len(items), length))):

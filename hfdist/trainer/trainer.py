@@ -45,6 +45,7 @@ from hfdist.trainer.hooks import owner_of
 from hfdist.trainer.islands import IslandCallback, ServerOptimizer, make_island
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
+from hfdist.trainer.step.lean_callbacks import use_lean_handler
 from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.objective import Objective
@@ -155,6 +156,7 @@ class DistributedTrainerMixin(_Trainer):
             self.loss_is_scaled_for_ga = True
         if trl_trainers.is_sft(type(self)):
             self._fit_sft()
+        use_lean_handler(self.callback_handler)
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
         if self.options.islands is not None:
             settings, server = self.options.islands, self.options.server_optimizer

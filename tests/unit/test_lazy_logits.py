@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
+from hfdist.models.loss.choose import FEW_LOGITS
 from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _losses_and_gradient
 from hfdist.models.loss.lazy_logits import LogitsOperation, _DeferredLogits, cast, deferring, reduce_token_losses
 from hfdist.models.partitioning import Partitioning
@@ -21,6 +22,7 @@ from tests.unit.tiny import llama
 
 ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
 CPU = torch.device("cpu")
+WHOLE = Partitioning()
 
 
 def losses(head, use, *, dtype=None, chunk_logits=5 * VOCABULARY, loss=None):
@@ -329,7 +331,7 @@ class Subtracts(Own):
 
 
 def config(loss):
-    return compose_config([f"model.loss={loss}", "train.max_steps=100"])
+    return compose_config([f"model.loss={loss}", "train.max_steps=100", "data.sequence_length=8192"])
 
 
 def test_what_could_not_be_tried_is_taken_only_where_it_is_asked_for(caplog):
@@ -341,6 +343,24 @@ def test_what_could_not_be_tried_is_taken_only_where_it_is_asked_for(caplog):
         assert choose_loss(config("chunked"), model, Partitioning()) is not None
     said = [record for record in caplog.records if "only this width" in record.message]
     assert [record.levelno for record in said] == [logging.INFO, logging.WARNING]
+
+
+def test_few_logits_are_made_whole():
+    class Sharded(Partitioning):
+        shares = "strategy.sharding"
+
+    def has_head(*overrides, layout=WHOLE, **more):
+        rows = FEW_LOGITS // llama().config.vocab_size // 2
+        settings = [f"data.sequence_length={rows}", "train.micro_batch_size=2", "train.max_steps=100", *overrides]
+        return choose_loss(compose_config(settings), llama(), layout, **more) is not None
+
+    assert not has_head()
+    assert has_head("model.loss=chunked")
+    assert has_head("train.micro_batch_size=3")
+    assert has_head("train.eval_micro_batch_size=3")
+    assert has_head("train.precision=bf16")
+    assert has_head(layout=Sharded())
+    assert has_head(by_size=False)
 
 
 @pytest.mark.parametrize(("kind", "why"), [(Insists, "no tensor"), (Subtracts, "__sub__"), (Own, None)])

@@ -1,7 +1,9 @@
 """`zero_grad` from a list drops what torch's own would, of a copy the copy's own, and only for a while."""
 
 import copy
+import pickle
 
+import pytest
 import torch
 from torch import nn
 
@@ -35,12 +37,16 @@ def test_drops_gradients_or_makes_them_zero():
     assert "zero_grad" not in vars(model)
 
 
-def test_a_copy_drops_its_own():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_drops_its_own_and_those_that_it_gets_later(copied):
     model = with_gradients(nn.Linear(2, 3))
     with zeroing_from_list(model, list(model.parameters())):
-        other = copy.deepcopy(model)
-        other.zero_grad()
-    assert (gradients(model), gradients(other)) == ([6, 3], [None, None])
+        other = with_gradients(copied(model))
+    other.later = nn.Parameter(torch.ones(1))
+    with_gradients(other).zero_grad()
+    assert (gradients(model), gradients(other)) == ([6, 3], [None, None, None])
+    with_gradients(copied(other)).zero_grad(set_to_none=False)
+    assert gradients(other) == [None, None, None]
 
 
 def test_a_model_with_a_method_of_its_own_keeps_it():

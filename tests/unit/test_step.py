@@ -45,6 +45,11 @@ def test_without_targets_there_is_a_mean_all_the_same():
         prepared = convention().prepared(batch, convention().weight(batch))
         assert (prepared["labels"] == 0).all()
         assert prepared["input_ids"] is batch["input_ids"]
+    # The loss takes these in place of the others, and they are not moved again.
+    moved = {"labels": LABELS, "shift_labels": torch.full((2, 4), -100)}
+    for moves in (False, True):
+        own = convention(moves=moves)
+        assert (own.prepared(moved, own.weight(moved))["shift_labels"] == 0).all()
 
 
 def dealt(num_rows, micro_batch_size, data_size):

@@ -61,6 +61,8 @@ MOST_BYTES = 64 << 30
 """Largest size of all files of a source that a start reads: a minute of a disk that gives 1 GB/s."""
 _LEAST_PART_BYTES, _LEAST_PART_ROWS, _MOST_PARTS = 1 << 12, 1 << 4, 1 << 10
 _READ_BYTES = 1 << 22
+_QUICK_CHUNK = 8
+"""Files that a thread reads at a time, of small ones and of those whose hashes are kept."""
 _RECENT_NS = 2 * 10**9
 """A file that was changed so lately could be changed once more without another time of change."""
 
@@ -103,14 +105,22 @@ def read_contents(files: Sequence[DataFile], folder: Path) -> None:
         return cached_contents(file.key, folder, lambda: _hash_parts(file), changed_ns=changed_ns)
 
     read_here = [file for file in files if isinstance(file, LocalFile) or not is_in_identity(file)]
-    for file, contents in zip(read_here, thread_map(read, read_here), strict=True):
-        file.contents = contents
+    quick = [file for file in read_here if is_in_identity(file) or _kept(file.key, folder).is_file()]
+    known = set(quick)
+    slow = [file for file in read_here if file not in known]
+    for some, least_chunk in ((quick, _QUICK_CHUNK), (slow, 1)):
+        for file, contents in zip(some, thread_map(read, some, least_chunk=least_chunk), strict=True):
+            file.contents = contents
 
 
 def cached_contents(key: str, folder: Path, make: Callable[[], Contents], *, changed_ns: int) -> Contents:
     """Load hashes that are kept under `key`, or make them; those of a file that was changed just now are not kept."""
     is_old = time.time_ns() - changed_ns > _RECENT_NS
-    return cached_array(folder / "contents" / f"{key}.npy", make, keep=is_old)
+    return cached_array(_kept(key, folder), make, keep=is_old)
+
+
+def _kept(key: str, folder: Path) -> Path:
+    return folder / "contents" / f"{key}.npy"
 
 
 def _hash_parts(file: DataFile) -> Contents:

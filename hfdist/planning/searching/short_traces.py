@@ -86,7 +86,8 @@ def measure_constants(
                 tensor_degrees = {*tensor_degrees, config.strategy.tensor}
             with_whole = _of_whole(model, config, tensor_degrees, is_gpu=is_gpu)
             quantize_fake(model, config)
-        loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu")
+        # Layouts are compared with micro batches of any size.
+        loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu", by_size=False)
         shares_tokens = class_keeps_documents_apart(model) is not False
         with fake_tensors:
             measurement = _Measurement(config, model, loss_head)

@@ -148,9 +148,14 @@ def deepspeed_of(strategy: Strategy) -> AbstractContextManager[None]:
     return deepspeed_on_fake_tensors(strategy.topology)
 
 
-def find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str) -> LossHead | None:
-    """Find the loss head of the run, on fake tensors, with chunks as large as on the run's device."""
-    loss_head = choose_loss(config, model, strategy)
+def find_loss_head(
+    config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str, *, by_size: bool = True
+) -> LossHead | None:
+    """Find the loss head of the run, on fake tensors, with chunks as large as on the run's device.
+
+    The arguments are those of `choose_loss`.
+    """
+    loss_head = choose_loss(config, model, strategy, by_size=by_size)
     return None if loss_head is None else LossHead(CHUNK_LOGITS[device_type])
 
 

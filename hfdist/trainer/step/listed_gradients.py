@@ -17,18 +17,26 @@ def zeroing_from_list(model: nn.Module, parameters: Sequence[torch.Tensor]) -> I
         # DeepSpeed's engine has more to do.
         yield
         return
-    # Not a closure: a copy of the model gets a list of its own parameters.
-    model.zero_grad = partial(_zero, list(parameters))  # type: ignore[method-assign]
+    model.zero_grad = _ZeroGrad(model, list(parameters))  # type: ignore[method-assign]
     try:
         yield
     finally:
         del model.zero_grad
 
 
-def _zero(parameters: Sequence[torch.Tensor], set_to_none: bool = True) -> None:
-    """Do what `nn.Module.zero_grad` does."""
-    for parameter in parameters:
-        if set_to_none:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.detach_().zero_()
+class _ZeroGrad:
+    """Does what `nn.Module.zero_grad` does."""
+
+    def __init__(self, model: nn.Module, parameters: list[torch.Tensor]) -> None:
+        self._model, self._parameters = model, parameters
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of the model keeps this attribute for good, and may get other parameters.
+        return partial, (nn.Module.zero_grad, self._model)

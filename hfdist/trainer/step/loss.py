@@ -24,6 +24,8 @@ from hfdist.trainer.training import Training
 
 NUM_ROWS = "hfdist_num_rows"
 """The key under which a batch without labels says how many of its rows count."""
+_SHIFTED = "shift_labels"
+"""The key of labels that a batch brings moved by one position already; a loss takes them in place of the others."""
 
 
 def num_input_tokens(batch: object) -> int:
@@ -64,7 +66,7 @@ class Convention:
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Count the targets; without labels, the rows."""
-        labels = batch.get("shift_labels")
+        labels = batch.get(_SHIFTED)
         if labels is None:
             labels = self.labels(batch)
             if labels is None:
@@ -79,10 +81,10 @@ class Convention:
         A batch without targets gets arbitrary ones: their mean is finite, and is multiplied by 0.
         """
         changed = {}
-        for name in self.label_names:
+        for name in (*self.label_names, _SHIFTED):
             labels = batch.get(name)
             if isinstance(labels, torch.Tensor):
-                if self.moves and labels.ndim > 1:
+                if self.moves and labels.ndim > 1 and name != _SHIFTED:
                     labels = torch.cat([labels[:, 1:], ignored_like(labels[:, :1])], 1)
                 changed[name] = labels.masked_fill(weight == 0, 0)
         return {name: value for name, value in {**batch, **changed}.items() if name != NUM_ROWS}

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from hfdist.data import cache as array_cache
+from hfdist.data.storage import identity
 from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.files import LocalFile
 from hfdist.data.storage.find import find_files
 from hfdist.data.storage.network import Network, Retries
 from hfdist.data.threads import thread_map
@@ -251,6 +253,26 @@ def test_an_error_does_not_wait_for_what_nobody_takes_any_more():
         list(thread_map(fail_at_once, range(5000)))
 
     assert len(called) < 1000
+
+
+def test_small_files_and_those_with_kept_hashes_take_few_threads(tmp_path, monkeypatch):
+    begun, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: begun.append(thread) or start(thread))
+    # Hashes of what was changed just now are not kept.
+    monkeypatch.setattr(identity, "_RECENT_NS", -1)
+    paths = [tmp_path / f"{number}" for number in range(24)]
+    for number, path in enumerate(paths):
+        path.write_bytes(b"x" * (2 * identity.SAMPLE_BYTES + number % 2))
+
+    def read():
+        begun.clear()
+        files = [LocalFile(path, path.name) for path in paths]
+        identity.read_contents(files, tmp_path / "cache")
+        return [file.contents.tolist() for file in files]
+
+    first = read()
+    assert read() == first
+    assert len(begun) <= 3
 
 
 class Small:
