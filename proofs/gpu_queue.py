@@ -129,6 +129,8 @@ LINES = (
     Line("memory beside the plan, activation checkpointing", 120, (*LARGE, "train.gradient_checkpointing=true")),
     Line("memory beside the plan, activation offload", 120,
          (*LARGE, "train.gradient_checkpointing=true", "train.activation_offload=true")),
+    # A plan knows no evaluation: where that holds more than a step, the ratio is under 1.
+    Line("memory beside the plan, evaluation without logits", 120, (*LARGE, "train.eval_every=4")),
     *(Line(name, 150, (), measure=_contend) for name in ("HF Trainer", "HF Trainer, liger", "hfdist")),
 )  # fmt: skip
 """The most valuable first. A later one has its place here, and nowhere else."""

@@ -331,7 +331,7 @@ def add_adapter(
 
 
 def compute_by_factors(model: PreTrainedModel) -> None:
-    """Let LoRA of stacked experts cost no more than LoRA does, in place: see `expert_factors.use_factors`."""
+    """Let LoRA cost no more than its factors do, in place: see `expert_factors.use_factors`."""
     # With PEFT, which takes a second.
     from hfdist.models.expert_factors import use_factors
 

@@ -1,7 +1,8 @@
-"""LoRA of stacked experts by its factors: two narrow grouped products, in place of PEFT's sum of each whole stack.
+"""LoRA by its factors and in few tensors: of stacked experts, of single matrices, of linear layers.
 
-PEFT adds B A to all matrices of a stack in each forward, and its backward makes the gradient of the whole stack. The
-layers stay PEFT's own: their weights, names, merging and files do not change.
+PEFT adds B A to all matrices of a stack in each forward, and its backward makes the gradient of the whole stack: here
+are two narrow grouped products. Of a linear layer, PEFT makes a tensor as large as its output to scale it. The layers
+stay PEFT's own: their weights, names, merging and files do not change.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import Linear, ParamWrapper
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ from hfdist.models.stacked_experts import DEFAULT, NAME, Factors, is_stacked, kn
 
 
 def use_factors(model: PreTrainedModel) -> None:
-    """Let LoRA of stacked experts and of single matrices compute by factors, wherever PEFT would add up weights.
+    """Let LoRA of stacked experts and of single matrices compute by factors, and that of linear layers make less.
 
     In place; a model without such layers stays as it is, and so do experts that run by another implementation than
     transformers' default or ours, and routers, which are small.
@@ -28,9 +29,11 @@ def use_factors(model: PreTrainedModel) -> None:
     """
     has_stacks = False
     for layer in model.modules():
+        # Classes of the same state: PEFT goes on to know the layers for its own.
+        if type(layer) is Linear:
+            layer.__class__ = _AddingLinear
         if not isinstance(layer, ParamWrapper):
             continue
-        # Classes of the same state: PEFT goes on to know the layers for its own.
         if type(layer.get_base_layer()) is nn.Linear:
             layer.__class__ = _FactoredLinear
         elif is_stacked(layer.get_base_layer()):
@@ -77,4 +80,20 @@ class _FactoredLinear(_Factored):
     def _add(self, factors: Factors, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         product = self.base_layer(x, *args, **kwargs)
         narrow = functional.linear(x.to(factors.inner.dtype), factors.inner[0])
-        return product + (factors.scale * functional.linear(narrow, factors.outer[0])).to(product.dtype)
+        added = functional.linear(narrow, factors.outer[0]).to(product.dtype)
+        return torch.add(product, added, alpha=factors.scale)
+
+
+class _AddingLinear(Linear):
+    """PEFT's layer, which scales what LoRA gives while it adds it."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        is_plain = len(names) == 1 and names[0] not in self.lora_variant and not (args or kwargs)
+        if not is_plain or self.disable_adapters or self.merged:
+            return super().forward(x, *args, **kwargs)
+        (name,) = names
+        product = self.base_layer(x)
+        inner = cast(nn.Linear, self.lora_A[name])
+        narrow = inner(self.lora_dropout[name](x.to(inner.weight.dtype)))
+        return torch.add(product, self.lora_B[name](narrow), alpha=self.scaling[name]).to(product.dtype)

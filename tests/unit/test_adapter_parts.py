@@ -15,6 +15,8 @@ from hfdist.models.build import try_adapter
 from hfdist.models.expert_factors import use_factors
 from hfdist.models.experts import num_experts
 from hfdist.models.quantize import packed_shapes
+from hfdist.planning.tracing.trace import Trace
+from hfdist.strategies.traffic import Phase
 from tests.marks import many
 from tests.unit.test_adapter import build, compose, logits, save_adapter, shake
 from tests.zoo.models import SAMPLE, TYPES, make_model, tiny_batch, tiny_config, tiny_model
@@ -90,6 +92,19 @@ def test_factors_give_what_peft_does(model_type):
     assert own_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(own_gradients[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("by_factors", [True, False])
+def test_a_linear_layer_scales_its_lora_while_it_adds_it(by_factors):
+    model = with_lora(tiny_model("llama", 1), [AdapterPart.mlp])
+    layer = model.model.layers[0].mlp.up_proj
+    if by_factors:
+        use_factors(model)
+    x = torch.randn(3, layer.in_features)
+    with Trace() as trace:
+        product = layer(x)
+    # To add two tensors into a third; PEFT's own first reads one and writes it anew.
+    assert trace.costs(Phase.forward).moved_bytes / product.nbytes == (3 if by_factors else 5)
 
 
 @pytest.mark.parametrize("by_factors", [True, False])
