@@ -133,8 +133,8 @@ docs: $(READY)  ## Write the pages that are made from the code, build the site o
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@echo $(BIN)/mypy beside $(BIN)/lint-imports; $(BIN)/lint-imports & imports=$$!; $(BIN)/mypy; typed=$$?; \
+	  wait $$imports && exit $$typed
 
 format: $(READY)  ## Format and fix what can be fixed.
 	$(BIN)/ruff check --fix .

@@ -21,7 +21,7 @@ gc.disable()
 
 import torch  # noqa: E402
 
-from tests.quick_composition import quick_composition  # noqa: E402
+from tests.quick_composition import leave_stack, quick_composition  # noqa: E402
 
 pytest_plugins = ("tests.cpu_seconds",)
 
@@ -41,6 +41,7 @@ def pytest_collection_finish():
 def quickly_composed(request):
     """Files of config groups are merged once a session, but in modules that say `COMPOSES_WHOLE`."""
     with pytest.MonkeyPatch.context() as patch:
+        leave_stack(patch)
         if not getattr(request.module, "COMPOSES_WHOLE", False):
             quick_composition(patch)
         yield

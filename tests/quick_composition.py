@@ -63,6 +63,10 @@ def quick_composition(patch: pytest.MonkeyPatch) -> None:
     """Put single keys into a copy of what Hydra has merged, by Hydra's own function, as long as `patch` lasts."""
     patch.setattr(compose, "compose_untyped", _quick)
     patch.setattr(defaults_list, "_create_interpolation_map", _map_choices_if_asked)
-    # Whose name is the class's, too. It looks for the module of each frame of pytest's stack, for a path that is None.
+
+
+def leave_stack(patch: pytest.MonkeyPatch) -> None:
+    """Let Hydra not look for the module of each frame of pytest's stack, of which it asks for a path that is None."""
+    # By its name: the package has a class of the same name.
     module = importlib.import_module("hydra.initialize")
     patch.setattr(module, "detect_calling_file_or_module_from_stack_frame", lambda depth: ("", None))
