@@ -122,10 +122,10 @@ def saves_section(costs: runs.BySaves) -> Described:
     ranks = list(next(iter(costs.values())))
     text = (
         "The plan of a save of a Llama of 405 billion parameters with Adam's moments, on one rank of many: the one "
-        "that is asked about most tensors. The other ranks are faked by the messages that they would send, so this is all "
-        "that a rank computes, without the transport. Peak: of Python's objects. Hashes told: a rank hears that all "
-        "have written. The manifest is that of rank 0, in its thread. The last column is the fitted exponent; linear "
-        "is 1.\n\n" + markdown(["layout", "what", *(f"{n:,} ranks" for n in ranks), "exponent"], rows)
+        "that is asked about most tensors. The other ranks are faked by the messages that they would send, so this is "
+        "all that a rank computes, without the transport. Peak: of Python's objects. Hashes told: a rank hears that "
+        "all have written. The manifest is that of rank 0, in its thread. The last column is the fitted exponent; "
+        "linear is 1.\n\n" + markdown(["layout", "what", *(f"{n:,} ranks" for n in ranks), "exponent"], rows)
     )
     return text, measures
 

@@ -7,12 +7,14 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from hfdist.atomic_write import sync
 from hfdist.checkpoint.manifest import (
+    HASHES_STEM,
     NO_MANIFEST,
     DamagedError,
     Manifest,
@@ -21,6 +23,7 @@ from hfdist.checkpoint.manifest import (
     read_hashes,
     read_manifest,
 )
+from hfdist.checkpoint.random_state import RANDOM_STEM
 from hfdist.checkpoint.read import check_readable, read_state
 from hfdist.checkpoint.regions import balance_by_bytes
 from hfdist.checkpoint.save_plan import TRAINING_STATE
@@ -97,9 +100,10 @@ def remove_unfinished(folder: Path) -> None:
             _remove(path)
 
 
-def sync_tree(folder: Path) -> None:
-    """`sync` for everything in a folder, files first and the folder last."""
-    paths = [folder, *folder.rglob("*")]
+def sync_tree(folder: Path, leave_out: Collection[str] = ()) -> None:
+    """`sync` for everything in a folder but some files, files first and the folder last."""
+    left_out = {folder / name for name in leave_out}
+    paths = [folder, *(path for path in folder.rglob("*") if path not in left_out)]
     # In threads: a file system's journal takes many small files at once as fast as one.
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
         list(pool.map(sync, [path for path in paths if path.is_file()]))
@@ -124,7 +128,10 @@ def commit(unfinished: Path, final: Path, *, is_whole: bool = True) -> None:
             found=f"{error.what}: {error.found}",
             hint="the checkpoints before it stay, and the same command goes on from the newest",
         ) from error
-    sync_tree(unfinished)
+    # Not what ranks have written and synced, thousands of files: shared ones, and two of each rank.
+    listed = {part.file for part in manifest.parts}
+    of_ranks = (RANDOM_STEM, HASHES_STEM)
+    sync_tree(unfinished, [name for name in manifest.files if name not in listed or name.startswith(of_ranks)])
     replaced = None
     if os.path.lexists(final):
         replaced = final.with_name(f"{final.name}.hfdist-replaced-{secrets.token_hex(4)}")

@@ -27,7 +27,7 @@ FORMAT = 3
 """Version of the folder's layout. `format` stays in all of them."""
 FORMATS = (2, FORMAT)
 """Formats that can be read. In format 2 the manifest itself holds the hashes of all parts."""
-_HASHES_STEM = "training_state/hashes-"
+HASHES_STEM = "training_state/hashes-"
 
 _MAX_JSON_BYTES = 64 * 2**20
 """Most bytes of a JSON file, written or read: nobody's file takes more memory than that."""
@@ -98,7 +98,7 @@ class Manifest:
     @property
     def files_of_hashes(self) -> list[Part]:
         """These files, in order of the ranks that wrote them."""
-        return sorted(part for part in self.parts if part.file.startswith(_HASHES_STEM))
+        return sorted(part for part in self.parts if part.file.startswith(HASHES_STEM))
 
     def write(self, folder: Path) -> None:
         """Write the manifest into `folder`, whose other files are whole. Each of its own parts is a whole file."""
@@ -169,7 +169,7 @@ def _end(parts: list[Part]) -> int:
 
 def write_hashes(folder: Path, of_rank: int, parts: Iterable[Part]) -> Part:
     """Write the hashes of what a rank has written, see that they can be read, and give the file as a part."""
-    name = f"{_HASHES_STEM}{of_rank:05d}.json"
+    name = f"{HASHES_STEM}{of_rank:05d}.json"
     by_file = {
         file: [[part.begin, part.num_bytes, part.xxh128] for part in of_file]
         for file, of_file in groupby(sorted(parts), key=lambda part: part.file)

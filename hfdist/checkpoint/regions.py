@@ -100,7 +100,10 @@ class Column(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What one rank writes at once: whole rows, put together from columns. If it is one column, it has one row."""
+    """Whole rows, put together from columns: what the same ranks hold, or a part that one of them writes at once.
+
+    If it is one column, it has one row.
+    """
 
     region: Region
     columns: tuple[Column, ...]

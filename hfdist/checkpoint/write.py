@@ -102,7 +102,7 @@ def write_folder(
         joined = join_columns(plan.transfers, given, between)
         elements = [joined[n] if item.source is None else given[item.source] for n, item in enumerate(plan.items)]
         with _room_for(num_bytes, parent):
-            return _write_own(unfinished, contents, elements)
+            return _write_own(unfinished, contents, elements, _laid_out(plan, memories))
 
     begun = on_all_ranks(begin, group)
     # Free before any rank had made a file.
@@ -146,15 +146,26 @@ def _lay_out(unfinished: Path, contents: Contents, memories: Memories) -> list[P
             write_json(unfinished / INDEX_FILE, json.dumps(plan.index, indent=2, sort_keys=True) + "\n")
         # Beside them others lay out those of the plan.
         small = [hash_file(unfinished, name) for name in list_files(unfinished) if name not in plan.files]
-    makers = memories.ranks(memories.own)
-    for name, file in list(plan.files.items())[makers.index(rank()) :: len(makers)]:
-        safetensors_io.create(unfinished / name, file, is_sparse=memories.count > 1)
+    for name in _laid_out(plan, memories):
+        safetensors_io.create(unfinished / name, plan.files[name], is_sparse=memories.count > 1)
     return small
 
 
-def _write_own(unfinished: Path, contents: Contents, elements: list[torch.Tensor]) -> list[Part]:
+def _laid_out(plan: SavePlan, memories: Memories) -> list[str]:
+    """List the files that this rank makes."""
+    makers = memories.ranks(memories.own)
+    return list(plan.files)[makers.index(rank()) :: len(makers)]
+
+
+def _write_own(
+    unfinished: Path, contents: Contents, elements: list[torch.Tensor], laid_out: Iterable[str]
+) -> list[Part]:
     """Write this rank's share; give the hashes of the files that it alone has written, that of its hashes last."""
     parts = _write_shard(unfinished, contents.plan.items, elements)
+    # Afterwards: meanwhile the disk has had something to do. What this rank has only laid out has its headers.
+    for file in dict.fromkeys([*(part.file for part in parts), *laid_out]):
+        with _named(unfinished / file):
+            sync(unfinished / file)
     if contents.random_state is None:
         return []
     if rank() == 0:
@@ -210,7 +221,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def _write_shard(folder: Path, items: Sequence[WriteItem], elements: Sequence[torch.Tensor]) -> list[Part]:
-    """Write elements to their places in files that are laid out, make them survive a power cut, and give their hashes.
+    """Write elements to their places in files that are laid out, and give their hashes.
 
     It is a `NumericsError` if an element of a trained parameter or of its state is not finite.
     """
@@ -219,10 +230,6 @@ def _write_shard(folder: Path, items: Sequence[WriteItem], elements: Sequence[to
     for file, runs in groupby(_runs(zip(items, elements, strict=True)), key=lambda run: run[0][0].file):
         with _named(folder / file), (folder / file).open("rb+", buffering=0) as opened:
             parts += [_write_run(opened.fileno(), run) for run in runs]
-    # Afterwards: meanwhile the disk has had something to do.
-    for file in dict.fromkeys(part.file for part in parts):
-        with _named(folder / file):
-            sync(folder / file)
     return parts
 
 

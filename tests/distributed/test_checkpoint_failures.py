@@ -4,6 +4,7 @@ Saves in the background do not meet the collectives of the training, and their f
 """
 
 import errno
+import json
 import os
 import random
 import time
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from hfdist.checkpoint import Keep, Saver, find_newest, prune, read_checkpoint, restore_random_state, verify
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
-from hfdist.collectives import gather_json, on_all_ranks
+from hfdist.collectives import exchange_json, gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.testing import run_ranks
@@ -181,17 +182,46 @@ def test_every_rank_has_its_own_random_state(tmp_path):
 
 def exchange(sizes):
     value = {"rank": dist.get_rank(), "text": "ä" * sizes[dist.get_rank()]}
-    found = gather_json(value), on_all_ranks(dist.get_rank)
     with pytest.raises((TypeError, CheckpointError), match="not JSON serializable"):
         on_all_ranks(lambda: None if dist.get_rank() else torch.zeros(1))
-    return found
+    # Each rank has something else for each other one, and nothing for the next.
+    own = dist.get_rank()
+    sent = [[] if other == (own + 1) % 3 else [own, other, "ö" * sizes[other]] for other in range(3)]
+    of_rank_zero = on_rank_zero(lambda: [own, "ü" * sizes[1]])
+    return gather_json(value), on_all_ranks(dist.get_rank), exchange_json(sent), of_rank_zero
 
 
 def test_values_of_any_length_are_exchanged_and_one_that_is_no_json_fails_on_all_ranks():
     sizes = [0, 70_000, 3]
-    for gathered, ranks in run_ranks(exchange, 3, sizes, timeout_seconds=60):
+    for own, (gathered, ranks, swapped, of_rank_zero) in enumerate(run_ranks(exchange, 3, sizes, timeout_seconds=60)):
         assert [value["rank"] for value in gathered] == ranks == [0, 1, 2]
         assert [len(value["text"]) for value in gathered] == sizes
+        expected = [[] if own == (other + 1) % 3 else [other, own, "ö" * sizes[own]] for other in range(3)]
+        assert swapped == expected
+        assert of_rank_zero == [0, "ü" * sizes[1]]
+
+
+def numbered(steps):
+    """Parameters that all ranks hold, each stepped its own number of times."""
+    for name, step in steps.items():
+        yield Piece(name=name, key=WEIGHT, shape=(2,), start=0, view=torch.ones(2))
+        yield Piece(name=name, key=STEP, shape=(), start=0, view=torch.tensor(float(step)))
+
+
+def save_numbers(folder):
+    # `b` only the last rank has stepped.
+    own = {"a": 3} | ({"b": 5} if dist.get_rank() == 2 else {})
+    save(folder, 1, list(numbered(own)))
+    with pytest.raises(CheckpointError, match="the ranks disagree about how often") as caught:
+        save(folder, 2, list(numbered({"a": 3, "b": 5 + dist.get_rank() // 2})))
+    return caught.value.where, caught.value.found
+
+
+def test_step_counts_are_of_all_ranks_and_a_disagreement_is_named(tmp_path):
+    assert run_ranks(save_numbers, 3, tmp_path) == [("b", "5 and 6")] * 3
+    state = json.loads((tmp_path / "step-00000001" / "training_state" / "state.json").read_text())
+    assert state["steps"] == {"a": 3, "b": 5}
+    assert os.listdir(tmp_path) == ["step-00000001"]
 
 
 # ---- in the background ----
