@@ -109,6 +109,7 @@ plan: $(READY)  ## Plan runs, train them, and write what was predicted and measu
 	$(BIN)/python -m proofs.plan_memory docs/plan.md
 	$(BIN)/python -m proofs.plan_time docs/plan.md
 	$(BIN)/python -m proofs.plan_search docs/plan.md
+	$(BIN)/python -m proofs.public_runs docs/plan.md
 	$(BIN)/python -m proofs.experiment_plans docs/experiments.md
 
 mutations: $(READY)  ## Plant 40 mistakes into a copy, one at a time, and see that a test catches each (15 minutes).

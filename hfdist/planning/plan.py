@@ -28,7 +28,7 @@ class Plan:
     ideal_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of a step by component, without factors: see `StepParts`."""
     is_traced: bool = True
-    """Whether memory and operations are those of a trace; otherwise of formulas, as those that rank layouts."""
+    """Whether memory and operations are those of a trace; otherwise of the formulas of a search."""
     timed_runs: int = 0
     """Past runs on such hardware whose steps correct the time."""
     adapter: str = ""
