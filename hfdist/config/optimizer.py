@@ -93,6 +93,8 @@ class OptimizerChange:
     eps: float | None = limited(None, above=0)
 
 
+PRETRAINING_RATE = 3e-4
+"""Peak learning rate of a model that begins with random weights."""
 CHANGEABLE = tuple(one.name for one in fields(OptimizerChange) if one.name != "step")
 """Keys whose values may change while a model is trained."""
 
@@ -107,7 +109,7 @@ class OptimizerConfig:
     """In place of name: what an installed package offers, by its entry point in hfdist.optimizers."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further settings of the optimizer's class, such as {momentum: 0.9} of sgd."""
-    lr: float | None = limited(3e-4, above=0)
+    lr: float | None = limited(PRETRAINING_RATE, above=0)
     """Peak learning rate; null: by the task and the adapter.
 
     None: by what is trained, until the config is complete.

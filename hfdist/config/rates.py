@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hfdist.config.model import Init
-from hfdist.config.optimizer import OptimizerConfig
+from hfdist.config.optimizer import PRETRAINING_RATE
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
 
@@ -20,9 +20,9 @@ def default_learning_rate(config: RunConfig) -> float:
 
 
 def explain_learning_rate(config: RunConfig) -> str:
-    """Say where the default rate comes from; empty: the run has another rate."""
-    is_pretraining = config.optimizer.lr == OptimizerConfig.lr and config.model.init is Init.pretrained
-    if is_pretraining and config.task.name is TaskName.causal_lm and not config.adapter.is_used:
+    """Say where the default rate comes from, or that the rate is one for pretraining; empty: it is neither."""
+    has_high_rate = config.optimizer.lr == PRETRAINING_RATE and config.model.init is Init.pretrained
+    if has_high_rate and config.task.name is TaskName.causal_lm and not config.adapter.is_used:
         return " (a rate for pretraining; a lower one forgets less of what the model knows: Ibrahim et al., 2024)"
     if config.optimizer.lr != default_learning_rate(config):
         return ""

@@ -25,7 +25,8 @@ from hfdist.records.run_folder import RunFolder
 AUTO = "auto"
 _PROCESSES = Limit(
     f"a whole number >= 1, or {AUTO} (one for each GPU of this machine)",
-    lambda value: value == AUTO or (value.isdecimal() and int(value) >= 1),
+    # Python refuses to read a number of thousands of digits.
+    lambda value: value == AUTO or (value.isdecimal() and len(value) < 10 and int(value) >= 1),
 )
 _CURRENCY = Limit("a name, such as EUR", lambda value: bool(value.strip()))
 # Kept here, since asking transformers imports torch.
@@ -34,7 +35,7 @@ TRACKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {name: (name,) for name in _SAME_NAME.split()}
     | {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
 )
-"""Those that transformers knows, with their packages, of which one must be installed."""
+"""Trackers that transformers knows, each with its packages, of which one must be installed."""
 
 
 @dataclass(kw_only=True)
@@ -57,9 +58,9 @@ class RunSection:
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    """`launch.*`: the processes that a recipe starts by itself.
+    """`launch.*`: the processes that a recipe starts by itself on this machine.
 
-    On this machine. Under `accelerate launch` and torchrun, which start the processes, it has no effect.
+    It has no effect under `accelerate launch` and torchrun, which start the processes.
     """
 
     processes: str = field(default="1", metadata={LIMIT: _PROCESSES})
@@ -96,7 +97,7 @@ class EvaluateConfig:
     at_start: bool | None = None
     """Whether the run evaluates before the first step, too; null: if the model is trained already.
 
-    None until the config is complete.
+    A complete config has true or false.
     """
     prompts: list[str] = field(default_factory=list)
     """Texts that the model continues greedily at each evaluation, into samples.jsonl."""
@@ -158,7 +159,7 @@ class CheckpointConfig:
     until this run has checkpoints of its own.
     """
     allow_changes: bool = False
-    """Whether a run goes on though keys or data files have changed that change the training: batch, ..."""
+    """Whether a run goes on though keys or data files have changed that change the training, such as the batch size."""
 
 
 @dataclass(kw_only=True)

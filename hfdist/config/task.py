@@ -10,11 +10,7 @@ from hfdist.config.ranges import limited
 
 
 class PreferenceLoss(Enum):
-    """How preferences become a loss.
-
-    Of `dpo`: `sigmoid`, `robust`, `hinge`, `ipo`, `apo_zero`, `apo_down`; of `kto`: `kto`, `apo_zero_unpaired`; of
-    `reward`: `sigmoid`.
-    """
+    """How preferences become a loss; `Traits.losses` says which task has which."""
 
     sigmoid = "sigmoid"
     robust = "robust"
@@ -67,7 +63,7 @@ class Traits:
     has_reference: bool = False
     """Whether its rows are compared with the model that it begins with."""
     is_planned: bool = False
-    """Whether a plan tells all of a run's memory and time: it knows no rollouts, and models of next tokens only."""
+    """Whether a plan covers a whole run: plans leave out rollouts, and know only models that give tokens."""
     is_reinforcement: bool = False
     """Whether the model answers prompts, and learns from the rewards."""
     scores: bool = False
@@ -149,7 +145,7 @@ class TaskConfig:
     name: TaskName = TaskName.causal_lm
     """What is learned: causal_lm | dpo | kto | reward | grpo | rloo."""
     loss: PreferenceLoss = PreferenceLoss.sigmoid
-    """dpo: sigmoid | robust | hinge | ipo | apo_zero | apo_down; kto: kto | apo_zero_unpaired."""
+    """dpo: sigmoid | robust | hinge | ipo | apo_zero | apo_down; kto: kto | apo_zero_unpaired; reward: sigmoid."""
     beta: float = limited(0.1, at_least=0)
     """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all."""
     label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
@@ -164,13 +160,13 @@ class TaskConfig:
     A forward has so many rows for each.
     """
     max_new_tokens: int = limited(256, at_least=1)
-    """Most tokens of an answer."""
+    """grpo, rloo: most tokens of an answer."""
     temperature: float = limited(1.0, above=0)
-    """Temperature of the distribution that answers are drawn from."""
+    """grpo, rloo: temperature of the distribution that answers are drawn from."""
     top_k: int | None = limited(None, at_least=1)
-    """Number of the likeliest tokens that an answer is drawn from; null: all."""
+    """grpo, rloo: number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
-    """Probability that the likeliest tokens, from which an answer is drawn, reach together."""
+    """grpo, rloo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, reward_model, or of installed packages.
 
@@ -181,7 +177,7 @@ class TaskConfig:
     scale_rewards: bool = True
     """grpo: whether advantages are divided by the standard deviation of a prompt's rewards."""
     clip: float = limited(0.2, above=0)
-    """How far the ratio of new to old probabilities may move a loss."""
+    """grpo, rloo: how far the ratio of new to old probabilities may move a loss."""
     generators: int = limited(0, at_least=0)
     """grpo, rloo: processes beside the ranks that answer prompts; 0: the ranks, within the step."""
     max_staleness: int = limited(1, at_least=0)

@@ -1,4 +1,4 @@
-"""What every meter of energy offers."""
+"""The interface of meters of energy, and where a figure comes from."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Meter(ABC):
     """Counts energy in joules, from the moment when it is made."""
 
     source: ClassVar[Source]
+    """Where its figures come from."""
     sample_seconds: ClassVar[float | None] = None
     """How often `joules` must be called at least; None: it does not matter."""
 

@@ -102,7 +102,13 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
     except ConfigError as error:
         logger.info("no plan: %s", first_line(error))
         return None
-    return OwnPlan(partial(_make_own, config, asked, hardware, topology.world_size, architecture), forks=not has_gpu)
+    make = partial(_make_own, config, asked, hardware, topology.world_size, architecture)
+    try:
+        return OwnPlan(make, forks=not has_gpu)
+    except OSError as error:
+        # As where a user may have no more processes: a run goes on without its plan.
+        logger.warning("no plan: %s", error.strerror)
+        return None
 
 
 def _make_own(
@@ -162,15 +168,17 @@ def _fork(make: Callable[[], Made], connection: Connection) -> int:
     # Some libraries warn of a fork after they have started threads, which do nothing here.
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _answer(make, connection)
-        finally:
-            # Without what belongs to its parent.
-            os._exit(0)
-    if before is None:
-        del os.environ["TOKENIZERS_PARALLELISM"]
+    try:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _answer(make, connection)
+            finally:
+                # Without what belongs to its parent.
+                os._exit(0)
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
     return pid
 
 

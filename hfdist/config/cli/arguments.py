@@ -59,7 +59,7 @@ def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: 
             raise _misread(argument, following, keys)
         if values.setdefault(name, value) != value:
             found = f"{name}={values[name]} and {name}={value}"
-            raise ConfigError("this is given twice", where=COMMAND_LINE, found=found, hint=f"{name}={value}")
+            raise ConfigError("this is given twice", where=COMMAND_LINE, found=found, allowed="one value")
     return values
 
 

@@ -1,4 +1,4 @@
-"""A folder of its own for a run without a name: the same command goes on in it, and another one gets the next."""
+"""Names of runs that were given none: the same command goes on in its folder, another one gets the next free one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ _NAMES = ("run.name", "run.dir")
 _RESULTS = (IN_RUN.checkpoints / "step-*", IN_RUN.model, IN_RUN.adapter)
 """What makes a folder that of a run, by pattern."""
 _PATHS = "data.*sources.*.path"
-"""Keys of data: nothing but a checkpoint tells whether those of another path are the same."""
-_SHOWN_CHANGES, _SHOWN_CHARACTERS = 3, 120
+"""Keys of data paths: only a checkpoint knows whether other files hold the same."""
+_MOST_CHANGES = 3
+"""Changes that the message shows."""
+_MOST_CHARACTERS = 120
+"""Characters of each of them."""
 _MOST_FOLDERS = 20
-"""Each is composed, which takes half a second."""
+"""Folders that are looked at: the config of each is composed, which takes half a second."""
 
 
 def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
-    """Choose the folder of a run without a name: that in which it began, else the first free one; and say which.
+    """Choose the folder of a run without a name: that in which it began, else the first free one, which is said.
 
     Args:
         config: of the run that is to start.
@@ -73,4 +76,4 @@ def _describe(changes: Sequence[Change] | None) -> str:
     if changes is None:
         return "its config cannot be read"
     texts = [str(change) for change in changes if _makes_another_run(change)]
-    return "; ".join(printable(text, _SHOWN_CHARACTERS) for text in texts[:_SHOWN_CHANGES])
+    return "; ".join(printable(text, _MOST_CHARACTERS) for text in texts[:_MOST_CHANGES])

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.records.trials import Trial
@@ -16,6 +16,8 @@ from hfdist.tools.sweep.space import Dimension, Space, as_text
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial
     from optuna.trial import Trial as OptunaTrial
 
@@ -36,7 +38,7 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
     # Imported here: only a sweep that chooses needs it.
     import optuna
 
-    # With the sweep's own seed, a sampler would draw the same values again after each restart.
+    # Of the number, too: each trial has a new sampler, which would draw the same values with the sweep's own seed.
     digest = hashlib.blake2b(f"{config.seed} {number}".encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
     sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
@@ -47,12 +49,12 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
             sampler = optuna.samplers.TPESampler(
                 seed=seed, n_startup_trials=starts, multivariate=False, constant_liar=True
             )
-    study = make_study(config, space, trials, sampler=sampler)
+    study = _make_study(config, space, trials, sampler=sampler)
     asked = study.ask()
     values: dict[str, object] = {}
-    for one in space.dimensions:
-        if one.holds(values):
-            values[one.key] = _suggest(asked, one)
+    for dimension in space.dimensions:
+        if dimension.holds(values):
+            values[dimension.key] = _suggest(asked, dimension)
     return values
 
 
@@ -65,7 +67,7 @@ def write_study(config: SweepConfig, space: Space, trials: Sequence[Trial], path
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.unlink(missing_ok=True)
     storage = JournalStorage(JournalFileBackend(str(unfinished)))
-    make_study(config, space, trials, storage=storage, study_name=path.parent.name)
+    _make_study(config, space, trials, storage=storage, name=path.parent.name)
     unfinished.replace(path)
 
 
@@ -80,16 +82,24 @@ def importances(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> d
     if len(done) < _LEAST_FOR_IMPORTANCE or len(keys) < 2:
         return {}
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-    shares = optuna.importance.get_param_importances(make_study(config, space, done), evaluator=evaluator, params=keys)
+    shares = optuna.importance.get_param_importances(_make_study(config, space, done), evaluator=evaluator, params=keys)
     return {key: float(share) for key, share in shares.items()}
 
 
-def make_study(config: SweepConfig, space: Space, trials: Sequence[Trial], **options: Any) -> Study:
+def _make_study(
+    config: SweepConfig,
+    space: Space,
+    trials: Sequence[Trial],
+    *,
+    sampler: BaseSampler | None = None,
+    storage: BaseStorage | None = None,
+    name: str | None = None,
+) -> Study:
     """Give an Optuna study of the trials."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(direction=config.direction.value, **options)
+    study = optuna.create_study(direction=config.direction.value, sampler=sampler, storage=storage, study_name=name)
     for trial in trials:
         study.add_trial(_as_optuna(config, space, trial))
     return study
@@ -110,30 +120,31 @@ def _as_optuna(config: SweepConfig, space: Space, trial: Trial) -> FrozenTrial:
         state=state,
         value=last if state is optuna.trial.TrialState.COMPLETE else None,
         params={
-            key: as_text(trial.values[key]) if one.choices else trial.values[key] for key, one in dimensions.items()
+            key: as_text(trial.values[key]) if dimension.choices else trial.values[key]
+            for key, dimension in dimensions.items()
         },
-        distributions={key: _distribution(one) for key, one in dimensions.items()},
+        distributions={key: _distribution(dimension) for key, dimension in dimensions.items()},
         intermediate_values=values,
     )
 
 
-def _distribution(one: Dimension) -> BaseDistribution:
+def _distribution(dimension: Dimension) -> BaseDistribution:
     from optuna import distributions
 
-    if one.choices:
+    if dimension.choices:
         # As text: a choice may be a list, which Optuna does not take.
-        return distributions.CategoricalDistribution([as_text(choice) for choice in one.choices])
-    if one.is_whole:
-        return distributions.IntDistribution(int(one.low), int(one.high), log=one.is_log)
-    return distributions.FloatDistribution(one.low, one.high, log=one.is_log)
+        return distributions.CategoricalDistribution(dimension.texts)
+    if dimension.is_whole:
+        return distributions.IntDistribution(int(dimension.low), int(dimension.high), log=dimension.is_log)
+    return distributions.FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)
 
 
-def _suggest(asked: OptunaTrial, one: Dimension) -> object:
-    if one.choices:
-        texts = [as_text(choice) for choice in one.choices]
-        return one.choices[texts.index(asked.suggest_categorical(one.key, texts))]
-    if one.is_whole:
-        return asked.suggest_int(one.key, int(one.low), int(one.high), log=one.is_log)
-    value = float(f"{asked.suggest_float(one.key, one.low, one.high, log=one.is_log):.6g}")
+def _suggest(asked: OptunaTrial, dimension: Dimension) -> object:
+    if dimension.choices:
+        chosen = asked.suggest_categorical(dimension.key, dimension.texts)
+        return dimension.choices[dimension.texts.index(chosen)]
+    if dimension.is_whole:
+        return asked.suggest_int(dimension.key, int(dimension.low), int(dimension.high), log=dimension.is_log)
+    value = float(f"{asked.suggest_float(dimension.key, dimension.low, dimension.high, log=dimension.is_log):.6g}")
     # Rounded, as it will be written.
-    return min(max(value, one.low), one.high)
+    return min(max(value, dimension.low), dimension.high)

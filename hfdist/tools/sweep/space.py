@@ -40,6 +40,11 @@ class Dimension:
     condition: tuple[str, str] | None = None
     """Another key and the value that it must have, so that a trial has this one; None: all trials have it."""
 
+    @property
+    def texts(self) -> list[str]:
+        """The choices as text of a command line: JSON has no tuples, and may change the type of a number."""
+        return [as_text(choice) for choice in self.choices]
+
     def examples(self) -> tuple[object, ...]:
         """Give the choices, or both ends of the interval."""
         return self.choices or ((int(self.low), int(self.high)) if self.is_whole else (self.low, self.high))
@@ -47,8 +52,7 @@ class Dimension:
     def has(self, value: Any) -> bool:
         """Whether a trial may have this value, as Python or JSON has it."""
         if self.choices:
-            # As text of a command line: JSON has no tuples, and may change the type of a number.
-            return as_text(value) in map(as_text, self.choices)
+            return as_text(value) in self.texts
         is_number = isinstance(value, int if self.is_whole else (int, float)) and not isinstance(value, bool)
         return is_number and self.low <= value <= self.high
 
@@ -132,7 +136,7 @@ class Space:
             what, hint = "nothing varies", "'optimizer.lr=choice(1e-4, 1e-3)'"
             raise ConfigError(what, where="sweep.space", allowed=_ALLOWED, hint=hint)
         self.dimensions = sorted(dimensions, key=lambda one: one.condition is not None)
-        choices = {one.key: [*map(as_text, one.choices)] for one in dimensions if one.choices and one.condition is None}
+        choices = {one.key: one.texts for one in dimensions if one.choices and one.condition is None}
         for one in dimensions:
             if one.condition is not None and one.condition[1] not in choices.get(one.condition[0], []):
                 name, wanted = one.condition

@@ -5,6 +5,8 @@ import pytest
 from hfdist.config.checks.preflight import check_model_paths
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import Packing, RowFormat
+from hfdist.config.schema import find_key
+from hfdist.config.task import TRAITS
 from hfdist.errors import ConfigError
 from hfdist.planning.command import parse_request
 
@@ -74,3 +76,9 @@ def test_a_plan_of_other_steps_is_refused():
     with pytest.raises(ConfigError, match="steps of next tokens") as refused:
         parse_request(["recipe=tune", "task=reward", "model=tiny", "data=files", "data.sources.files.path=a.jsonl"])
     assert refused.value.where == "task.name"
+
+
+def test_the_key_of_the_loss_names_the_losses_of_each_task():
+    told = {task.value: " | ".join(one.value for one in traits.losses) for task, traits in TRAITS.items()}
+    listed = "; ".join(f"{task}: {losses}" for task, losses in told.items() if losses)
+    assert find_key("task.loss").words == f"{listed}."

@@ -17,9 +17,21 @@ from hfdist.errors import ResourceError
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.hardware import find_hardware
 from hfdist.run import own_plan
-from hfdist.run.own_plan import OwnPlan, naming_lack_of_memory
+from hfdist.run.own_plan import OwnPlan, begin_plan, naming_lack_of_memory
+from hfdist.topology import Topology
 from tests.marks import many
 from tests.unit.planning.plans import PLAN, TOO_LARGE
+
+
+def test_a_run_goes_on_where_no_process_can_be_started(monkeypatch):
+    def refuse():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    config = compose_config(["model=tiny"])
+    assert begin_plan(config, AutoConfig.for_model("llama", **config.model.config), Topology()) is None
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_a_plan_comes_back_whole_and_leaves_nothing_here():

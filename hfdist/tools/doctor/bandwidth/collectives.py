@@ -35,11 +35,15 @@ _LONG_SECONDS = 2.0
 
 @dataclass
 class _Case:
+    """A collective of one size, with its times."""
+
     kind: str
     size_bytes: int
     call: Callable[[], object]
     num_calls: int
+    """Calls in a round."""
     runs_as: str
+    """The backend's own name of it."""
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
 
@@ -78,15 +82,15 @@ def measure(group: str, sizes: Sequence[int], device: torch.device) -> list[Figu
 
 
 def _warmed_up(sizes: Sequence[int], device: torch.device) -> Iterator[_Case]:
-    """Call each once or twice, and agree on how often it is called in a round."""
-    whole, other = (torch.ones(max(sizes) // _ITEM_BYTES + dist.get_world_size(), device=device) for _ in range(2))
+    """Make the cases; each is called once before, which connects the ranks, and tells how often a round calls it."""
+    first, second = (torch.ones(max(sizes) // _ITEM_BYTES + dist.get_world_size(), device=device) for _ in range(2))
     for kind in KINDS:
         runs_as = ""
         for size in sizes:
             num_ranks = dist.get_world_size()
             # Shares of the same length.
             count = max(num_ranks, size // _ITEM_BYTES // num_ranks * num_ranks)
-            call = _make_call(kind, whole[:count], other[:count])
+            call = _make_call(kind, first[:count], second[:count])
             runs_as = runs_as or _name_of(call)
             seconds = torch.tensor(_time(call, 1, device)[0], device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
@@ -100,7 +104,7 @@ def _make_call(kind: str, whole: torch.Tensor, other: torch.Tensor) -> Callable[
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     share = other[: len(other) // num_ranks]
     calls: dict[str, Callable[[], object]] = {
-        # Of the mean, so that numbers stay what they are.
+        # The maximum of ones is one: the numbers stay what they are, however often it is called.
         ALL_REDUCE: lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
         REDUCE_SCATTER: lambda: reduce_scatter_single(share, whole, dist.ReduceOp.MAX),
         ALL_GATHER: lambda: all_gather_single(whole, share),
