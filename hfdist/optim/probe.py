@@ -189,11 +189,11 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: Group) -> Answer:
     if not alone.any():
         why = "its step leaves the tensors of its groups as they are"
         return Answer(reach=Reach.model, why=why, not_saved=why)
-    kept = state_after_step(optimizer, group, first)
-    odd = [
-        key for key, value in kept.items() if not (value is None or torch.is_tensor(value) or is_plain_number(value))
-    ]
+    state, parameter = _step_once(optimizer, group, first)
+    odd = [k for k, v in state[parameter].items() if not (v is None or torch.is_tensor(v) or is_plain_number(v))]
     not_saved = f"it keeps what is neither a number nor a tensor: {', '.join(odd)}" if odd else ""
+    if others := [str(key) for key in state if not torch.is_tensor(key)]:
+        not_saved = f"it keeps what belongs to no parameter: {', '.join(others)}"
     if not (_is_close(together[0], alone) and _is_close(together[1], other)):
         why = "the update of one parameter depends on the others"
         return Answer(reach=Reach.model, why=why, not_saved=not_saved)
@@ -219,11 +219,19 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: Group) -> Answer:
 
 def state_after_step(optimizer: torch.optim.Optimizer, group: Group, like: torch.Tensor) -> dict[str, Any]:
     """Give what it keeps for a parameter of this shape, type and device after one step with a gradient of zeros."""
+    state, parameter = _step_once(optimizer, group, like)
+    return dict(state[parameter])
+
+
+def _step_once(
+    optimizer: torch.optim.Optimizer, group: Group, like: torch.Tensor
+) -> tuple[Mapping[object, dict[str, Any]], nn.Parameter]:
+    """Give all that it keeps after one step, and the parameter that was stepped."""
     parameter = nn.Parameter(torch.zeros_like(like))
     stepped = over(optimizer, [_active(group, [parameter])])
     parameter.grad = torch.zeros_like(parameter)
     _step(stepped)
-    return dict(stepped.state[parameter])
+    return stepped.state, parameter
 
 
 def state_before_step(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, object]:

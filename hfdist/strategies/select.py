@@ -132,13 +132,15 @@ def strategy_by_name(name: str, args: TrainingArguments) -> Strategy:
     report_uncaught()
     layout = {"deepspeed": args.deepspeed} if args.deepspeed else {}
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    sizes = {
+    sizes: dict[str, object] = {
         "global_batch_size": size,
         "micro_batch_size": args.per_device_train_batch_size,
         "eval_micro_batch_size": args.per_device_eval_batch_size,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        "max_grad_norm": args.max_grad_norm,
     }
+    if args.max_grad_norm:
+        # Else nothing is clipped. DeepSpeed, which clips by itself, then refuses the arguments.
+        sizes["max_grad_norm"] = args.max_grad_norm
     strategy, train = _typed(name, layout, sizes, where="Trainer(strategy)")
     train.global_batch_size *= strategy.topology().data
     return _make(strategy, train)

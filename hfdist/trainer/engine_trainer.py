@@ -260,7 +260,7 @@ class EngineTrainer(transformers.Trainer):
         done, self._steps_run = self._steps_run, set()
         if not self.strategy.topology.splits_model:
             return
-        for name in ("training_step", *(("_clip_grad_norm",) if self.args.max_grad_norm > 0 else ())):
+        for name in ("training_step", *(("_clip_grad_norm",) if (self.args.max_grad_norm or 0) > 0 else ())):
             if name not in done:
                 kind = type(self)
                 what = "each rank has a part of the model, and this method works on that part as if it were the whole"

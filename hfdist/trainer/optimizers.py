@@ -35,7 +35,9 @@ class OwnOptimizer:
             hint = "make it from model.parameters(), of the very model that the Trainer is given"
             raise ConfigError(what, where="optimizers", found=found, hint=hint)
         self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        self._states = [(names[id(parameter)], state) for parameter, state in optimizer.state.items()]
+        self._states = [(names[id(key)], state) for key, state in optimizer.state.items() if id(key) in names]
+        self._others = {key: value for key, value in optimizer.state.items() if id(key) not in names}
+        """What it keeps under keys that are no parameters."""
 
     def move_to(self, model: nn.Module) -> torch.optim.Optimizer:
         """Give the optimizer the parameters of this model, which may be a part of the whole one."""
@@ -47,7 +49,8 @@ class OwnOptimizer:
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             group["params"] = [parameter for tied in names for parameter in find(tied)]
         self.optimizer.state.clear()
-        self.optimizer.state.update({parameter: state for tied, state in self._states for parameter in find(tied)})
+        moved = {parameter: state for tied, state in self._states for parameter in find(tied)}
+        self.optimizer.state.update(self._others | moved)
         return self.optimizer
 
 
@@ -108,10 +111,11 @@ class Optimizers:
         names = {id(parameter): name for name, parameter in self._training.model.named_parameters()}
         if engine.clips_stepped:
             check_steps_all(optimizer, self._training.model)
-        for parameter, state in list(optimizer.state.items()):
+        states = {key: state for key, state in optimizer.state.items() if id(key) in names}
+        for parameter, state in states.items():
             whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-            self._kept |= {(names.get(id(parameter), ""), key): value for key, value in whole.items()}
-        optimizer.state.clear()
+            self._kept |= {(names[id(parameter)], key): value for key, value in whole.items()}
+            del optimizer.state[parameter]
         # DeepSpeed would replace torch's Adagrad by one without groups.
         return Joined([optimizer]) if isinstance(optimizer, torch.optim.Adagrad) else optimizer
 

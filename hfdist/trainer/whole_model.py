@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, set_seed
+from transformers.trainer_utils import number_of_arguments
 
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
@@ -31,7 +31,7 @@ def find_model(kind: type, arguments: Arguments, strategy: Strategy) -> nn.Modul
     if model is None and model_init is not None:
         # As in the original, which gives a trial of a search, or None, to a function that takes one.
         set_seed(arguments["args"].seed)
-        made: nn.Module = model_init(*[None] * len(inspect.signature(model_init).parameters))
+        made: nn.Module = model_init(*[None] * number_of_arguments(model_init))
         return made
     if isinstance(model, str) and trains_causal_lm(kind):
         return _read(model, arguments["args"], strategy)

@@ -1,7 +1,7 @@
 """Answers to the prompts of a step, their rewards, and the batches that they become.
 
 Which answer a prompt gets follows from the weights, the run's seed and the prompt's number in the run's data alone: no
-layout changes it. An answer is a row: prompt, answer, and what fills it up as a document of its own.
+layout changes it. An answer is a row: the prompt, the answer, and a filling, which counts as another document.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Rollouts:
 
             self.generators = Generators(config, read_prompts=self._read_prompts, seeds_of=self._seeds_of)
         self.names = ("reward", "reward_std", *(f"rewards/{r.name}" for r in rewards), "completion_tokens", "cut_off")
+        """Names of the figures that `answer` gives."""
 
     def begin(self, training: Training) -> None:
         """Find the limits of answers; ConfigError: they leave no room for a prompt."""
@@ -100,19 +101,9 @@ class Rollouts:
         room = self._limits.room()
         examples = [example for batch in batches for example in _examples(batch, room)]
         examples = self._with_columns(examples, [batch[DOCUMENTS].tolist() for batch in batches if DOCUMENTS in batch])
-        prompts = [example.prompt for example in examples for _ in range(count)]
-        old: list[list[float]] | None = None
-        if self.generators is not None:
-            numbers = self._numbers(len(examples))
-            given = self.generators.answer(numbers, [example.prompt for example in examples])
-            answers = [tokens for number in numbers for tokens in given[number]["completions"]]
-            old = [values for number in numbers for values in given[number]["log_probabilities"]]
-        else:
-            with forwarding() as forward:
-                # All ranks sample equally many rows.
-                sampled = self._sample([prompt or [self._fill_id] for prompt in prompts], forward)
-                answers = [answer if prompt else [] for prompt, answer in zip(prompts, sampled, strict=True)]
         repeated = [example for example in examples for _ in range(count)]
+        prompts = [example.prompt for example in repeated]
+        answers, old = self._ask([example.prompt for example in examples], prompts, forwarding)
         # A lane that has ended gives nothing to answer.
         live = [place for place, example in enumerate(repeated) if example.prompt]
         generations = self._describe([repeated[place] for place in live], [answers[place] for place in live])
@@ -134,6 +125,23 @@ class Rollouts:
             first = rows.stop
         return built, rewards, figures
 
+    def _ask(
+        self,
+        prompts: Sequence[list[int]],
+        repeated: Sequence[list[int]],
+        forwarding: Callable[[], AbstractContextManager[Forward]],
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Give an answer to each of `repeated`, and log-probabilities of its tokens if a generator gave it."""
+        if self.generators is not None:
+            numbers = self._numbers(len(prompts))
+            given = self.generators.answer(numbers, prompts)
+            old = [values for number in numbers for values in given[number]["log_probabilities"]]
+            return [tokens for number in numbers for tokens in given[number]["completions"]], old
+        with forwarding() as forward:
+            # All ranks sample equally many rows.
+            sampled = self._sample([prompt or [self._fill_id] for prompt in repeated], forward)
+        return [answer if prompt else [] for prompt, answer in zip(repeated, sampled, strict=True)], None
+
     def _sample(self, prompts: Sequence[list[int]], forward: Forward) -> list[list[int]]:
         """Sample one answer to each of `prompts` on the ranks."""
         numbers = self._numbers(len(prompts) // self._task.num_generations)
@@ -147,9 +155,6 @@ class Rollouts:
             rows_at_once=self._training.strategy.batch.micro_batch_size * self._task.num_generations,
             uses_cache=self._uses_cache,
         )
-
-    def _read_prompts(self, batch: Batch) -> list[list[int]]:
-        return [example.prompt for example in _examples(batch, self._limits.room())]
 
     def answer_held_out(self, forward: Forward) -> dict[str, list[float]]:
         """Answer the held-out prompts greedily; give figures of all answers, on all ranks. A collective."""
@@ -170,6 +175,9 @@ class Rollouts:
         generations = self._describe(self._examples, whole)
         scores: dict[str, list[float]] = on_rank_zero(lambda: self._score_here(generations))
         return scores | {"completion_tokens": [float(len(tokens)) for tokens in whole]}
+
+    def _read_prompts(self, batch: Batch) -> list[list[int]]:
+        return [example.prompt for example in _examples(batch, self._limits.room())]
 
     @property
     def _fill_id(self) -> int:
@@ -202,6 +210,8 @@ class Rollouts:
         return [replace(one, columns=columns[number]) for one, number in zip(examples, numbers, strict=True)]
 
     def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:
+        """Make what rewards read of answers."""
+
         def text(ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
@@ -217,6 +227,7 @@ class Rollouts:
         ]
 
     def _score_here(self, generations: Sequence[Generation]) -> dict[str, list[float]]:
+        """Score on this rank: the weighted sums, and each reward by its name."""
         scores = {f"rewards/{reward.name}": reward(generations) for reward in self._rewards}
         weights = [reward.weight for reward in self._rewards]
         sums = [

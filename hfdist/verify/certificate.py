@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from hfdist.checkpoint.folder import step_name
+from hfdist.checkpoint.folder import STEP_NAME, step_name
 from hfdist.checkpoint.piece import MASTER
 from hfdist.checkpoint.regions import list_first
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM
@@ -175,7 +175,8 @@ def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]
 
 
 def _last_step(run_dir: Path) -> str:
-    return max(path.name for path in RunFolder(run_dir).checkpoints.iterdir())
+    # Without those that are unfinished.
+    return max(path.name for path in RunFolder(run_dir).checkpoints.iterdir() if STEP_NAME.fullmatch(path.name))
 
 
 def compare(what: str, ours: Named, reference: Named, bound: float) -> Row:

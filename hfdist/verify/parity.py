@@ -231,7 +231,8 @@ def _train_single(config: RunConfig, recipe: Path) -> None:
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_SINGLE_SECONDS,
             check=False,
         )

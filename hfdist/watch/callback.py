@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 
@@ -55,7 +57,8 @@ class Watch(TrainerCallback):
     """
 
     def __init__(self, run_dir: str | Path, heartbeat_seconds: float | None = 60.0) -> None:
-        if heartbeat_seconds is not None and not (isinstance(heartbeat_seconds, int | float) and heartbeat_seconds > 0):
+        is_time = isinstance(heartbeat_seconds, Real) and 0 < heartbeat_seconds < math.inf
+        if heartbeat_seconds is not None and not is_time:
             what, allowed = "this is no time", "a number of seconds > 0, or None"
             raise ConfigError(what, where="Watch(heartbeat_seconds)", found=repr(heartbeat_seconds), allowed=allowed)
         self.progress = Progress()

@@ -1,7 +1,11 @@
-"""The threads of the watch: one beats, the other judges, and ends the process when the run cannot go on."""
+"""The threads of the watch: one beats, one judges and ends the process when the run cannot go on.
+
+On rank 0 a third one looks for requests of `explain-hang`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -34,7 +38,7 @@ _REQUEST_SECONDS = 1.0
 
 
 class Watcher:
-    """Watches the other ranks from two threads. Rank 0 judges; the others follow it, and judge only rank 0.
+    """Watches the other ranks. Rank 0 judges; the others follow it, and judge only rank 0.
 
     Stacks and the report go to `folder`, which is of this start of the run. The rank that reports calls `record` too.
     Rank 0 also looks for requests of `explain-hang`; all ranks answer them with their stacks, and go on.
@@ -52,23 +56,34 @@ class Watcher:
         self._heartbeat_seconds = heartbeat_seconds
         self._beat_seconds = beat_seconds(heartbeat_seconds)
         self._heard: dict[int, Heartbeat] = {}
+        """Newest heartbeats of the ranks that this one follows."""
         self._peers: dict[int, PeerState] = {}
+        """The same, as they were judged last."""
         self._asked: str | None = None
+        """The newest request, of rank 0."""
         self._verdict: Diagnosis | None = None
         self._broken_since: float | None = None
+        """Time at which a connection broke, by this process's clock."""
         self._left: int | None = None
+        """Exit code with which this rank ends by itself."""
         self._has_written = False
+        """See `Heartbeat.has_written`."""
         self._silent: set[int] = set()
-        self._wake, self._sent = threading.Event(), threading.Event()
-        self._over, self._closed = threading.Event(), threading.Event()
+        """Ranks that were silent at the verdict."""
+        self._wake = threading.Event()
+        """Set to beat at once."""
+        self._sent = threading.Event()
+        """Set once the last beat is sent, or none can be."""
+        self._over = threading.Event()
+        """Set by `leave`: nothing is judged any more."""
+        self._closed = threading.Event()
+        """Set once the others have left: beats end."""
         self._beats = threading.Thread(target=self._beat, name="watch-beats", daemon=True)
-        self._beats.start()
         self._judges = threading.Thread(target=self._judge, name="watch-judge", daemon=True)
-        self._judges.start()
         # In a thread of its own, as the disk may hang.
         self._requests = threading.Thread(target=self._find_requests, name="watch-requests", daemon=True)
-        if store.rank == 0:
-            self._requests.start()
+        for thread in (self._beats, self._judges, *([self._requests] if store.rank == 0 else [])):
+            thread.start()
 
     def broke(self) -> None:
         """Note that a connection to another rank broke, so that a silent rank is found sooner."""
@@ -162,7 +177,8 @@ class Watcher:
             self._peers = heard
             if (asked := heard[0].beat.asked) not in (None, answered):
                 answered = asked
-                threading.Thread(target=self._answer, args=(self._folder.with_name(str(asked)),), daemon=True).start()
+                folder = self._folder.with_name(str(asked))
+                threading.Thread(target=self._answer, args=(folder,), name="watch-answer", daemon=True).start()
             verdict = self._verdict or self._find(heard)
             if verdict is not None:
                 self._silent = {rank for rank, one in heard.items() if one.silent_seconds > 3 * self._beat_seconds}
@@ -173,9 +189,11 @@ class Watcher:
             self._asked = requests.take_request(self._folder.parents[1]) or self._asked
 
     def _answer(self, folder: Path) -> None:
-        self._write_stacks(folder)
-        if self._store.rank == 0:
-            snapshot.write_beats(folder, self._peers, self._own_beat(0), None)
+        # Who asks sees which ranks have not answered.
+        with contextlib.suppress(OSError):
+            self._write_stacks(folder)
+            if self._store.rank == 0:
+                snapshot.write_beats(folder, self._peers, self._own_beat(0), None)
 
     def _find(self, heard: dict[int, PeerState]) -> Diagnosis | None:
         found = find_left(heard, self._heartbeat_seconds) or find_lost(heard, self._heartbeat_seconds)
@@ -209,10 +227,10 @@ class Watcher:
             self._has_written = True
             time.sleep(4 * _HURRIED_BEAT_SECONDS)
 
-    def _wait_for_others(self, most_seconds: float, is_done: Callable[[Heartbeat], bool]) -> None:
+    def _wait_for_others(self, timeout_seconds: float, is_done: Callable[[Heartbeat], bool]) -> None:
         """Wait for the latest heartbeats of the other ranks that this rank follows and that are not silent."""
         ignored = (self._store.rank, *self._silent)
-        deadline = time.monotonic() + most_seconds
+        deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             if all(is_done(beat) for rank, beat in self._heard.items() if rank not in ignored):
                 return
@@ -245,8 +263,8 @@ class Watcher:
         self._record(verdict)
 
 
-def _within(seconds: float, action: Callable[[], None]) -> None:
-    """Run an action in a thread, and wait for it for `seconds` at most; if it hangs or fails, go on without it."""
+def _within(timeout_seconds: float, action: Callable[[], None]) -> None:
+    """Run an action in a thread, and wait `timeout_seconds` for it at most; if it hangs or fails, go on without it."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(timeout_seconds)

@@ -63,6 +63,14 @@ class Noisy(torch.optim.SGD):
                 parameter.sub_(parameter.grad + 1e-6 * torch.randn_like(parameter), alpha=group["lr"])
 
 
+class CountsBeside(torch.optim.SGD):
+    """Keeps a number beside the states of parameters."""
+
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
 class Around(torch.optim.Optimizer):
     """Steps another, whatever its own groups are."""
 
@@ -154,6 +162,17 @@ def test_state_of_a_parameter_of_one_element_is_told_from_numbers(kind, shape):
     assert {piece.key for piece in kept.numbers} == {"step"} | ({"#RMS"} if kind is Adafactor else set())
     assert kept.tensors
     assert all(tensor.numel() == 1 for tensor in kept.tensors.values())
+
+
+def test_what_belongs_to_no_parameter_stays_and_is_in_no_checkpoint():
+    model = nn.Linear(3, 2)
+    optimizer = CountsBeside(model.parameters(), lr=0.1)
+    optimizer.state["steps"] = 7
+    own = OwnOptimizer(optimizer, model)
+    assert own.move_to(nn.Linear(3, 2)).state["steps"] == 7
+    with pytest.raises(ConfigError, match="belongs to no parameter: steps"):
+        check(optimizer, Reach.element, is_saved=True)
+    check(optimizer, Reach.element, is_saved=False)
 
 
 def test_looking_at_what_an_optimizer_keeps_draws_nothing_from_the_generators_of_the_training():

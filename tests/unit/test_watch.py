@@ -5,11 +5,12 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.errors import PeerError
+from hfdist.errors import ConfigError, PeerError
 from hfdist.testing import run_ranks
 from hfdist.watch import diagnosis, stacks, store
 from hfdist.watch.callback import Watch, is_broken_connection
@@ -140,6 +141,13 @@ def test_slow_steps_are_a_measure_for_the_first_step_after_the_warm_up(monkeypat
 def watching():
     """The threads of a watch."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("watch-")]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "60"])
+def test_what_is_no_time_is_refused(seconds, tmp_path):
+    Watch(tmp_path, np.int64(60))
+    with pytest.raises(ConfigError, match="no time"):
+        Watch(tmp_path, seconds)
 
 
 def test_who_has_left_beats_no_more(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import copy
 import shlex
+from collections.abc import Iterable
 
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.storage.conversion import command_for
@@ -53,9 +54,15 @@ def with_way_out(error: DataError, shard: Shard, origin: str, *, is_alone: bool)
         return all_bad
     # A copy: the rows of a damaged file share one.
     error = copy.copy(error)
-    way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{origin}\"]'"
+    way_out = f"data.on_bad_rows=skip, or {quarantine([origin])}"
     error.hint = _join(error.hint, _in_utf8(error) or (None if all_bad is None else _as_rows(error)), way_out)
     return error
+
+
+def quarantine(origins: Iterable[str]) -> str:
+    """Write the override that takes rows out, for a shell."""
+    quoted = ('"' + origin.replace('"', '\\"') + '"' for origin in origins)
+    return shlex.quote(f"data.quarantine=[{','.join(quoted)}]")
 
 
 def _join(*hints: str | None) -> str | None:

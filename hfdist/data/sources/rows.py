@@ -84,7 +84,8 @@ class RowReader:
                 held[name] = [place[0] for place in places]
             elif name != "text":
                 what, allowed = f"there is no column {column} for {name}", ", ".join(present)
-                hint = nearest(column.paths[0], present, f"{self.columns_key}.{name}={{}}", cutoff=0.0)
+                near = nearest(column.paths[0], present, cutoff=0.0)
+                hint = None if near is None else shlex.quote(f"{self.columns_key}.{name}={_in_override(near)}")
                 missing = missing or ContentError(what, where=where, allowed=allowed, hint=hint)
         fitting = [form for form in self._forms if set(form.needed) <= held.keys()]
         if not fitting or (missing is not None and self.columns_key != RowReader.columns_key):
@@ -163,20 +164,21 @@ class RowReader:
         """Write the override that names the text columns of several files; `has_asked`: one has what is asked for."""
         names = dict.fromkeys([*(self.text.paths if has_asked else ()), *columns])
         key = f"{self.section}.text"
-        quoted = [
-            name if re.fullmatch(r"[\w.-]+", name, re.ASCII) else json.dumps(name, ensure_ascii=False) for name in names
-        ]
+        quoted = list(map(_in_override, names))
         value = f"[{','.join(quoted)}]" if len(quoted) > 1 else quoted[0]
         return shlex.quote(f"{key}={value}")
 
     def _mapping(self, found: Mapping[str, str]) -> str:
         """Propose columns; pairs that may be of a chat are proposed as turns, too."""
-        pairs = ", ".join(f"{name}: {column}" for name, column in found.items())
-        hint = f"'{self.columns_key}={{{pairs}}}' if these columns hold them"
+        hint = f"{self._name_columns(found)} if these columns hold them"
         if self.format is RowFormat.auto and found.keys() == {"prompt", "completion"}:
-            turns = f"{{instruction: {found['prompt']}, output: {found['completion']}}}"
-            hint = f"{hint}; '{self.columns_key}={turns}' makes them turns of a chat"
+            turns = {"instruction": found["prompt"], "output": found["completion"]}
+            hint = f"{hint}; {self._name_columns(turns)} makes them turns of a chat"
         return hint
+
+    def _name_columns(self, columns: Mapping[str, str]) -> str:
+        pairs = ", ".join(f"{name}: {_in_override(column)}" for name, column in columns.items())
+        return shlex.quote(f"{self.columns_key}={{{pairs}}}")
 
     def _no_format(self, present: Mapping[str, Kind], where: str, *, is_row: bool = False) -> ContentError:
         return ContentError(
@@ -238,6 +240,11 @@ class RowReader:
             return hint if as_text is None else f"{hint}; {as_text}"
         rows = f"rows with {' and '.join(missing)}" + (", which is true or false" if "label" in missing else "")
         return rows if as_text is None else as_text
+
+
+def _in_override(column: str) -> str:
+    """Write a column's name as a value of the config."""
+    return column if re.fullmatch(r"[\w.-]+", column, re.ASCII) else json.dumps(column, ensure_ascii=False)
 
 
 def _as_json(value: object) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 
 from hfdist.checkpoint import Replicas
 from hfdist.collectives import gather_json, on_rank_zero, world_size
+from hfdist.data.documents.bad_rows import quarantine
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import NumericsError, printable
 from hfdist.records import RunFolder
@@ -308,9 +310,9 @@ class NonfiniteGuard:
         names = on_rank_zero(lambda: self._name_documents(skipped[0]))
         more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
         read = [f"it read {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
-        audit = f"python recipes/audit.py run={self._training.args.output_dir} step={skipped[0].step}"
-        rows = ",".join(f'"{name}"' for name in names[:_MOST_NAMES])
-        look = f"{audit} shows the documents; 'data.quarantine=[{rows}]' takes some out; or " if names else ""
+        run = shlex.quote(f"run={self._training.args.output_dir}")
+        audit = f"python recipes/audit.py {run} step={skipped[0].step}"
+        look = f"{audit} shows the documents; {quarantine(names[:_MOST_NAMES])} takes some out; or " if names else ""
         return NumericsError(
             f"the loss or the gradient was not finite {len(skipped)} steps in a row, {self._why_no_way_back()}",
             where=f"step {skipped[0].step}",

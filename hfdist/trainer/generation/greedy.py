@@ -23,13 +23,13 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Give each prompt's continuation without the token that ended it, on all ranks. All ranks call it.
 
-    The beginning of a prompt that is too long for the model is left out. Each data rank continues `rows_at_once` in a
-    forward.
+    The beginning of a prompt that is too long for the model is left out. A forward continues at most `rows_at_once` of
+    each data rank.
     """
-    step = rows_at_once * topology.data
+    at_once = rows_at_once * topology.data
     continued: list[list[int]] = []
-    for start in range(0, len(prompts), step):
-        some = prompts[start : start + step]
+    for start in range(0, len(prompts), at_once):
+        some = prompts[start : start + at_once]
         share = -(-len(some) // topology.data)
         places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
         # Copies of the first one fill up the shares to equal sizes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.config.data import cache_dir
 from hfdist.config.run import RunConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
+from hfdist.data.documents.bad_rows import quarantine
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.marks import ids_of
 from hfdist.data.order.records import Records, Status
@@ -109,7 +111,7 @@ def _check_indices(runs: Mapping[Path, RunConfig]) -> None:
         other = seen.setdefault(config.islands.index, folder)
         if other != folder:
             what, found = "these runs have not read one stream together", f"{other} and {folder} are one island"
-            hint = f"hfdist audit run={other}, and each other run alone"
+            hint = f"hfdist audit {shlex.quote(f'run={other}')}, and each other run alone"
             raise ConfigError(what, where="run", found=found, allowed="the islands of one training", hint=hint)
 
 
@@ -123,7 +125,7 @@ def _check_islands(runs: Mapping[Path, RunConfig], shares: Shares) -> None:
             where="run (command line)",
             found=f"the ledgers of {_list_islands(given)}",
             allowed=f"those of {_list_islands(wanted)}",
-            hint=f"run={','.join([*map(str, runs), *('FOLDER' for _ in wanted - given)])}",
+            hint=shlex.quote(f"run={','.join([*map(str, runs), *('FOLDER' for _ in wanted - given)])}"),
         )
 
 
@@ -242,7 +244,7 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
             row = printable(str(run.corpus.origin(int(record["document"]))))
             yield from _describe(record, row, documents, run.tokenizer, shows_all_text)
     if row is not None:
-        yield f"to take a row out and leave all else where it is: 'data.quarantine=[\"{row}\"]'"
+        yield f"to take a row out and leave all else where it is: {quarantine([row])}"
 
 
 def _describe(

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream, open_corpus
+from hfdist.data.documents.bad_rows import with_way_out
 from hfdist.errors import DataError
 from hfdist.run.data import count_max_steps
 from tests.unit.data.corpora import tokenizer
@@ -100,3 +102,17 @@ def test_a_first_run_without_rows_is_passed_over(tmp_path):
             writer.write_table(pa.table({"text": rows}, schema=schema))
     with pytest.raises(DataError, match="fewer documents than lanes"):
         read(tmp_path / "rows.parquet", lanes=2)
+
+
+@pytest.mark.parametrize("name", ["it's.jsonl", 'a "b", c.jsonl', "plain.jsonl"])
+def test_the_override_that_takes_a_row_out_is_read_by_the_shell_and_the_config(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(LINES + b'{"text": 3}\n')
+    lines = ["data=files", "data.lanes=1", "model=tiny"]
+    config = compose_config([*lines, f"data.sources.files.path={tmp_path}", "data.on_bad_rows=skip"])
+    shard = open_corpus(config.data).shards[0][1]
+    (row,) = shard.read([4])
+    error = with_way_out(row.error, shard, f"files:{name}:4", is_alone=False)
+    proposed = shlex.split(error.hint)[-1]
+    config = compose_config([*lines, f"data.sources.files.path={tmp_path}", proposed])
+    assert open_corpus(config.data).quarantined == {4}

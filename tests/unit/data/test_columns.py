@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shlex
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -223,3 +224,22 @@ def test_a_guess_takes_no_column_twice():
         "chosen": "accepted",
         "prompt": "question",
     }
+
+
+@pytest.mark.parametrize(
+    "names", [("question (en)", "answer: de"), ("the 'q'", "an, swer"), ('a "b"', "c"), ("ß", "$x")]
+)
+def test_a_hint_names_columns_so_that_the_shell_and_the_config_read_them(tmp_path, names):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(dict(zip(names, ("one", "two"), strict=True))) + "\n")
+    place = f"data.sources.files.path={path}"
+    with pytest.raises(ContentError) as caught:
+        read(tmp_path, place)
+    proposed = shlex.split(caught.value.hint)[0]
+    assert json.loads(read(tmp_path, place, proposed)[0]) == {"prompt": "one", "completion": "two"}
+    with pytest.raises(ContentError) as caught:
+        read(tmp_path, place, "data.columns={prompt: promt, completion: cmpletion}")
+    (proposed,) = shlex.split(caught.value.hint)
+    config = compose_config(["model=tiny", "data=files", place, proposed], name="finetune")
+    (column,) = config.data.columns.values()
+    assert column in names
