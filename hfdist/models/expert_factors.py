@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hfdist.models.stacked_experts import DEFAULT, NAME, Factors, is_stacked, known_to, run_by_products
+from hfdist.models.stacked_experts import NAME, Factors, is_stacked, known_to, use_products
 
 
 def use_factors(model: PreTrainedModel) -> None:
@@ -27,7 +27,6 @@ def use_factors(model: PreTrainedModel) -> None:
     Args:
         model: with its adapter, whole or a stage of it.
     """
-    has_stacks = False
     for layer in model.modules():
         # Classes of the same state: PEFT goes on to know the layers for its own.
         if type(layer) is Linear:
@@ -37,9 +36,8 @@ def use_factors(model: PreTrainedModel) -> None:
         if type(layer.get_base_layer()) is nn.Linear:
             layer.__class__ = _FactoredLinear
         elif is_stacked(layer.get_base_layer()):
-            layer.__class__, has_stacks = _FactoredStack, True
-    if has_stacks and DEFAULT in model.get_experts_implementation().values():
-        run_by_products(model)
+            layer.__class__ = _FactoredStack
+    use_products(model)
 
 
 class _Factored(ParamWrapper):

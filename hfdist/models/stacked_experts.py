@@ -1,4 +1,4 @@
-"""Stacked experts of transformers, run with products of another kind: LoRA beside them, or weights of 4 bits.
+"""Stacked experts of transformers, run with products of another kind: LoRA beside them, 4 bits, or half precision.
 
 y = x W_e' + scale * (x A_e') B_e'     for the rows x of each expert e
 """
@@ -72,12 +72,18 @@ def run_experts(
 
 
 def multiply_stack(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply by a stack of the module, as transformers does; a `Multiply` once `experts` is given."""
+    """Multiply by a stack of the module, as transformers does; a `Multiply` once `experts` is given.
+
+    In autocast's type, as a linear layer does.
+    """
+    stack = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
+    if torch.is_autocast_enabled(rows.device.type):
+        # autocast does not know grouped products.
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        stack, bias = stack.to(dtype), None if bias is None else bias.to(dtype)
     # Private: it knows where which kernel runs, compiled too.
-    product: torch.Tensor = _grouped_linear(
-        rows, getattr(experts, name), ends, bias=bias, is_transposed=experts.is_transposed
-    )
+    product: torch.Tensor = _grouped_linear(rows, stack, ends, bias=bias, is_transposed=experts.is_transposed)
     return product
 
 
@@ -123,6 +129,12 @@ def set_product(experts: nn.Module, product: Callable[..., torch.Tensor]) -> Non
     vars(experts)[_PRODUCT] = product
 
 
+def use_products(model: PreTrainedModel) -> None:
+    """Let stacked experts run by their products, in place, where they run as transformers does by default."""
+    if any(map(is_stacked, model.modules())) and DEFAULT in model.get_experts_implementation().values():
+        run_by_products(model)
+
+
 def run_by_products(model: PreTrainedModel) -> bool:
     """Let the experts of a model run by their products, in place; say whether its class takes that."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, _run)
@@ -132,7 +144,7 @@ def run_by_products(model: PreTrainedModel) -> bool:
 
 def _run(experts: Any, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     product = vars(experts).get(_PRODUCT)
-    if product is None and not vars(experts).get(_FACTORS):
+    if product is None and not vars(experts).get(_FACTORS) and not torch.is_autocast_enabled(hidden.device.type):
         # As it was: experts without LoRA, or another model of the same config.
         whole: torch.Tensor = ALL_EXPERTS_FUNCTIONS[DEFAULT](experts, hidden, choices, weights)
         return whole

@@ -22,6 +22,7 @@ from hfdist.models.loss import LossHead
 from hfdist.models.quantize import PackedLinear, check_installed, quantize_frozen
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.models.routers import leave_out_router_loss
+from hfdist.models.stacked_experts import use_products
 from hfdist.models.trainable import TrainableParameters
 from hfdist.strategies.base import Batch, Strategy
 
@@ -51,6 +52,8 @@ def make_fake_model(
         trained.choose(model, seed=config.train.seed, layout=strategy)
     _move_to_cpu(model)
     leave_out_router_loss(model)
+    if config.train.precision is not Precision.fp32:
+        use_products(model)
     before_split(model)
     strategy.partition(model)
     return model
