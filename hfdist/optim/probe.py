@@ -189,10 +189,10 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: Group) -> Answer:
     if not alone.any():
         why = "its step leaves the tensors of its groups as they are"
         return Answer(reach=Reach.model, why=why, not_saved=why)
-    state, parameter = _step_once(optimizer, group, first)
-    odd = [k for k, v in state[parameter].items() if not (v is None or torch.is_tensor(v) or is_plain_number(v))]
+    kept, parameter = _step_once(optimizer, group, first)
+    odd = [k for k, v in kept[parameter].items() if not (v is None or torch.is_tensor(v) or is_plain_number(v))]
     not_saved = f"it keeps what is neither a number nor a tensor: {', '.join(odd)}" if odd else ""
-    if others := [str(key) for key in state if not torch.is_tensor(key)]:
+    if others := [str(key) for key in kept if not torch.is_tensor(key)]:
         not_saved = f"it keeps what belongs to no parameter: {', '.join(others)}"
     if not (_is_close(together[0], alone) and _is_close(together[1], other)):
         why = "the update of one parameter depends on the others"
@@ -225,7 +225,7 @@ def state_after_step(optimizer: torch.optim.Optimizer, group: Group, like: torch
 
 def _step_once(
     optimizer: torch.optim.Optimizer, group: Group, like: torch.Tensor
-) -> tuple[Mapping[object, dict[str, Any]], nn.Parameter]:
+) -> tuple[Mapping[torch.Tensor, dict[str, Any]], nn.Parameter]:
     """Give all that it keeps after one step, and the parameter that was stepped."""
     parameter = nn.Parameter(torch.zeros_like(like))
     stepped = over(optimizer, [_active(group, [parameter])])
