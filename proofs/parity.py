@@ -23,6 +23,8 @@ BOUND = BOUNDS[Precision.fp32]
 NUM_STEPS = 5
 COMMON = (
     "model.config.num_hidden_layers=8",
+    # As a model of a usual size would.
+    "model.loss=chunked",
     "train.global_batch_size=16",
     f"train.max_steps={NUM_STEPS}",
     "checkpoint.every=1",

@@ -15,6 +15,8 @@ from recipes.pretrain import main
 # A model and steps small enough for a second; everything else is the shipped config on the embedded corpus.
 SMALL = (
     "model=tiny",
+    # As a model of a usual size would.
+    "model.loss=chunked",
     "data.sequence_length=64",
     "data.eval_sequences=8",
     "data.workers=0",
