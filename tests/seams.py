@@ -105,6 +105,7 @@ SEAMS = {
     "_tr_loss": "transformers.Trainer",
     "_trackio": "transformers.integrations.integration_utils.TrackioCallback",
     "_trial": "transformers.Trainer",
+    "_unsafe_view": "torch.ops.aten",
     "_varlen_attn": "torch.nn.attention.varlen",
     "_wandb": "transformers.integrations.integration_utils.WandbCallback",
     "_weight_conversions": "transformers.core_model_loading",
