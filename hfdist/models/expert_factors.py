@@ -93,5 +93,5 @@ class _AddingLinear(Linear):
         (name,) = names
         product = self.base_layer(x)
         inner = cast(nn.Linear, self.lora_A[name])
-        narrow = inner(self.lora_dropout[name](x.to(inner.weight.dtype)))
+        narrow = inner(self.lora_dropout[name](self._cast_input_dtype(x, inner.weight.dtype)))
         return torch.add(product, self.lora_B[name](narrow), alpha=self.scaling[name]).to(product.dtype)

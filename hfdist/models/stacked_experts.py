@@ -6,7 +6,7 @@ y = x W_e' + scale * (x A_e') B_e'     for the rows x of each expert e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,10 @@ _OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
 """What the registry of transformers tells modules of their class; others have a forward of their own."""
 _ALIGNED_BYTES = 16
 """What the strides of a grouped product must be a multiple of."""
+
+
+_Kept = torch.Tensor | tuple[torch.Size, tuple[int, ...], int]
+"""A tensor, or the size, strides and offset of a view of a copied stack."""
 
 
 class Factors(NamedTuple):
@@ -74,17 +78,41 @@ def run_experts(
 def multiply_stack(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply by a stack of the module, as transformers does; a `Multiply` once `experts` is given.
 
-    In autocast's type, as a linear layer does.
+    In autocast's type, as a linear layer does, where the stack's sizes allow it.
     """
     stack = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
-    if torch.is_autocast_enabled(rows.device.type):
-        # autocast does not know grouped products.
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        stack, bias = stack.to(dtype), None if bias is None else bias.to(dtype)
+    kind = rows.device.type
+    # autocast does not know grouped products.
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else stack.dtype
+    if dtype != stack.dtype and all(size * dtype.itemsize % _ALIGNED_BYTES == 0 for size in stack.shape[1:]):
+        half, bias = stack.to(dtype), None if bias is None else bias.to(dtype)
+        with nullcontext() if torch.compiler.is_compiling() else _keeping_source(stack, half):
+            return _multiply(experts, half, rows, ends, bias)
+    return _multiply(experts, stack, rows, ends, bias)
+
+
+def _multiply(
+    experts: Any, stack: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     # Private: it knows where which kernel runs, compiled too.
     product: torch.Tensor = _grouped_linear(rows, stack, ends, bias=bias, is_transposed=experts.is_transposed)
     return product
+
+
+def _keeping_source(stack: torch.Tensor, copied: torch.Tensor) -> AbstractContextManager[None]:
+    """Keep no copy of a stack for the backward, which copies it again: experts are nearly all of a model."""
+    dtype, place = copied.dtype, copied.untyped_storage()._cdata
+
+    def pack(tensor: torch.Tensor) -> _Kept:
+        if tensor.untyped_storage()._cdata != place:
+            return tensor
+        return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+    def unpack(kept: _Kept) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else stack.detach().to(dtype).as_strided(*kept)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def add_factors(product: torch.Tensor, rows: torch.Tensor, factors: Factors, ends: torch.Tensor) -> torch.Tensor:
@@ -131,7 +159,9 @@ def set_product(experts: nn.Module, product: Callable[..., torch.Tensor]) -> Non
 
 def use_products(model: PreTrainedModel) -> None:
     """Let stacked experts run by their products, in place, where they run as transformers does by default."""
-    if any(map(is_stacked, model.modules())) and DEFAULT in model.get_experts_implementation().values():
+    # A model that is not of transformers may hold one that is.
+    has_stacks = isinstance(model, PreTrainedModel) and any(map(is_stacked, model.modules()))
+    if has_stacks and DEFAULT in model.get_experts_implementation().values():
         run_by_products(model)
 
 

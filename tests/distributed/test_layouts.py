@@ -126,7 +126,7 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
     ],
 )
 def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy, num_processes, precision):
-    run = train(tmp_path, num_processes, *strategy.split(), f"train.precision={precision}")
+    run = train(tmp_path, num_processes, *strategy.split(), f"train.precision={precision}", "model.loss=auto")
     ours, reference = losses(run), losses(single)
     assert ours[-1] < ours[0] - 0.3
     assert ours == pytest.approx(reference, rel=0.02)

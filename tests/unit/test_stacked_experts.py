@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfdist.models.stacked_experts import use_products
+from hfdist.planning.tracing.trace import Trace
 from tests.zoo.models import tiny_batch, tiny_model
 
 
@@ -29,6 +30,14 @@ def gradients(model, batch, *, half):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, products.types
 
 
+def kept_bytes(model, batch):
+    """What a forward under autocast keeps for its backward, without the parameters."""
+    with Trace() as trace, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = model(**batch).loss
+        assert loss.requires_grad
+        return trace.held.total - trace.held.weights
+
+
 def distance(found, expected):
     """Of all gradients together."""
     flat = [torch.cat([of[name].flatten() for name in expected]) for of in (found, expected)]
@@ -43,7 +52,10 @@ def test_experts_compute_in_the_type_of_autocast(kind):
     whole = gradients(model, batch, half=False)
     alone = gradients(model, batch, half=True)
     assert alone[2] == {torch.float32}, "autocast knows grouped products now: models/stacked_experts.py may do less"
+    before = kept_bytes(model, batch)
     use_products(model)
+    # No copies of the stacks.
+    assert kept_bytes(model, batch) <= before
     assert torch.equal(gradients(model, batch, half=False)[0], whole[0])
     loss, found, types = gradients(model, batch, half=True)
     assert types == {torch.bfloat16}
@@ -53,3 +65,14 @@ def test_experts_compute_in_the_type_of_autocast(kind):
     by_layers = gradients(model, batch, half=True)
     assert abs(loss - whole[0]) < 2 * abs(by_layers[0] - whole[0]) + 1e-3
     assert distance(found, whole[1]) < 1.2 * distance(by_layers[1], whole[1]) + 1e-3
+
+
+def test_experts_of_any_width_compute_under_autocast():
+    model = tiny_model("qwen3_moe", moe_intermediate_size=20)
+    batch = tiny_batch(model)
+    whole = gradients(model, batch, half=False)
+    use_products(model)
+    # A grouped product in 16 bits takes multiples of 8: that of 20 columns stays in float32.
+    loss, _, types = gradients(model, batch, half=True)
+    assert types == {torch.bfloat16, torch.float32}
+    assert loss == pytest.approx(whole[0], abs=0.05)

@@ -64,6 +64,8 @@ def is_text(kind: pa.DataType) -> bool:
 
 def has_dictionary(kind: pa.DataType) -> bool:
     """Whether values of an Arrow type, or values within them, are places in a dictionary."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return has_dictionary(kind.storage_type)
     return pa.types.is_dictionary(kind) or any(has_dictionary(kind.field(n).type) for n in range(kind.num_fields))
 
 
@@ -88,6 +90,10 @@ def _without_views(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         make = pa.list_ if pa.types.is_list(kind) else pa.large_list
         return make(kind.value_field.with_type(_without_views(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_views(kind.value_type)), kind.list_size)
+    if pa.types.is_map(kind):
+        return pa.map_(*(field.with_type(_without_views(field.type)) for field in (kind.key_field, kind.item_field)))
     return kind
 
 

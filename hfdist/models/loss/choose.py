@@ -153,8 +153,9 @@ def _refuse_run(config: RunConfig, model: PreTrainedModel, layout: Partitioning)
 
 def _has_few_logits(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> bool:
     """Whether whole logits cost less. All ranks find the same, as by the config and not by the rows of a batch."""
-    if layout.shares or config.train.precision is not Precision.fp32:
-        # Gathers are counted for deferred logits. In few bits, the gradient of whole logits is rounded more often.
+    if layout.shares or config.train.precision is not Precision.fp32 or config.task.name.traits.is_reinforcement:
+        # Gathers are counted for deferred logits. In few bits, the gradient of whole logits is rounded more often. The
+        # answers to a prompt are several rows.
         return False
     train = config.train
     rows = max(train.micro_batch_size, train.eval_micro_batch_size or 0) * config.data.sequence_length

@@ -15,10 +15,11 @@ class LeanCallbackHandler(CallbackHandler):
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Give the control as the callbacks leave it."""
-        inherited = getattr(TrainerCallback, event)
+        # None: an event of a Trainer of the user's own.
+        inherited = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
             method = getattr(callback, event)
-            if getattr(method, "__func__", None) is inherited:
+            if inherited is not None and getattr(method, "__func__", None) is inherited:
                 continue
             changed = method(
                 args,

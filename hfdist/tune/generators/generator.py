@@ -18,6 +18,7 @@ from hfdist.config.data import cache_dir
 from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
+from hfdist.models.stacked_experts import use_products
 from hfdist.strategies.base import Batch, Value
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
@@ -99,7 +100,11 @@ def _build(settings: Settings) -> PreTrainedModel:
     start.fetch_weights()
     architecture = find_architecture(start.model, sequence_length=config.data.sequence_length)
     architecture.get_text_config().vocab_size = settings.vocabulary
-    return build_model(start.model, architecture, seed=config.train.seed, trained=TrainableParameters.of(config))
+    model = build_model(start.model, architecture, seed=config.train.seed, trained=TrainableParameters.of(config))
+    if config.train.precision is not Precision.fp32:
+        # As the policy that is trained: the ratio of their probabilities counts.
+        use_products(model)
+    return model
 
 
 def serve(settings: Settings, folder: Path, index: int, name: str) -> None:
