@@ -167,7 +167,6 @@ def use_products(model: PreTrainedModel) -> None:
 
 def run_by_products(model: PreTrainedModel) -> bool:
     """Let the experts of a model run by their products, in place; say whether its class takes that."""
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _run)
     model.set_experts_implementation(NAME)
     return NAME in model.get_experts_implementation().values()
 
@@ -181,3 +180,7 @@ def _run(experts: Any, hidden: torch.Tensor, choices: torch.Tensor, weights: tor
     return run_experts(
         experts, hidden, choices, weights, with_factors(experts, partial(product or multiply_stack, experts))
     )
+
+
+# Here: a process that is given a model's config may make a model of it before any other call.
+ALL_EXPERTS_FUNCTIONS.register(NAME, _run)
