@@ -62,8 +62,8 @@ MUTATIONS = [
     ),
     Mutation(
         "files are not synced",
-        "    sync_tree(unfinished, [name",
-        "    list([name",
+        "    sync_tree(unfinished, synced)\n",
+        "",
         f"{DISTRIBUTED}/test_checkpoint_failures.py::test_all_is_on_the_disk_before_it_has_its_name",
     ),
     Mutation(

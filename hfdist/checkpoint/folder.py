@@ -128,10 +128,12 @@ def commit(unfinished: Path, final: Path, *, is_whole: bool = True) -> None:
             found=f"{error.what}: {error.found}",
             hint="the checkpoints before it stay, and the same command goes on from the newest",
         ) from error
-    # Not what ranks have written and synced, thousands of files: shared ones, and two of each rank.
+    # Not what ranks have written and synced, thousands of files: shared ones, and two of each rank. A replica has files
+    # that came from other machines.
     listed = {part.file for part in manifest.parts}
     of_ranks = (RANDOM_STEM, HASHES_STEM)
-    sync_tree(unfinished, [name for name in manifest.files if name not in listed or name.startswith(of_ranks)])
+    synced = [name for name in manifest.files if name not in listed or name.startswith(of_ranks)] if is_whole else []
+    sync_tree(unfinished, synced)
     replaced = None
     if os.path.lexists(final):
         replaced = final.with_name(f"{final.name}.hfdist-replaced-{secrets.token_hex(4)}")

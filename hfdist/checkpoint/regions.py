@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+from hfdist.checkpoint.piece import is_number
 from hfdist.checkpoint.safetensors_io import TensorId, TensorSpec
 from hfdist.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 2**20
-"""Rows that are put together from columns are written in runs of at most this size, where a row is no more."""
+"""What several ranks hold is written in runs of at most this size, where a row is no more."""
 
 _PAGE_BYTES = 4096
 """Ranks that share a run cut it at whole pages, so far as rows allow."""
@@ -140,7 +141,8 @@ def merge_specs(declared: Iterable[Region]) -> dict[TensorId, TensorSpec]:
     for own, start, stop, run, pitch in declared:
         spec = specs.setdefault(own.id, own)
         where = "/".join(spec.id)
-        if spec != own:
+        # Of numbers only the values must agree, which travel apart.
+        if spec != own and not (is_number(own.key) and spec.shape == own.shape):
             raise CheckpointError("the ranks disagree about a tensor", where=where, found=f"{spec} and {own}")
         if not 0 <= start <= stop <= spec.total:
             what = "a rank holds elements that the tensor does not have"
@@ -196,7 +198,9 @@ def _share(segment: Segment, holders: Sequence[int], position: int, total: int) 
     pitch = segment.pitch if len(segment.columns) > 1 else 1
     num_rows = (segment.region.stop - segment.region.start) // pitch
     row_bytes = pitch * segment.region.spec.itemsize_bytes
-    most_rows = max(1, CHUNK_BYTES // row_bytes) if len(segment.columns) > 1 else num_rows
+    # What one rank alone holds is cut when it is written.
+    is_alone = len(segment.columns) == 1 and len(holders) == 1
+    most_rows = num_rows if is_alone else max(1, CHUNK_BYTES // row_bytes)
     page_rows = max(1, _PAGE_BYTES // row_bytes)
     first = 0
     for place in range(position * len(holders) // total, len(holders)):

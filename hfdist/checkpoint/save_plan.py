@@ -8,6 +8,7 @@ declared by rank 1:  a [3, 9)               0     3          6     9     and no 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, view
 from hfdist.checkpoint.regions import Column, Region, Segment, share_out
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, TensorId, TensorSpec
 from hfdist.collectives import on_all_ranks, rank
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, NumericsError
 from hfdist.models.names.hub_names import HubNames
 
 TRAINING_STATE = "training_state"
@@ -289,6 +290,9 @@ def _read_numbers(pieces: Sequence[Piece]) -> dict[TensorId, float]:
         by_kind.setdefault((piece.key, piece.view.device), []).append(piece.view.detach().reshape(()))
     read = {kind: iter(torch.stack(views).tolist()) for kind, views in by_kind.items()}
     values = {(piece.name, piece.key): next(read[piece.key, piece.view.device]) for piece in pieces}
+    for (name, key), value in values.items():
+        if math.isnan(value):
+            raise NumericsError("a number of the optimizer is NaN", where=f"{name}/{key.removeprefix(NUMBER)}")
     return {(name, key): int(value) if key == STEP else value for (name, key), value in values.items()}
 
 

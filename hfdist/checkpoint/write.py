@@ -91,6 +91,13 @@ def write_folder(
         num_bytes = sum(item.end - item.begin for item in plan.items)
         return [num_bytes, *([start().name, shutil.disk_usage(parent).free] if memories.leads else [])]
 
+    def make() -> None:
+        # On no other rank: where one does not see this disk, it would make a folder that nobody removes.
+        if memories.leads:
+            unfinished.mkdir()
+            if contents.random_state is not None:
+                (unfinished / TRAINING_STATE).mkdir()
+
     def lay_out() -> list[Part]:
         with _room_for(num_bytes, parent):
             if num_bytes > free_bytes:
@@ -111,6 +118,7 @@ def write_folder(
     headers = sum(len(file.header) for file in plan.files.values())
     num_bytes = headers + sum(begun[number][0] for number in memories.held())
     with removed_on_failure(unfinished, memories):
+        on_all_ranks(make, group, is_told=False)
         small = _parts(on_all_ranks(lay_out, group))[0]
         # Who writes no manifest, and sends nothing on, needs no hashes.
         of_ranks = _parts(on_all_ranks(write_own, group, is_told=memories.leads or memories.count > 1))
@@ -139,7 +147,6 @@ def _lay_out(unfinished: Path, contents: Contents, memories: Memories) -> list[P
     """Make this rank's share of the files at their full size; give the hashes of those that are whole, on rank 0."""
     plan = contents.plan
     small: list[Part] = []
-    (unfinished if contents.random_state is None else unfinished / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     if rank() == 0:
         contents.write_files(unfinished)
         if plan.index is not None:

@@ -191,9 +191,12 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: Group) -> Answer:
         return Answer(reach=Reach.model, why=why, not_saved=why)
     kept, parameter = _step_once(optimizer, group, first)
     odd = [k for k, v in kept[parameter].items() if not (v is None or torch.is_tensor(v) or is_plain_number(v))]
-    not_saved = f"it keeps what is neither a number nor a tensor: {', '.join(odd)}" if odd else ""
-    if others := [str(key) for key in kept if not torch.is_tensor(key)]:
-        not_saved = f"it keeps what belongs to no parameter: {', '.join(others)}"
+    of_none = [str(key) for key, value in kept.items() if not torch.is_tensor(key) and value]
+    not_saved = "; ".join(
+        f"it keeps what {is_what}: {', '.join(keys)}"
+        for is_what, keys in (("is neither a number nor a tensor", odd), ("belongs to no parameter", of_none))
+        if keys
+    )
     if not (_is_close(together[0], alone) and _is_close(together[1], other)):
         why = "the update of one parameter depends on the others"
         return Answer(reach=Reach.model, why=why, not_saved=not_saved)

@@ -138,7 +138,7 @@ def strategy_by_name(name: str, args: TrainingArguments) -> Strategy:
         "eval_micro_batch_size": args.per_device_eval_batch_size,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
     }
-    if args.max_grad_norm:
+    if (args.max_grad_norm or 0) > 0:
         # Else nothing is clipped. DeepSpeed, which clips by itself, then refuses the arguments.
         sizes["max_grad_norm"] = args.max_grad_norm
     strategy, train = _typed(name, layout, sizes, where="Trainer(strategy)")

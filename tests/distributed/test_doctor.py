@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hfdist.records import versions
 from hfdist.testing import forget_parent
 from hfdist.tools.doctor import links
 from hfdist.tools.doctor.examine import Request, examine_rank
@@ -127,6 +128,8 @@ def break_machine(number, folder, runs):
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0\n")
         sys.path.insert(0, str(folder))
+        # The process that forks has read them.
+        versions._version.cache_clear()
 
 
 def be_rank(rank, name, folder, runs, world_size):

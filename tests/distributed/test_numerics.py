@@ -160,7 +160,7 @@ def test_a_loss_scale_that_cannot_help_comes_to_an_end(cache_dir, tmp_path):
     glitch = Fault(Kind.nan_loss, (2,))
     never = Fault(Kind.infinite_gradient, tuple(range(4, 60)), times=ALWAYS)
     settings = ("train.precision=fp16", "train.micro_batch_size=8", "checkpoint=default", "checkpoint.every=3",
-                "train.max_rollbacks=1")  # fmt: skip
+                "train.max_rollbacks=1", "model.loss=auto")  # fmt: skip
     with pytest.raises(RankFailed, match=r"NumericsError[\s\S]*the run has gone back 1 times"):
         pretrain_with([glitch, never], tmp_path, 1, "strategy=single", "train.max_steps=60", *settings)
     lines = {line["step"]: line for line in read_lines(RunFolder(tmp_path).metrics) if "loss" in line}

@@ -60,7 +60,7 @@ def whole_runs(tmp_path_factory, cache_dir):
 
 @pytest.mark.parametrize(("strategy", "num_processes", "precision"), LAYOUTS)
 def test_the_same_layout_goes_on_with_the_same_losses(whole_runs, tmp_path, strategy, num_processes, precision):
-    more = () if precision == "fp32" else (f"train.precision={precision}",)
+    more = () if precision == "fp32" else (f"train.precision={precision}", "model.loss=auto")
     whole = whole_runs(strategy, num_processes, *more)
     stopped(whole, tmp_path, 10)
     # Loader workers change nothing either.

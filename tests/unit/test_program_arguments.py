@@ -24,7 +24,7 @@ def test_a_function_that_makes_the_model_may_be_bound_in_part(tmp_path, model_in
     assert find_model(transformers.Trainer, arguments, strategy_by_name("single", args)).in_features == 2
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, None, 0.5])
+@pytest.mark.parametrize("max_grad_norm", [0.0, None, -1.0, 0.5])
 def test_a_strategy_by_its_name_takes_arguments_that_clip_nothing(tmp_path, max_grad_norm):
     args = TrainingArguments(str(tmp_path), use_cpu=True, max_grad_norm=max_grad_norm)
     assert isinstance(strategy_by_name("single", args), Strategy)

@@ -1,12 +1,14 @@
 """Who writes what: every element once, by a rank that has it, evenly, and the same on all ranks."""
 
 import pytest
+import torch
 
-from hfdist.checkpoint.regions import Region, balance_by_bytes, list_first
+from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece
+from hfdist.checkpoint.regions import CHUNK_BYTES, Region, balance_by_bytes, list_first, merge_specs
 from hfdist.checkpoint.safetensors_io import TensorSpec
-from hfdist.checkpoint.save_plan import pack_files
-from hfdist.errors import CheckpointError
-from tests.unit.checkpoint.pieces import assign_writers
+from hfdist.checkpoint.save_plan import Planner, pack_files
+from hfdist.errors import CheckpointError, NumericsError
+from tests.unit.checkpoint.pieces import assign_writers, whole
 
 
 def spec(name="w", shape=(10,), dtype="F32"):
@@ -36,6 +38,33 @@ def test_ranks_that_hold_other_parts_besides_share_what_they_hold_alike():
     declared = [[region(0, 100, own[rank]), region(0, 4096, shared)] for rank in range(2)]
     found = [[(write.region.spec.name, *write.region[1:3]) for write in writes] for writes in assign_writers(declared)]
     assert found == [[("own0", 0, 100), ("shared", 0, 2048)], [("own1", 0, 100), ("shared", 2048, 4096)]]
+
+
+def test_large_replicas_are_cut_into_runs_that_several_ranks_can_verify():
+    large = spec(shape=(2**26,))
+    sizes = [
+        [write.region.num_bytes for write in of_rank] for of_rank in assign_writers([[region(0, 2**26, large)]] * 2)
+    ]
+    assert sizes == [[CHUNK_BYTES] * 2] * 2
+
+
+def test_numbers_may_be_of_several_types():
+    numbers = [spec("w", shape=(), dtype=dtype)._replace(key=NUMBER + "d") for dtype in ("I64", "F64")]
+    assert list(merge_specs(Region(number, 0, 1) for number in numbers)) == [numbers[0].id]
+
+
+def test_a_number_that_is_nan_is_told_as_what_it_is():
+    number = whole("w", NUMBER + "d", torch.tensor(float("nan"), dtype=torch.float64))
+    with pytest.raises(NumericsError, match=r"is NaN[\s\S]*w/d"):
+        Planner().plan([whole("w", WEIGHT, torch.ones(2)), number])
+
+
+def test_a_plan_that_fails_leaves_the_one_before():
+    planner, weight = Planner(), whole("w", WEIGHT, torch.ones(2))
+    numbers = planner.plan([weight, whole("w", STEP, torch.tensor(7.0))])[2]
+    with pytest.raises(CheckpointError):
+        planner.plan([weight, Piece(name="v", key=WEIGHT, shape=(4,), start=0, view=torch.ones(2))])
+    assert planner.plan([weight, whole("w", STEP, torch.tensor(7.0))])[2] == numbers == {STEP: {"w": 7}}
 
 
 @pytest.mark.parametrize(

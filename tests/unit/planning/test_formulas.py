@@ -27,6 +27,8 @@ from tests.unit.planning.models import BLOCK, make_constants
 
 FP32 = (
     "model=tiny",
+    # As formulas have it.
+    "model.loss=chunked",
     "data.sequence_length=128",
     "model.config={hidden_size: 128, intermediate_size: 352, num_hidden_layers: 4, num_attention_heads: 8, "
     "num_key_value_heads: 4, vocab_size: 1024, max_position_embeddings: 512}",
