@@ -251,7 +251,7 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
     num_microbatches = strategy.batch.num_microbatches
     per_rank = stages_per_rank(config.schedule, config.stages_per_rank)
     message = max(rank.message for rank in ranks)
-    splits = not clock.train.gradient_checkpointing
+    splits = not (clock.train.gradient_checkpointing or clock.train.compile is Compile.blocks)
     if len(ranks) == num_ranks:
         seconds = [rank.stages for rank in ranks]
         on_cpu = clock.hardware.is_cpu

@@ -211,8 +211,8 @@ def test_two_halves_of_a_backward_move_more_by_list_and_by_formula(schedule, lea
     # Half a second for each backward in two halves.
     assert by_formula >= 0.5 * least
     assert (by_formula > 0.1, by_list > 0.1) == (least > 0,) * 2
-    checkpointing = replace(FP32, gradient_checkpointing=True)
-    assert seconds(moving, strategy, train=checkpointing) == seconds(computing, strategy, train=checkpointing)
+    for whole in (replace(FP32, gradient_checkpointing=True), replace(FP32, compile=Compile.blocks)):
+        assert seconds(moving, strategy, CPU, whole) == seconds(computing, strategy, CPU, whole)
 
 
 def test_a_pipeline_is_timed_stage_by_stage_or_by_its_formula():
