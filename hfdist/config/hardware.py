@@ -23,6 +23,8 @@ _KEY = "plan.hardware"
 # Of a part of a device, or of one that runs slower than the name says.
 _LESS = re.compile(r"MIG|GRID|LAPTOP|MAX|\d+[ABCQ]")
 _GIB, _TERA, _GIGA, _MICRO = 2.0**30, 1e12, 1e9, 1e-6
+START_SECONDS = 8.4e-6
+"""Seconds of a collective on GPUs before its first hop: NCCL's own estimate, as those of hops below."""
 
 
 @dataclass(kw_only=True)

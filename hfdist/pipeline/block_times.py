@@ -108,11 +108,11 @@ def time_blocks(
     def loss(there: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(there(inputs).float().flatten(0, -2), ids.flatten())
 
-    return BlockTimes(
-        blocks=tuple(timer.times),
-        prologue=PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda there, _: there(ids)),
-        epilogue=PartTime() if head is None else timer.time(head, lambda: hidden, loss),
-    )
+    # Their weights are drawn, too.
+    with preserve_state(model):
+        prologue = PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda there, _: there(ids))
+        epilogue = PartTime() if head is None else timer.time(head, lambda: hidden, loss)
+    return BlockTimes(tuple(timer.times), prologue, epilogue)
 
 
 def time_blocks_of_run(
@@ -181,11 +181,14 @@ class _Timer:
         rounds: list[list[tuple[float, float, float]]] = []
         kept = _KeptBytes(there)
         for number in range(1 + _REPEATS):
-            with kept if self._halves and number == 0 else nullcontext():
-                rounds.append([self._run(partial(call, there), prepare(), splits=splits) for splits in ways])
+            rounds.append([])
+            for splits in ways:
+                # Of one pass: the memory of one that is over is given out again.
+                with kept if self._halves and number == 0 and not splits else nullcontext():
+                    rounds[-1].append(self._run(partial(call, there), prepare(), splits=splits))
         whole, *halved = ([median(leg) for leg in zip(*way, strict=True)] for way in zip(*rounds[1:], strict=True))
         _, input_half, weight_half = halved[0] if halved else (0.0, 0.0, 0.0)
-        return PartTime(whole[0], whole[2], input_half, weight_half, kept.num_bytes / len(ways))
+        return PartTime(whole[0], whole[2], input_half, weight_half, kept.num_bytes)
 
     def _run(self, call: Callable[[Inputs], object], inputs: Inputs, *, splits: bool) -> tuple[float, float, float]:
         """Give the seconds of a forward, of the first half of its backward, and of the rest or of all of it."""

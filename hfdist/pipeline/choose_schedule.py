@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
@@ -34,6 +35,12 @@ _STATE_BYTES = 16.0
 """Bytes of a parameter: itself, its gradient and two moments in float32; layouts that shard them need less."""
 _USABLE = 0.9
 """Share of the memory that is counted on: what blocks are timed with is not all that a step takes."""
+
+_LONG = 4
+"""Micro batches for each rank up to which all of a step is simulated: beyond, each takes what the one before it did.
+
+Schedules fill the pipeline with fewer. Lists of hundreds of micro batches for tens of ranks take minutes to make.
+"""
 
 Stages = tuple[range, ...]
 
@@ -87,11 +94,14 @@ def choose_schedule(
         seconds: list[list[StageSeconds]] = [[] for _ in range(num_ranks)]
         for rank, part in zip(ranks, of_stages, strict=True):
             seconds[rank].append(StageSeconds(part.forward, part.backward, part.input_half, part.weight_half))
-        whole = simulate(schedule, seconds, num_microbatches, splits_backward=splits_backward)
+        step = partial(simulate, schedule, seconds, splits_backward=splits_backward)
         held = [_STATE_BYTES * parameters.of_blocks(run) for run in stages]
         kept = [part.kept_bytes for part in of_stages]
-        most_bytes = max(_most_held(own, held, kept) for own in computations(schedule, ranks, num_microbatches))
+        memory = partial(_most_held, schedule, ranks, held, kept)
+        whole, most_bytes = (_of_step(figure, num_ranks, num_microbatches) for figure in (step, memory))
         found.append(Choice(schedule, per_rank, stages, whole, most_bytes))
+    # Lists of schedules that are not run.
+    computations.cache_clear()
     most = max(_USABLE * usable_bytes, min(choice.most_bytes for choice in found))
     best, *others = (choice for choice in found if choice.most_bytes <= most)
     for choice in others:
@@ -104,8 +114,26 @@ def choose_schedule(
     return best
 
 
-def _most_held(instructions: Sequence[Instruction], state: Sequence[float], kept: Sequence[float]) -> float:
-    """Give the bytes that a rank holds when it holds most: of each stage its state, and what micro batches keep."""
+def _of_step(figure: Callable[[int], float], num_ranks: int, num_microbatches: int) -> float:
+    """Give a figure, which depends on the number of micro batches; of a long step by what more of them add to it."""
+    if num_microbatches <= _LONG * num_ranks:
+        return figure(num_microbatches)
+    less, more = figure((_LONG - 1) * num_ranks), figure(_LONG * num_ranks)
+    return more + (more - less) * (num_microbatches / num_ranks - _LONG)
+
+
+def _most_held(
+    schedule: Schedule,
+    rank_of_stage: tuple[int, ...],
+    state: Sequence[float],
+    kept: Sequence[float],
+    num_microbatches: int,
+) -> float:
+    """Give the most bytes that a rank holds at a time: of each stage its state, and what micro batches keep."""
+    return max(_held(own, state, kept) for own in computations(schedule, rank_of_stage, num_microbatches))
+
+
+def _held(instructions: Sequence[Instruction], state: Sequence[float], kept: Sequence[float]) -> float:
     held = most = sum(state[stage] for stage in {one.stage for one in instructions})
     for one in instructions:
         if one.operation is Operation.forward:

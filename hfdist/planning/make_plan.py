@@ -27,6 +27,7 @@ from hfdist.energy.estimates import WATTS_PER_CORE
 from hfdist.models import find_architecture, fit_vocabulary
 from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.attention_choice import choose_attention
+from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
 from hfdist.models.partitioning import Partitioning
@@ -34,6 +35,7 @@ from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.models.trainable import TrainableParameters
 from hfdist.optim.registry import stepped_whole
+from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.schedule import stages_per_rank
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
@@ -174,10 +176,28 @@ def _by_formulas(
     config: RunConfig, architecture: PreTrainedConfig, machines: Machines, strategy: Strategy
 ) -> Candidate | None:
     """Give what formulas say of a pipeline, whether it fits or not; None: they do not know such a layout."""
+    stages = _stages(config, architecture, strategy)
     model = measure(config, architecture, machines, processes=1, as_asked=True)
     per_rank = stages_per_rank(config.strategy.schedule, config.strategy.stages_per_rank)
     layout = Layout.of(config, strategy.topology.world_size, per_rank)
-    return Evaluator(config, model, replace(machines, usable_bytes=math.inf)).evaluate(layout, is_exact=True)
+    evaluator = Evaluator(config, model, replace(machines, usable_bytes=math.inf), stages)
+    return evaluator.evaluate(layout, is_exact=True)
+
+
+def _stages(
+    config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy
+) -> dict[tuple[int, ...], tuple[range, ...]]:
+    """Give the blocks of each stage, as the config asks, by the ranks of the stages; ConfigError: it asks for others.
+
+    Where blocks are to be timed, their operations stand for their seconds: those of a whole pipeline take long.
+    """
+    ranks, asked = cast("PipelineStrategy", strategy).rank_of_stage, config.strategy
+    if asked.balance is Balance.measured:
+        asked = replace(asked, balance=Balance.flops)
+    with FakeTensorMode():
+        model = make_without_values(config.model, copy.deepcopy(architecture))
+        blocks = find_block_parts(model)
+        return {ranks: choose_stages(model, blocks, asked, strategy.batch, ranks, config.train.precision)}
 
 
 def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device: str) -> Sequence[RankTrace]:

@@ -1,12 +1,18 @@
 """What `hfdist bandwidth` makes of times: NCCL's definitions, the link of a plan, the table; and its command line."""
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from hfdist.config.hardware import read_hardware
+from hfdist import sent_bytes
+from hfdist.config.hardware import CPU, read_hardware
+from hfdist.config.train import TrainConfig
+from hfdist.planning.costs import AxisTraffic, OpCosts, RankCosts
+from hfdist.planning.timing.calibration import Factors
+from hfdist.planning.timing.step_time import step_time
 from hfdist.tools.doctor.bandwidth.command import main
 from hfdist.tools.doctor.bandwidth.figures import (
     ALL,
@@ -26,6 +32,7 @@ from hfdist.tools.doctor.bandwidth.figures import (
 )
 from hfdist.tools.doctor.bandwidth.hardware_file import write_hardware
 from hfdist.tools.doctor.bandwidth.measure import groups_of
+from tests.unit.planning.layouts import make_layout
 
 
 def figure(kind=ALL_REDUCE, size=1 << 20, seconds=1e-3, **more):
@@ -41,18 +48,42 @@ def test_bandwidths_are_those_of_nccls_tests():
         assert (one.algorithm_gbs, one.bus_gbs) == pytest.approx((1.0, factor)), kind
 
 
-@pytest.mark.parametrize(("num_ranks", "hops"), [(2, 2), (4, 6), (6, 10), (8, 14)])
-def test_the_link_is_found_again_in_what_it_would_take(num_ranks, hops):
+@pytest.mark.parametrize("group", [IN_MACHINE, BETWEEN])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("num_ranks", [2, 6, 8])
+def test_the_link_is_found_again_in_what_a_plan_counts(num_ranks, backend, group):
     gbs, latency = 12.5, 20e-6
-    sent = 2 * (num_ranks - 1) / num_ranks
+    hardware = replace(
+        read_hardware("h100_80gb"),
+        name=CPU if backend == "gloo" else "gpu",
+        link_gb_per_second=gbs,
+        network_gb_per_second=gbs,
+        link_latency_us=latency * 1e6,
+        network_latency_us=latency * 1e6,
+    )
+    train, plain = TrainConfig(), Factors(compute=1.0, memory=1.0, kernels=1.0, link=1.0, spread=1.0)
+
+    def planned(size):
+        traffic = AxisTraffic(
+            axis="data",
+            kind=sent_bytes.ALL_REDUCE,
+            size=num_ranks,
+            calls=1,
+            sent_bytes=2 * (num_ranks - 1) / num_ranks * size,
+            crosses_machines=group == BETWEEN,
+            machine_ranks=num_ranks if group == IN_MACHINE else 1,
+        )
+        costs = RankCosts(stages=(), optimizer=OpCosts(), traffic=(traffic,))
+        return step_time(costs, make_layout(num_ranks, train), hardware, train, plain).seconds
+
     figures = [
-        figure(size=size, seconds=hops * latency + sent * size / (gbs * 1e9), num_ranks=num_ranks)
+        figure(size=size, seconds=planned(size), num_ranks=num_ranks, group=group, runs_as=f"{backend}:all_reduce")
         for size in (1 << 10, 1 << 16, 1 << 22, 1 << 26)
     ]
-    noise = [figure(ALL_TO_ALL, 1 << 10, 5.0), figure(size=1 << 12, seconds=9.0, group=ALL)]
-    assert fit_link([*figures, *noise], IN_MACHINE) == pytest.approx(Link(gbs, latency))
-    assert fit_link(figures[:1], IN_MACHINE) is None
-    assert fit_link(figures[:2], IN_MACHINE) is None, "small ones say nothing"
+    noise = [figure(ALL_TO_ALL, 1 << 10, 5.0, group=group), figure(size=1 << 12, seconds=9.0, group=ALL)]
+    assert fit_link([*figures, *noise], group) == pytest.approx(Link(gbs, latency))
+    assert fit_link(figures[:1], group) is None
+    assert fit_link(figures[:2], group) is None, "small ones say nothing"
 
 
 @pytest.mark.parametrize("seconds", [(1e-3, 1e-3), (1e-3, 9e-4), (1e-9, 1.0)])

@@ -66,11 +66,20 @@ class Machines:
 
 
 class Evaluator:
-    """Memory and time of layouts of one run, by formulas."""
+    """Memory and time of layouts of one run, by formulas.
 
-    def __init__(self, config: RunConfig, model: ModelConstants, machines: Machines) -> None:
+    `stages`: the blocks of stages that are chosen already, by the ranks of the stages; others are made even.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: ModelConstants,
+        machines: Machines,
+        stages: Mapping[tuple[int, ...], tuple[range, ...]] | None = None,
+    ) -> None:
         self.config, self.model, self.machines = config, model, machines
-        self._stages: dict[tuple[int, ...], tuple[range, ...]] = {}
+        self._stages = dict(stages or {})
 
     @property
     def available_bytes(self) -> float:

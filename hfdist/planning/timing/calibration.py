@@ -21,6 +21,8 @@ import numpy as np
 from hfdist.config.hardware import Hardware
 
 COMPONENTS = ("compute", "memory", "kernels", "link")
+_VERSION = 1
+"""Of the way in which ideal seconds are counted: factors of one way are wrong for another."""
 _PRIOR = {"compute": 0.5, "memory": 0.7, "kernels": 0.7, "link": 0.7}
 """Standard deviations of the logarithms of the factors about their defaults, where no step says more."""
 _NOISE = 0.05
@@ -73,6 +75,7 @@ class TimedStep:
     """The median step of the run."""
     cpu_seconds: float | None = None
     """CPU seconds of one rank, over all its threads."""
+    version: int = _VERSION
 
 
 def write_step(step: TimedStep, path: Path) -> None:
@@ -83,7 +86,7 @@ def write_step(step: TimedStep, path: Path) -> None:
 
 
 def read_steps(path: Path, hardware: str) -> list[TimedStep]:
-    """Give the steps of one hardware, the oldest first. Lines that cannot be read are left out."""
+    """Give the steps of one hardware, the oldest first. Lines of other versions, or damaged ones, are left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -98,7 +101,8 @@ def _parse(line: str) -> TimedStep | None:
         known = {field.name: values[field.name] for field in fields(TimedStep) if field.name in values}
         step = TimedStep(**known)
         ideal = sum(step.ideal.get(name, 0.0) for name in COMPONENTS)
-        is_right = 0 < step.step_seconds < math.inf and 0 < ideal < math.inf
+        is_right = "version" in values and step.version == _VERSION
+        is_right = is_right and 0 < step.step_seconds < math.inf and 0 < ideal < math.inf
     except (ValueError, TypeError, AttributeError):
         return None
     return step if is_right else None

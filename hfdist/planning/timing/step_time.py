@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hfdist.config.hardware import Hardware
+from hfdist.config.hardware import START_SECONDS, Hardware
 from hfdist.config.strategy import Offload
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.models.blocks import compiles_on_gpus
@@ -33,8 +33,6 @@ from hfdist.topology import MODEL_AXES
 
 _LEFT_OF_FUSED = 0.67
 """Share of memory traffic and of operations that is left where blocks are compiled: by published runs."""
-_START_SECONDS = 8.4e-6
-"""Of a collective on GPUs before its first hop: NCCL's own estimate, as those of hops in config/hardware.py."""
 _SPLIT_AGAIN = 0.5
 """Share of a backward's memory traffic that its two halves have besides: they read again what came to each matrix.
 
@@ -138,7 +136,7 @@ class _Clock:
             # Rings leave a machine over the links of all its ranks.
             seconds = traffic.sent_bytes / min(link, network * traffic.machine_ranks)
         near, far = _hops(traffic, on_cpu=self.hardware.is_cpu)
-        start = 0.0 if self.hardware.is_cpu else _START_SECONDS
+        start = 0.0 if self.hardware.is_cpu else START_SECONDS
         return self.factors.link * (seconds + traffic.calls * (start + near * hop + far * far_hop))
 
 
@@ -251,7 +249,7 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
     num_microbatches = strategy.batch.num_microbatches
     per_rank = stages_per_rank(config.schedule, config.stages_per_rank)
     message = max(rank.message for rank in ranks)
-    splits = not clock.train.gradient_checkpointing
+    splits = not (clock.train.gradient_checkpointing or clock.train.compile is Compile.blocks)
     if len(ranks) == num_ranks:
         seconds = [rank.stages for rank in ranks]
         on_cpu = clock.hardware.is_cpu

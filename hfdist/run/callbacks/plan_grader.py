@@ -101,7 +101,8 @@ class PlanGrader(TrainerCallback):
             self._tell_later_plans(self._plan, measured)
 
     def _tell_later_plans(self, plan: Plan, measured: Measured) -> None:
-        if measured.step_seconds is not None and measured.steps > _UNSTEADY_STEPS:
+        # A plan by formulas has no ideal seconds to learn from.
+        if plan.ideal_seconds and measured.step_seconds is not None and measured.steps > _UNSTEADY_STEPS:
             step = TimedStep(
                 hardware=plan.hardware,
                 layout=plan.layout,

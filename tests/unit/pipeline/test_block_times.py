@@ -33,7 +33,9 @@ def test_equal_blocks_cost_the_same_and_are_timed_once():
     for block in model.model.layers:
         block.input_layernorm = nn.Sequential(Calls(), block.input_layernorm)
     weights = {name: p.clone() for name, p in model.named_parameters()}
+    drawn = torch.get_rng_state()
     costs = times(model)
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert len(costs.blocks) == 4
     assert len(set(costs.blocks)) == 1
     assert all(part.seconds > 0 for part in (costs.blocks[0], costs.prologue, costs.epilogue))
@@ -63,6 +65,9 @@ def test_halves_are_timed_beside_whole_backwards_with_what_is_kept_for_them():
     # Inputs of both norms and all matrices, and what is between gate and up.
     least = 4 * tokens * (4 * config.hidden_size + 3 * config.intermediate_size)
     assert least < block.kept_bytes < 5 * least
+    # Its input, the logarithms of all probabilities, and targets.
+    of_head = 4 * tokens * (config.hidden_size + config.vocab_size)
+    assert of_head <= head.kept_bytes < 1.1 * of_head
     assert found.of_blocks(range(2)).kept_bytes == 2 * block.kept_bytes + embedding.kept_bytes + head.kept_bytes
     assert times(model).blocks[0].kept_bytes == 0
 

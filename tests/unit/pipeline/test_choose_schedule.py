@@ -6,9 +6,11 @@ import pytest
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import PartitionError
+from hfdist.pipeline import choose_schedule as module
 from hfdist.pipeline.block_times import BlockTimes, PartTime
 from hfdist.pipeline.choose_schedule import choose_schedule
 from hfdist.pipeline.partition import Costs, partition
+from hfdist.pipeline.schedule import computations
 
 ZERO_BUBBLE = {Schedule.interleaved_zero_bubble, Schedule.zbv, Schedule.dualpipev}
 PARAMETERS = Costs(blocks=(100.0,) * 8, prologue=0.0, epilogue=0.0)
@@ -64,3 +66,23 @@ def test_what_does_not_fit_in_memory_is_not_taken(caplog):
     assert f"auto takes {choice.schedule.value}:" in caplog.text
     # Where nothing fits, the least is taken.
     assert choose(usable_bytes=0.0).most_bytes <= fits
+
+
+@pytest.mark.parametrize("way", module._WAYS)
+def test_a_long_step_takes_what_the_list_of_all_its_micro_batches_does(way, monkeypatch):
+    simulated = []
+
+    def simulate(schedule, seconds, number, **more):
+        simulated.append(number)
+        return real(schedule, seconds, number, **more)
+
+    real = module.simulate
+    monkeypatch.setattr(module, "simulate", simulate)
+    monkeypatch.setattr(module, "_WAYS", (way,))
+    found = choose(half=1.3, num_ranks=4, num_microbatches=40)
+    assert max(simulated) == 16
+    assert computations.cache_info().currsize == 0
+    monkeypatch.setattr(module, "_LONG", 10)
+    whole = choose(half=1.3, num_ranks=4, num_microbatches=40)
+    assert simulated[-1] == 40
+    assert (found.seconds, found.most_bytes) == pytest.approx((whole.seconds, whole.most_bytes))

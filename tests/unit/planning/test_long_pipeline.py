@@ -7,6 +7,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import read_hardware
+from hfdist.errors import ConfigError
 from hfdist.planning import make_plan as module
 from hfdist.planning.describe import describe_plan
 from hfdist.planning.searching.evaluate import Machines
@@ -32,3 +33,28 @@ def test_a_long_pipeline_is_planned_by_formulas_near_its_trace(monkeypatch):
     assert by_formulas.memory.use.total == pytest.approx(traced.memory.use.total, rel=0.15)
     # Of so small a model most of the time is that of starts, which formulas share out evenly.
     assert by_formulas.time.seconds == pytest.approx(traced.time.seconds, rel=0.3)
+
+
+def test_formulas_plan_the_stages_that_are_asked_for(monkeypatch):
+    def plan(*stages):
+        # The parameters of so large a vocabulary leave the first and the last rank fewer blocks.
+        config = compose_config([*LAYOUT, "model.config.vocab_size=6000", *stages])
+        return module.make_plan(config, Machines(hardware=read_hardware("h100_80gb"), usable_bytes=inf), 4)
+
+    uneven = "strategy.blocks_per_stage=[5,1,1,1]"
+    traced = plan(uneven)
+    monkeypatch.setattr(module, "_MOST_PASSES", 5)
+    found = plan(uneven)
+    assert not found.is_traced
+    assert found.memory.use.total == pytest.approx(traced.memory.use.total, rel=0.15)
+    assert plan("strategy.balance=parameters") == plan("strategy.blocks_per_stage=[1,3,3,1]") != plan()
+    # Nothing is timed.
+    assert plan("strategy.balance=measured") == plan()
+
+
+def test_formulas_refuse_the_stages_that_a_run_refuses(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_PASSES", 5)
+    config = compose_config([*LAYOUT, "strategy.blocks_per_stage=[1,1,1,1]"])
+    with pytest.raises(ConfigError) as refused:
+        module.make_plan(config, Machines(hardware=read_hardware("h100_80gb"), usable_bytes=inf), 4)
+    assert refused.value.where == "strategy.blocks_per_stage"

@@ -1,5 +1,6 @@
 """Seconds of a step from costs, hardware and traffic: limits, what is hidden, schedules, and fitted factors."""
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -211,8 +212,8 @@ def test_two_halves_of_a_backward_move_more_by_list_and_by_formula(schedule, lea
     # Half a second for each backward in two halves.
     assert by_formula >= 0.5 * least
     assert (by_formula > 0.1, by_list > 0.1) == (least > 0,) * 2
-    checkpointing = replace(FP32, gradient_checkpointing=True)
-    assert seconds(moving, strategy, train=checkpointing) == seconds(computing, strategy, train=checkpointing)
+    for whole in (replace(FP32, gradient_checkpointing=True), replace(FP32, compile=Compile.blocks)):
+        assert seconds(moving, strategy, CPU, whole) == seconds(computing, strategy, CPU, whole)
 
 
 def test_a_pipeline_is_timed_stage_by_stage_or_by_its_formula():
@@ -297,13 +298,16 @@ def test_lines_of_timed_steps(tmp_path):
     write_step(step, path)
     other = replace(step, hardware="h100_80gb", cpu_seconds=0.5)
     write_step(other, path)
+    right = {"hardware": "cpu", "layout": "", "ideal": {"compute": 1.0}, "step_seconds": 1.0, "version": step.version}
+    wrong = [{"version": 0}, {"ideal": {}}, {"step_seconds": math.inf}, {"step_seconds": None}]
+    unversioned = {key: value for key, value in right.items() if key != "version"}
+    lines = [{"hardware": "cpu"}, [], None, unversioned, *(right | change for change in wrong)]
     with path.open("a") as file:
-        file.write(
-            '{"hardware": "cpu"}\n[]\nnull\n{"hardware": "cpu", "layout": "", "ideal": {}, "step_seconds": 1}\n{\n'
-            '{"hardware": "cpu", "layout": "", "ideal": {"compute": 1.0}, "step_seconds": Infinity}\n'
-        )
+        file.write("\n".join([*map(json.dumps, lines), "{", ""]))
     assert read_steps(path, "cpu") == [step]
     assert read_steps(path, "h100_80gb") == [other]
+    write_step(TimedStep(**right), path)
+    assert len(read_steps(path, "cpu")) == 2
 
 
 def test_all_figures_are_finite_for_a_step_of_nothing():

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from hfdist.config.hardware import START_SECONDS
+
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = "all-reduce", "reduce-scatter", "all-gather", "all-to-all"
 BROADCAST, POINT_TO_POINT = "broadcast", "point to point"
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST, POINT_TO_POINT)
@@ -91,8 +93,10 @@ def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
         return None
     start, per_byte = _line([(float(one.size_bytes), one.seconds) for one in own])
     num_ranks = own[0].num_ranks
-    # Within a machine a chain, between machines a tree; both ways.
-    hops = 2 * (num_ranks - 1 if group == IN_MACHINE else math.ceil(math.log2(num_ranks)))
+    # As plans count them: rings on CPUs and chains within a machine, trees of NCCL between machines; both ways.
+    on_cpu = own[0].runs_as.startswith("gloo")
+    hops = 2 * (num_ranks - 1 if on_cpu or group == IN_MACHINE else math.ceil(math.log2(num_ranks)))
+    start = max(0.0, start - (0.0 if on_cpu else START_SECONDS))
     sent_share = 2 * (num_ranks - 1) / num_ranks
     return Link(gbs=sent_share / per_byte / 1e9, latency_seconds=start / hops)
 
