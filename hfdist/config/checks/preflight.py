@@ -110,7 +110,7 @@ def check_model_paths(config: RunConfig) -> None:
 def _check_no_adapter(name: str) -> None:
     """Refuse the folder of an adapter as the model: its base would be trained without it."""
     path = expand_user(name) / "adapter_config.json"
-    if not name or not path.is_file() or path.with_name("config.json").is_file():
+    if not name or not os.path.isfile(path) or os.path.isfile(path.with_name("config.json")):
         return
     base = None
     with contextlib.suppress(OSError, NotAMessageError):
@@ -128,11 +128,11 @@ def _check_adapter_path(path: str | None) -> None:
     if path is None or not (_is_local(path) or path.count("/") > 1 or os.path.isdir(path)):
         return
     key, full = "adapter.path", expand_user(path)
-    if not (full / "adapter_config.json").is_file():
-        what = "the folder has no adapter" if full.is_dir() else "there is no such folder"
+    if not os.path.isfile(full / "adapter_config.json"):
+        what = "the folder has no adapter" if os.path.isdir(full) else "there is no such folder"
         allowed = "a folder with adapter_config.json, or a Hub id"
         instead = f"{shlex.quote(f'model={path}')}, without an adapter.path"
-        hint = instead if (full / "config.json").is_file() else _near(key, path)
+        hint = instead if os.path.isfile(full / "config.json") else _near(key, path)
         raise ConfigError(what, where=key, found=path, allowed=allowed, hint=hint)
 
 
@@ -170,7 +170,7 @@ def _check_source(key: str, source: SourceConfig) -> None:
     if source.kind is SourceKind.tokens and os.path.isfile(full):
         what, allowed = "token files are a folder", "a folder that hfdist pretokenize has written"
         raise ConfigError(what, where=key, found=path, allowed=allowed, hint="data=FILE for a file of text")
-    if source.kind is SourceKind.files and RunFolder(Path(full)).record.is_file():
+    if source.kind is SourceKind.files and os.path.isfile(RunFolder(Path(full)).record):
         what, model = "this is the folder of a run, and not one of data", shlex.quote(f"model={path.rstrip('/')}/model")
         raise ConfigError(what, where=key, found=path, hint=f"data=FILE; its model is {model}")
     if source.kind is SourceKind.files and os.path.isfile(os.path.join(full, "00000.tokens")):
