@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 
 from hfdist.config.checks.conflict import conflict
+from hfdist.config.override_text import in_shell
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import OFF
 from hfdist.errors import nearest
@@ -51,17 +51,17 @@ def _check_resume(config: RunConfig) -> None:
         (folder, "this folder holds checkpoints, but it is not a checkpoint"),
     ):
         if path and (steps := _checkpoints_in(holder)):
-            hint = shlex.quote(f"{key}={steps[-1]}")
+            hint = in_shell(key, steps[-1])
             raise conflict(config, key, what, allowed="auto, never, or the folder of one of them", hint=hint)
     # Not by pathlib: Python 3.11 raises for a folder without permission, and for a name that is too long.
     if path and os.path.isfile(folder / "config.json") and not os.path.isfile(folder / "manifest.json"):
-        what, hint = "this is the folder of a model, and no checkpoint", f"{key}=auto {shlex.quote(f'model={path}')}"
+        what, hint = "this is the folder of a model, and no checkpoint", f"{key}=auto {in_shell('model', path)}"
         raise conflict(config, key, what, hint=hint)
     if path and os.path.isdir(folder):
         return
     near, beside = nearest(path.lower(), _WORDS, f"{key}={{}}"), _checkpoints_in(folder.parent)
     word = "never" if path.lower() in OFF else "auto"
-    hint = near or shlex.quote(f"{key}={beside[-1] if beside else word}")
+    hint = near or in_shell(key, beside[-1] if beside else word)
     what = "this is neither auto, nor never, nor a folder that exists"
     allowed = f"{', '.join(_WORDS)}, or the folder of a checkpoint"
     raise conflict(config, key, what, allowed=allowed, hint=hint)

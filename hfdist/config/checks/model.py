@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 
 from hfdist.config.checks.conflict import conflict
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init, ModelConfig
+from hfdist.config.override_text import in_shell
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 
@@ -53,7 +53,7 @@ def _check_pretrained(config: RunConfig) -> None:
         raise conflict(config, "model.init model.type", what, allowed="random", hint=hint)
     if model.tokenizer.name is None:
         what = "pretrained weights need their own tokenizer: one trained on the corpus gives the tokens other ids"
-        raise conflict(config, "model.tokenizer.name", what, hint=shlex.quote(f"model.tokenizer.name={model.name}"))
+        raise conflict(config, "model.tokenizer.name", what, hint=in_shell("model.tokenizer.name", model.name))
 
 
 def check_tokens(config: RunConfig) -> None:
@@ -65,5 +65,5 @@ def check_tokens(config: RunConfig) -> None:
         path = source.path
         if source.kind is SourceKind.tokens and path is not None and not os.path.isfile(os.path.expanduser(path)):
             what, found = "a source of tokens needs the tokenizer that made them", f"null, with {key}.kind=tokens"
-            hint = shlex.quote(f"model.tokenizer.name={path.rstrip('/')}/tokenizer")
+            hint = in_shell("model.tokenizer.name", f"{path.rstrip('/')}/tokenizer")
             raise ConfigError(what, where="model.tokenizer.name", found=found, hint=hint)

@@ -18,6 +18,7 @@ from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline
 from hfdist.config.cli.process_end import print_at_once
 from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import as_overrides
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
 from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, compose_sweep
@@ -40,7 +41,7 @@ from hfdist.tools.sweep.launchers.local import LocalLauncher
 from hfdist.tools.sweep.launchers.ray import RayLauncher
 from hfdist.tools.sweep.launchers.slurm import SlurmLauncher
 from hfdist.tools.sweep.sampling import importances, write_study
-from hfdist.tools.sweep.space import Space, as_overrides, is_sweep, parse_dimension
+from hfdist.tools.sweep.space import Space, is_sweep, parse_dimension
 from hfdist.topology import read_launcher
 
 STUDY = "study.journal"
