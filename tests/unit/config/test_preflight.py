@@ -151,9 +151,10 @@ def test_trackers_that_write_to_a_folder_are_not_unless_they_are_told_otherwise(
     for place in ("sqlite:////here/mlflow.db", "mlruns", "/there/mlruns"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
         check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks")
-    with pytest.raises(ConfigError, match="another machine"):
-        check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
+    for place in ("databricks", "databricks-uc", "uc"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+        with pytest.raises(ConfigError, match="another machine"):
+            check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
 
 
 @pytest.mark.parametrize("path", ["/texts/*.parquet", "file:///texts/a.jsonl", "texts"])
