@@ -14,6 +14,8 @@ from hfdist.secrets import MASK, mask_secrets
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+UNREAD = 141
+"""Exit code where nobody reads the output any more and work is left, as shells have it after SIGPIPE."""
 
 _LONGEST_VALUE, _LONGEST = 500, 4000
 """Characters of a value or a place, and of what else a message says."""

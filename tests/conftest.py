@@ -41,8 +41,8 @@ def pytest_collection_finish():
 def quickly_composed(request):
     """Files of config groups are merged once a session, but in modules that say `COMPOSES_WHOLE`."""
     with pytest.MonkeyPatch.context() as patch:
-        leave_stack(patch)
         if not getattr(request.module, "COMPOSES_WHOLE", False):
+            leave_stack(patch)
             quick_composition(patch)
         yield
 

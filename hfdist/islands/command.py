@@ -6,10 +6,10 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
 
 from hfdist.config.cli.arguments import as_command, read_arguments, read_number
+from hfdist.config.cli.process_end import print_at_once
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError
 from hfdist.islands.server import IslandServer
@@ -73,8 +73,7 @@ def reached_at(host: str) -> str:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-    sys.stdout.flush()
+    print_at_once(f"{time.strftime('%H:%M:%S')} {line}")
 
 
 main = as_command(_HELP, _serve)

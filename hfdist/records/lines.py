@@ -120,6 +120,8 @@ def reporting_full_disk(path: Path) -> Iterator[None]:
 QUANTILES, HIGHEST = "quantiles", "highest"
 """Keys of a line of ranks.jsonl with many ranks: by column, the lowest, 10 %, median, 90 % and highest figure; and the
 highest figures by rank."""
+STEPS = "steps"
+"""Key of a line of ranks.jsonl with many ranks, where all of them stand in it: number of steps that it is of."""
 
 
 class RankColumn(Enum):

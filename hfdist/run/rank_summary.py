@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.records import RankColumn
-from hfdist.records.lines import HIGHEST, QUANTILES, Line
+from hfdist.records.lines import HIGHEST, QUANTILES, STEPS, Line
 
 _COLUMNS = tuple(column.value for column in RankColumn)
 _MOST_RANKS = 64
@@ -56,14 +56,15 @@ class RankSummary:
         self._num_lines += 1
         return line
 
-    def take(self) -> dict[str, list[float | None]]:
-        """Give the columns of all ranks since they last stood in a line, and begin anew; {}: no step since then."""
+    def take(self) -> Line:
+        """Give all ranks since they last stood in a line, of many also their steps; {}: no step since then."""
         if not self._num_steps:
             return {}
-        columns = to_columns(np.vstack([self._figures[:-1] / self._num_steps, self._figures[-1:]]))
+        line: Line = {} if self._is_small else {STEPS: self._num_steps}
+        line |= to_columns(np.vstack([self._figures[:-1] / self._num_steps, self._figures[-1:]]))
         self._num_steps = 0
         self._figures[:] = 0.0
-        return columns
+        return line
 
 
 def to_columns(figures: NDArray[np.float64]) -> dict[str, list[float | None]]:

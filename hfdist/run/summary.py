@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
@@ -18,6 +17,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.data import EXAMPLES, DataConfig, Packing, RowFormat
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import Init
+from hfdist.config.override_text import in_shell
 from hfdist.config.rates import explain_learning_rate
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskConfig, TaskName
@@ -224,5 +224,5 @@ def advise(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: RunConfig
     is_found = data.format is RowFormat.auto and not any(one.columns or one.format for one in data.sources.values())
     if config.task.name is TaskName.causal_lm and is_found:
         names = {ours: data.columns.get(theirs, theirs) for ours, theirs in _TURNS.items()}
-        hint = shlex.quote("data.columns={" + ", ".join(f"{ours}: {theirs}" for ours, theirs in names.items()) + "}")
+        hint = in_shell("data.columns", dict(names))
     return f"prompts and answers are learned as plain text, without the model's chat template; turns of a chat: {hint}"

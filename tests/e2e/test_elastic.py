@@ -1,13 +1,16 @@
 """A machine is lost under an elastic torchrun: the run goes on with those that are left, as if nothing had been."""
 
 import os
+import re
 import signal
 import socket
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 from hfdist.checkpoint.folder import list_checkpoints
 from tests.distributed.runs import SMALL, losses, pretrain
@@ -24,15 +27,33 @@ SETTINGS = ("data.lanes=12", "train.global_batch_size=12", f"train.max_steps={ST
             "checkpoint=default", "checkpoint.every=3", "optimizer.lr=5e-4")  # fmt: skip
 
 
-def run_agent(port, arguments):
-    """What torchrun does, but for its ranks: they are forks, and inherit what this process has imported."""
-    config = LaunchConfig(
+def launch_config(port):
+    """What torchrun makes of its command line, but for its ranks: they are forks of this process."""
+    return LaunchConfig(
         min_nodes=1, max_nodes=3, nproc_per_node=1, run_id="elastic", max_restarts=3, monitor_interval=0.1,
         rdzv_backend="c10d", rdzv_endpoint=f"localhost:{port}", start_method="fork",
         # On a busy machine an agent may be silent for seconds, and is alive.
         rdzv_configs={"last_call_timeout": 6, "keep_alive_interval": 1, "keep_alive_max_attempt": 8},
     )  # fmt: skip
-    elastic_launch(config, run_rank)(*arguments)
+
+
+def test_the_documented_command_line_is_what_is_tested():
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+    command = re.search(r"^torchrun (.*?) recipes/pretrain.py", page, re.DOTALL | re.MULTILINE)[1].replace("\\\n", "")
+    documented = re.search(r"`--rdzv-conf (\S+)`", page)[1]
+    assert {pair.partition("=")[0] for pair in documented.split(",")} <= launch_config(0).rdzv_configs.keys()
+    wanted = launch_config(29400)
+    words = {"1:4": "1:3", "8": "1", "10": "3", "FIRST_NODE:29400": "localhost:29400", "RUN": "elastic"}
+    conf = f"--rdzv-conf {','.join(f'{name}={value}' for name, value in wanted.rdzv_configs.items())}"
+    given = [*(words.get(word, word) for word in command.split()), *conf.split(), "x.py"]
+    found, *_ = config_from_args(parse_args(given))
+    assert {name: int(found.rdzv_configs[name]) for name in wanted.rdzv_configs} == wanted.rdzv_configs
+    for name in ("min_nodes", "max_nodes", "nproc_per_node", "run_id", "max_restarts", "rdzv_backend", "rdzv_endpoint"):
+        assert getattr(found, name) == getattr(wanted, name), name
+
+
+def run_agent(port, arguments):
+    elastic_launch(launch_config(port), run_rank)(*arguments)
 
 
 def run_rank(*arguments):

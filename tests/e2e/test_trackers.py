@@ -106,26 +106,35 @@ def test_a_run_that_is_killed_and_goes_on_is_one_run_with_each_step_once(name, r
             assert [value for _, value in run[key]] == pytest.approx([value for _, value in points], rel=1e-6), key
 
 
-def drive(run_dir, events, *overrides):
-    """Call all trackers of a project as a Trainer does. `events`: names, each with its step and what is logged."""
+def drive(run_dir, events, *overrides, trackers=INSTALLED):
+    """Call trackers of a project as a Trainer does. `events`: names, each with its step and what is logged."""
     os.environ.update(QUIET | {"HOME": str(run_dir)})
-    settings = (f"run.name={run_dir.name}", f"run.dir={run_dir}", f"report.to=[{','.join(INSTALLED)}]",
+    settings = (f"run.name={run_dir.name}", f"run.dir={run_dir}", f"report.to=[{','.join(trackers)}]",
                 "report.project=mine", *overrides)  # fmt: skip
     args = TrainingArguments(str(run_dir), report_to="none", run_name=run_dir.name, use_cpu=True)
-    trackers, state, control = Trackers(compose_config(["model=tiny", *settings])), TrainerState(), TrainerControl()
+    callback, state, control = Trackers(compose_config(["model=tiny", *settings])), TrainerState(), TrainerControl()
     for event, step, *logs in events:
         state.global_step = step
         if event == "log":
-            trackers.on_log(args, state, control, model=None, logs=logs[0])
+            callback.on_log(args, state, control, model=None, logs=logs[0])
         elif event == "rollback":
-            trackers.on_rollback(state)
+            callback.on_rollback(state)
         elif event == "end":
-            trackers.on_train_end(args, state, control, model=None)
+            callback.on_train_end(args, state, control, model=None)
         else:
-            trackers.on_train_begin(args, state, control, model=None)
-    trackers.end()
-    # Another run of the process has names of its own.
-    assert not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"} & os.environ.keys()
+            callback.on_train_begin(args, state, control, model=None)
+    callback.end()
+
+
+def drive_after_another(run_dir, events):
+    """As the second run of a process, with names and a folder of its own."""
+    trackers = [name for name in INSTALLED if name == "mlflow"]
+    other = run_dir.with_name("another")
+    other.mkdir()
+    drive(other, events, trackers=trackers)
+    left = {f"MLFLOW_{name}" for name in ("EXPERIMENT_NAME", "EXPERIMENT_ID", "RUN_ID", "TRACKING_URI")}
+    assert not left & os.environ.keys()
+    drive(run_dir, events)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +151,7 @@ def reports_of_three_starts(tmp_path_factory):
     before = {name: read_tracker(name, run_dir, "mine") for name in INSTALLED}
     # As a run does that has no checkpoint to go on from.
     RunFolder(run_dir).trackers.unlink(missing_ok=True)
-    run_ranks(drive, 1, run_dir, [("begin", 0), ("log", 1, {"loss": 2.0}), ("end", 1)], group=False)
+    run_ranks(drive_after_another, 1, run_dir, [("begin", 0), ("log", 1, {"loss": 2.0}), ("end", 1)], group=False)
     return before, {name: read_tracker(name, run_dir, "mine") for name in INSTALLED}
 
 

@@ -103,19 +103,13 @@ def outcome(do):
     return "opened"
 
 
-@pytest.mark.parametrize(
-    ("file", "times"),
-    [
-        ("model/config.json", 12),
-        many("model/config.json", 200),
-        ("model/generation_config.json", 3),
-        ("model/tokenizer.json", 5),
-        ("model/tokenizer_config.json", 5),
-        ("model/model.safetensors.index.json", 5),
-        ("adapter/adapter_config.json", 8),
-        many("adapter/adapter_config.json", 100),
-    ],
-)
+TIMES = {
+    "model/config.json": 12, "model/generation_config.json": 3, "model/tokenizer.json": 5,
+    "model/tokenizer_config.json": 5, "model/model.safetensors.index.json": 5, "adapter/adapter_config.json": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "times"), [*TIMES.items(), *(many(file, 100) for file in TIMES)])
 def test_a_damaged_file_is_one_message(tmp_path, whole, file, times, monkeypatch):
     # Some values make a library count for ever.
     monkeypatch.setattr(apart, "Limits", functools.partial(apart.Limits, cpu_seconds=3))

@@ -1,5 +1,6 @@
 """The command `hfdist`: the recipes by name, and what a shell is told when it completes."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,7 +8,9 @@ import sys
 import pytest
 
 from hfdist import __main__ as command
-from hfdist.config.cli.process_end import printing
+from hfdist.config.cli.arguments import as_command
+from hfdist.config.cli.process_end import print_at_once, printing
+from hfdist.errors import UNREAD, DataError
 from tests.unit.config.shipped import CONF
 
 RECIPES = {path.stem.replace("_", "-") for path in (CONF.parent / "recipes").glob("[!_]*.py")}
@@ -91,14 +94,47 @@ def test_bash_completes(line, choices):
     assert set(done.stdout.split()) == choices, done.stderr
 
 
-@pytest.mark.parametrize("num_bytes", [10, 100_000])
-def test_who_reads_may_have_seen_enough(num_bytes, monkeypatch):
-    """As of `hfdist plan ... | head`: what is not read any more is no error, but another broken connection is."""
+@contextlib.contextmanager
+def unread(monkeypatch):
+    """Standard output that nobody reads any more, as after `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
+        yield out
+
+
+@pytest.mark.parametrize("num_bytes", [10, 100_000])
+def test_who_reads_may_have_seen_enough(num_bytes, monkeypatch):
+    """What is not read any more is no error, but another broken connection is."""
+    with unread(monkeypatch) as out:
         with printing():
             out.write("x" * num_bytes)
         with pytest.raises(BrokenPipeError), printing():
             raise BrokenPipeError
+
+
+@pytest.mark.parametrize(("flag", "num_bytes", "code"), [("", 10, 3), ("", 100_000, UNREAD), ("--help", 100_000, 0)])
+def test_a_command_that_is_cut_off_does_not_end_as_if_it_were_done(flag, num_bytes, code, monkeypatch, capsys):
+    def main(arguments):
+        sys.stdout.write("x" * num_bytes)
+        raise DataError("a proof failed")
+
+    monkeypatch.setattr(sys, "argv", ["hfdist", flag])
+    with unread(monkeypatch), pytest.raises(SystemExit) as ended:
+        as_command("x" * num_bytes, main)()
+        sys.exit(0)
+    assert ended.value.code == code
+    assert ("a proof failed" in capsys.readouterr().err) == (code == 3)
+
+
+def test_work_goes_on_where_nobody_reads(monkeypatch):
+    with unread(monkeypatch):
+        for line in ("first", "second"):
+            print_at_once(line)
+
+
+def test_standard_output_may_be_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "argv", ["hfdist", "--help"])
+    as_command("help", lambda arguments: None)()

@@ -11,6 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.records import RankColumn, RunFolder, read_lines
 from hfdist.run import peak_memory
+from hfdist.run.callbacks.plan_grader import PlanGrader
 from hfdist.run.callbacks.rank_times import RankTimes
 from hfdist.run.peak_memory import PeakMemory, largest_peaks
 from hfdist.run.rank_summary import RankSummary
@@ -175,6 +176,7 @@ def test_a_line_of_many_ranks_is_a_summary_and_loses_no_step(num_ranks):
         mean = np.mean([figures_of(num_ranks, other)[0] for other in range(before + 1, n + 1)], axis=0)
         assert lines[n]["step_seconds"] == pytest.approx(mean.tolist(), abs=1e-6)
         assert lines[n]["peak_bytes"] == figures_of(num_ranks, n)[-1].tolist()
+        assert lines[n]["steps"] == 2 * (n - before)
     assert len(summary.take()["step_seconds"]) == num_ranks
     assert summary.take() == {}
 
@@ -194,6 +196,40 @@ def test_the_report_takes_the_lines_with_all_ranks():
         steps.add(summary.line(n, 1, figures_of(128, n)))
     # The first line, and then one of eight.
     assert [(stretch.first_step, stretch.num_ranks) for stretch in steps.stretches] == [(1, 128), (9, 128), (17, 128)]
+
+
+def many_ranks_lines():
+    """Of a run of 7 steps that ends before all ranks stand in a second line; the first step takes longest."""
+    summary, lines = RankSummary(128), []
+    for n in range(1, 8):
+        figures = figures_of(128, n)
+        # Each step another rank is slow.
+        figures[0] = 1.0
+        figures[0, n] = 2.0
+        figures[0] += 30 * (n == 1)
+        lines.append(summary.line(n, 1, figures))
+    return [*lines, {"step": 7, **summary.take()}]
+
+
+def test_the_report_of_a_short_run_leaves_its_first_step_out_and_weighs_lines_by_their_steps():
+    steps = RankSteps()
+    for line in many_ranks_lines():
+        steps.add(line)
+    assert steps.total().means("step_seconds")[2:10] == pytest.approx([*[7 / 6] * 6, 1.0, 1.0], abs=1e-5)
+    for number_of, seconds in ((1, 4.0), (3, 2.0)):
+        steps.add({"step": 7 + number_of, "steps": number_of, "step_seconds": [seconds] * 128})
+    mean = (6 + 1 * 4.0 + 3 * 2.0) / 10
+    assert steps.total().means("step_seconds")[100] == pytest.approx(mean)
+
+
+def test_the_grade_of_many_ranks_is_of_the_slowest_of_each_step(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.ranks.write_text("".join(f"{json.dumps(line)}\n" for line in many_ranks_lines()))
+    grader = PlanGrader(None, folder, None, runtime_bytes=None, recorder=None, steps=tmp_path / "steps")
+    measured = grader._measure([{}] * 128, TrainerState(global_step=7))
+    assert measured.step_seconds == 2.0
+    # The last rank has the highest peak.
+    assert (measured.rank, measured.held.peak) == (127, 1e6 + 127 + 7)
 
 
 def test_mfu_of_documents_counts_their_own_squares(monkeypatch):

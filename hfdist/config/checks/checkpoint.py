@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 
 from hfdist.config.checks.conflict import conflict
+from hfdist.config.override_text import in_shell
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import OFF
 from hfdist.errors import nearest
@@ -51,16 +51,17 @@ def _check_resume(config: RunConfig) -> None:
         (folder, "this folder holds checkpoints, but it is not a checkpoint"),
     ):
         if path and (steps := _checkpoints_in(holder)):
-            hint = shlex.quote(f"{key}={steps[-1]}")
+            hint = in_shell(key, steps[-1])
             raise conflict(config, key, what, allowed="auto, never, or the folder of one of them", hint=hint)
-    if path and (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
-        what, hint = "this is the folder of a model, and no checkpoint", f"{key}=auto {shlex.quote(f'model={path}')}"
+    # Not by pathlib: Python 3.11 raises for a folder without permission, and for a name that is too long.
+    if path and os.path.isfile(folder / "config.json") and not os.path.isfile(folder / "manifest.json"):
+        what, hint = "this is the folder of a model, and no checkpoint", f"{key}=auto {in_shell('model', path)}"
         raise conflict(config, key, what, hint=hint)
-    if path and folder.is_dir():
+    if path and os.path.isdir(folder):
         return
     near, beside = nearest(path.lower(), _WORDS, f"{key}={{}}"), _checkpoints_in(folder.parent)
     word = "never" if path.lower() in OFF else "auto"
-    hint = near or shlex.quote(f"{key}={beside[-1] if beside else word}")
+    hint = near or in_shell(key, beside[-1] if beside else word)
     what = "this is neither auto, nor never, nor a folder that exists"
     allowed = f"{', '.join(_WORDS)}, or the folder of a checkpoint"
     raise conflict(config, key, what, allowed=allowed, hint=hint)
@@ -68,7 +69,10 @@ def _check_resume(config: RunConfig) -> None:
 
 def _checkpoints_in(folder: Path) -> list[str]:
     """Give the checkpoints of a folder, the newest last; one that was not finished has a suffix."""
-    return sorted(str(path) for path in folder.glob("step-*") if not path.suffix)
+    try:
+        return sorted(str(path) for path in folder.glob("step-*") if not path.suffix)
+    except OSError:
+        return []
 
 
 def _check_replicas(config: RunConfig) -> None:
@@ -77,7 +81,7 @@ def _check_replicas(config: RunConfig) -> None:
         hint = "checkpoint.every=100, or checkpoint.replicate_every=null"
         raise conflict(config, "checkpoint.replicate_every checkpoint.every", what, hint=hint)
     folder = config.checkpoint.replicate_dir
-    if not os.access(folder, os.W_OK | os.X_OK) or not Path(folder).is_dir():
+    if not os.access(folder, os.W_OK | os.X_OK) or not os.path.isdir(folder):
         what = "replicas need a folder in memory that can be written"
         hint = "checkpoint.replicate_every=null, or another folder, such as a mounted tmpfs"
         raise conflict(config, "checkpoint.replicate_dir", what, allowed="a folder of every machine", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from hfdist.config.checks.urls import check_address, scheme_of
@@ -129,7 +130,7 @@ def _check_columns(key: str, columns: Mapping[str, object], formats: set[RowForm
 
 def _check_chat(chat: ChatConfig) -> None:
     is_known = chat.template is None or chat.template in TEMPLATES
-    if chat.template is not None and not is_known and not expand_user(chat.template).is_file():
+    if chat.template is not None and not is_known and not os.path.isfile(expand_user(chat.template)):
         what, where = "the chat template cannot be found", "data.chat.template"
         allowed = f"a file with a chat template in Jinja, or {', '.join(TEMPLATES)}; null: the tokenizer's own"
         hint = "data.chat.template=chatml"

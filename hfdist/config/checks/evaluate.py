@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from hfdist.config.checks.conflict import conflict, shown
 from hfdist.config.checks.data import check_source
@@ -77,6 +77,6 @@ def _check_lm_eval(config: RunConfig) -> None:
         what = "no task is asked for, so a folder of tasks has no meaning"
         hint = "evaluate.lm_eval=[NAME], or evaluate.lm_eval_include=null"
         raise conflict(config, "evaluate.lm_eval_include", what, hint=hint)
-    if folder is not None and not Path(folder).is_dir():
+    if folder is not None and not os.path.isdir(folder):
         allowed = "a folder of YAML files"
         raise conflict(config, "evaluate.lm_eval_include", "there is no such folder", allowed=allowed)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
+import os
 
 from hfdist.config.checks.conflict import conflict
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init, ModelConfig
-from hfdist.config.paths import expand_user
+from hfdist.config.override_text import in_shell
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 
@@ -53,7 +53,7 @@ def _check_pretrained(config: RunConfig) -> None:
         raise conflict(config, "model.init model.type", what, allowed="random", hint=hint)
     if model.tokenizer.name is None:
         what = "pretrained weights need their own tokenizer: one trained on the corpus gives the tokens other ids"
-        raise conflict(config, "model.tokenizer.name", what, hint=shlex.quote(f"model.tokenizer.name={model.name}"))
+        raise conflict(config, "model.tokenizer.name", what, hint=in_shell("model.tokenizer.name", model.name))
 
 
 def check_tokens(config: RunConfig) -> None:
@@ -62,7 +62,8 @@ def check_tokens(config: RunConfig) -> None:
         return
     for key, source in config.data.all_sources.items():
         # The reader of token files refuses a file in place of their folder, and names its path.
-        if source.kind is SourceKind.tokens and source.path is not None and not expand_user(source.path).is_file():
+        path = source.path
+        if source.kind is SourceKind.tokens and path is not None and not os.path.isfile(os.path.expanduser(path)):
             what, found = "a source of tokens needs the tokenizer that made them", f"null, with {key}.kind=tokens"
-            hint = shlex.quote(f"model.tokenizer.name={source.path.rstrip('/')}/tokenizer")
+            hint = in_shell("model.tokenizer.name", f"{path.rstrip('/')}/tokenizer")
             raise ConfigError(what, where="model.tokenizer.name", found=found, hint=hint)

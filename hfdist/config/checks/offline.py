@@ -46,6 +46,6 @@ def check_offline(config: RunConfig) -> None:
 
 def _is_here(variable: str, value: str) -> bool:
     """Whether a tracker's variable names a place of this machine."""
-    # MLflow takes a folder as it is; `databricks` and a name with a colon are other places to it.
-    is_folder = variable == _MLFLOW and ":" not in value and value != "databricks"
+    # MLflow takes a folder as it is; these names, and those with a colon, are other places to it.
+    is_folder = variable == _MLFLOW and ":" not in value and value not in ("databricks", "databricks-uc", "uc")
     return is_folder or value.startswith(("file:", "sqlite:"))

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib.util
-import json
 import os
 import re
-import shlex
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +19,7 @@ from hfdist.config.checks.accelerate_variables import check_environment
 from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.urls import scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
+from hfdist.config.override_text import in_shell
 from hfdist.config.paths import expand_user
 from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.train import Precision
@@ -93,12 +92,12 @@ def check_model_paths(config: RunConfig) -> None:
     if os.path.isfile(os.path.expanduser(name)) and not name.endswith(".gguf"):
         what, folder = "a model is a folder, with its config.json", os.path.dirname(name) or "."
         is_model = os.path.isfile(os.path.join(os.path.expanduser(folder), "config.json"))
-        hint = shlex.quote(f"model={folder}") if is_model else None
+        hint = in_shell("model", folder) if is_model else None
         raise ConfigError(what, where="model.name", found=name, allowed="a Hub id, a folder, a .gguf file", hint=hint)
     _check_no_adapter(name)
     is_model, holds_model = (os.path.isfile(os.path.expanduser(f"{name}/{file}")) for file in _OF_MODELS)
     if name and holds_model and not is_model:
-        what, hint = "this is the folder of a run; its model is in it", shlex.quote(f"model={name.rstrip('/')}/model")
+        what, hint = "this is the folder of a run; its model is in it", in_shell("model", f"{name.rstrip('/')}/model")
         raise ConfigError(what, where="model.name", found=name, hint=hint)
     _check_adapter_path(config.adapter.path)
     key, path = "task.reward_model", config.task.reward_model
@@ -110,7 +109,7 @@ def check_model_paths(config: RunConfig) -> None:
 def _check_no_adapter(name: str) -> None:
     """Refuse the folder of an adapter as the model: its base would be trained without it."""
     path = expand_user(name) / "adapter_config.json"
-    if not name or not path.is_file() or path.with_name("config.json").is_file():
+    if not name or not os.path.isfile(path) or os.path.isfile(path.with_name("config.json")):
         return
     base = None
     with contextlib.suppress(OSError, NotAMessageError):
@@ -120,7 +119,7 @@ def _check_no_adapter(name: str) -> None:
     what = "this is the folder of an adapter, and no model"
     # It may be anybody's text.
     is_name = isinstance(base, str) and re.fullmatch(r"[\w./~-]+", base, re.ASCII)
-    hint = f"model={base if is_name else 'ID'} {shlex.quote(f'adapter.path={name}')}"
+    hint = f"model={base if is_name else 'ID'} {in_shell('adapter.path', name)}"
     raise ConfigError(what, where="model.name", found=name, hint=hint)
 
 
@@ -128,11 +127,11 @@ def _check_adapter_path(path: str | None) -> None:
     if path is None or not (_is_local(path) or path.count("/") > 1 or os.path.isdir(path)):
         return
     key, full = "adapter.path", expand_user(path)
-    if not (full / "adapter_config.json").is_file():
-        what = "the folder has no adapter" if full.is_dir() else "there is no such folder"
+    if not os.path.isfile(full / "adapter_config.json"):
+        what = "the folder has no adapter" if os.path.isdir(full) else "there is no such folder"
         allowed = "a folder with adapter_config.json, or a Hub id"
-        instead = f"{shlex.quote(f'model={path}')}, without an adapter.path"
-        hint = instead if (full / "config.json").is_file() else _near(key, path)
+        instead = f"{in_shell('model', path)}, without an adapter.path"
+        hint = instead if os.path.isfile(full / "config.json") else _near(key, path)
         raise ConfigError(what, where=key, found=path, allowed=allowed, hint=hint)
 
 
@@ -158,7 +157,7 @@ def _check_source(key: str, source: SourceConfig) -> None:
     if source.kind is SourceKind.hub and os.path.isfile(full):
         what, allowed = "this is a file, and no dataset of the Hub", "OWNER/NAME"
         raise ConfigError(
-            what, where=key, found=path, allowed=allowed, hint=f"{shlex.quote(f'data={path}')}, in place of data=hub"
+            what, where=key, found=path, allowed=allowed, hint=f"{in_shell('data', path)}, in place of data=hub"
         )
     if source.kind is SourceKind.hub and not _is_local(path):
         return
@@ -170,12 +169,15 @@ def _check_source(key: str, source: SourceConfig) -> None:
     if source.kind is SourceKind.tokens and os.path.isfile(full):
         what, allowed = "token files are a folder", "a folder that hfdist pretokenize has written"
         raise ConfigError(what, where=key, found=path, allowed=allowed, hint="data=FILE for a file of text")
-    if source.kind is SourceKind.files and RunFolder(Path(full)).record.is_file():
-        what, model = "this is the folder of a run, and not one of data", shlex.quote(f"model={path.rstrip('/')}/model")
+    if source.kind is SourceKind.files and os.path.isfile(RunFolder(Path(full)).record):
+        what, model = "this is the folder of a run, and not one of data", in_shell("model", f"{path.rstrip('/')}/model")
         raise ConfigError(what, where=key, found=path, hint=f"data=FILE; its model is {model}")
     if source.kind is SourceKind.files and os.path.isfile(os.path.join(full, "00000.tokens")):
-        what, tokenizer = "this is a folder of token files", f"model.tokenizer.name={path.rstrip('/')}/tokenizer"
-        words = shlex.join(["data=tokens", f"data.sources.tokens.path={path}", tokenizer])
+        what, tokenizer = (
+            "this is a folder of token files",
+            in_shell("model.tokenizer.name", f"{path.rstrip('/')}/tokenizer"),
+        )
+        words = f"data=tokens {in_shell('data.sources.tokens.path', path)} {tokenizer}"
         raise ConfigError(what, where=key, found=path, hint=f"{words}, in place of it")
 
 
@@ -186,8 +188,7 @@ def _is_local(name: str) -> bool:
 
 def mixture_hint(files: Iterable[str]) -> str:
     """Say how several files are given, of which each is to be read."""
-    quoted = (json.dumps(file) if re.search(r"[^\w./-]", file) else file for file in files)
-    sources = (shlex.quote(f"+data.sources.part{number}={{path: {file}}}") for number, file in enumerate(quoted, 1))
+    sources = (in_shell(f"+data.sources.part{number}", {"path": file}) for number, file in enumerate(files, 1))
     return f"data=mixture {' '.join(sources)}, or a folder or a glob that holds them"
 
 
@@ -206,7 +207,7 @@ def _near(key: str, path: str) -> str | None:
     # A common suffix makes no names alike.
     by_stem = {_SUFFIXES.sub("", name): name for name in names if name != full.name}
     near = nearest(_SUFFIXES.sub("", full.name), by_stem, cutoff=0.75)
-    return None if near is None else shlex.quote(f"{key}={Path(path).with_name(by_stem[near])}")
+    return None if near is None else in_shell(key, str(Path(path).with_name(by_stem[near])))
 
 
 def _check_writable(key: str, folder: str) -> None:

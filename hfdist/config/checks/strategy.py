@@ -80,7 +80,8 @@ def _check_pipeline(config: RunConfig) -> None:
             what, hint = "this key belongs to a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
             raise conflict(config, f"{key} strategy.pipeline", what, hint=hint)
         if strategy.schedule is Schedule.auto and shown(config, key) != "null":
-            what, hint = "auto chooses the stages with the schedule", f"{key}=null, or strategy.schedule=1f1b"
+            schedule = "1f1b" if (strategy.stages_per_rank or 1) == 1 else "interleaved_1f1b"
+            what, hint = "auto chooses the stages with the schedule", f"{key}=null, or strategy.schedule={schedule}"
             raise conflict(config, f"{key} strategy.schedule", what, allowed="null", hint=hint)
     for key, allowed in (("reshard", "null, false"), ("prefetch", "0")):
         if strategy.pipeline > 1 and getattr(strategy, key):

@@ -14,7 +14,7 @@ from hfdist.config.cli.process_end import printing, stop_everywhere, told_in_one
 from hfdist.config.cli.recipe_names import RECIPES
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.paths import expand_user
-from hfdist.errors import ConfigError, nearest
+from hfdist.errors import UNREAD, ConfigError, nearest
 from hfdist.records.trials import TRIALS
 
 FLAG = "true|false"
@@ -28,8 +28,9 @@ def as_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[]
 
     @functools.wraps(main)
     def command() -> None:
-        with told_in_one_message(stop_everywhere), printing():
-            if {"-h", "--help"} & {*sys.argv[1:]}:
+        is_help = not {"-h", "--help"}.isdisjoint(sys.argv[1:])
+        with told_in_one_message(stop_everywhere), printing(0 if is_help else UNREAD):
+            if is_help:
                 sys.stdout.write(help_text)
             else:
                 main(sys.argv[1:])

@@ -54,19 +54,45 @@ def told_in_one_message(stop: Callable[[HfdistError], NoReturn]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def printing() -> Iterator[None]:
-    """End quietly where nobody reads standard output any more, as of `hfdist plan ... | head`."""
+def printing(cut_off: int = 0) -> Iterator[None]:
+    """Let the block print; end quietly where nobody reads standard output any more, as of `hfdist plan ... | head`.
+
+    Args:
+        cut_off: the exit code where the block ends for this before it is done; 0: it only prints.
+    """
+    if sys.stdout is None:
+        # The shell has closed it (`>&-`).
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         yield
-        sys.stdout.flush()
     except BrokenPipeError:
         out = select.poll()
         out.register(sys.stdout.fileno(), 0)
         if not any(event & (select.POLLERR | select.POLLHUP) for _, event in out.poll(0)):
             # Of another pipe or connection.
             raise
-        # Python would try to write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_nowhere()
+        if cut_off != 0:
+            sys.exit(cut_off)
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _print_nowhere()
+
+
+def print_at_once(line: str) -> None:
+    """Print a line of work that goes on whether or not anybody reads it."""
+    try:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _print_nowhere()
+
+
+def _print_nowhere() -> None:
+    """Lead standard output to nowhere: Python would try to write the rest when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def stop_everywhere(error: HfdistError) -> NoReturn:

@@ -10,7 +10,8 @@ from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.hydra_errors import Request, no_option
 from hfdist.config.composition.overrides import in_yaml
 from hfdist.config.conf_folder import list_options, shipped_folder
-from hfdist.config.schema import ANY_NAME, all_keys, in_override, members
+from hfdist.config.override_text import in_shell
+from hfdist.config.schema import ANY_NAME, all_keys, members
 from hfdist.errors import ConfigError, nearest
 
 _SELF = "_self_"
@@ -100,7 +101,7 @@ def _override(key: str, value: object) -> str | None:
     """Write a value for the command line; None: it is no plain one."""
     if isinstance(value, dict | list):
         return None
-    return shlex.quote(f"{key}={in_override(value)}")
+    return in_shell(key, value)
 
 
 def _check_name(name: str, all_groups: Mapping[str, list[str]], request: Request, where: str) -> None:

@@ -7,6 +7,7 @@ import copy
 import shlex
 from collections.abc import Iterable
 
+from hfdist.config.override_text import in_shell
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.storage.conversion import command_for
 from hfdist.errors import DataError
@@ -61,8 +62,7 @@ def with_way_out(error: DataError, shard: Shard, origin: str, *, is_alone: bool)
 
 def quarantine(origins: Iterable[str]) -> str:
     """Write the override that takes rows out, for a shell."""
-    quoted = ('"' + origin.replace('"', '\\"') + '"' for origin in origins)
-    return shlex.quote(f"data.quarantine=[{','.join(quoted)}]")
+    return in_shell("data.quarantine", list(origins))
 
 
 def _join(*hints: str | None) -> str | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hfdist.config.data import DataConfig, RowFormat, SourceConfig
+from hfdist.config.override_text import in_shell
 from hfdist.data.sources.base import BadRow, ContentError, check_text
 from hfdist.data.sources.columns import TEXT, Column, Kind, guess_columns, kinds_of
 from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME, Form, from_text, write_example
@@ -85,7 +84,7 @@ class RowReader:
             elif name != "text":
                 what, allowed = f"there is no column {column} for {name}", ", ".join(present)
                 near = nearest(column.paths[0], present, cutoff=0.0)
-                hint = None if near is None else shlex.quote(f"{self.columns_key}.{name}={_in_override(near)}")
+                hint = None if near is None else in_shell(f"{self.columns_key}.{name}", near)
                 missing = missing or ContentError(what, where=where, allowed=allowed, hint=hint)
         fitting = [form for form in self._forms if set(form.needed) <= held.keys()]
         if not fitting or (missing is not None and self.columns_key != RowReader.columns_key):
@@ -162,11 +161,8 @@ class RowReader:
 
     def name_texts(self, columns: Iterable[str], *, has_asked: bool) -> str:
         """Write the override that names the text columns of several files; `has_asked`: one has what is asked for."""
-        names = dict.fromkeys([*(self.text.paths if has_asked else ()), *columns])
-        key = f"{self.section}.text"
-        quoted = list(map(_in_override, names))
-        value = f"[{','.join(quoted)}]" if len(quoted) > 1 else quoted[0]
-        return shlex.quote(f"{key}={value}")
+        names = [*dict.fromkeys([*(self.text.paths if has_asked else ()), *columns])]
+        return in_shell(f"{self.section}.text", names if len(names) > 1 else names[0])
 
     def _mapping(self, found: Mapping[str, str]) -> str:
         """Propose columns; pairs that may be of a chat are proposed as turns, too."""
@@ -177,8 +173,7 @@ class RowReader:
         return hint
 
     def _name_columns(self, columns: Mapping[str, str]) -> str:
-        pairs = ", ".join(f"{name}: {_in_override(column)}" for name, column in columns.items())
-        return shlex.quote(f"{self.columns_key}={{{pairs}}}")
+        return in_shell(self.columns_key, dict(columns))
 
     def _no_format(self, present: Mapping[str, Kind], where: str, *, is_row: bool = False) -> ContentError:
         return ContentError(
@@ -240,11 +235,6 @@ class RowReader:
             return hint if as_text is None else f"{hint}; {as_text}"
         rows = f"rows with {' and '.join(missing)}" + (", which is true or false" if "label" in missing else "")
         return rows if as_text is None else as_text
-
-
-def _in_override(column: str) -> str:
-    """Write a column's name as a value of the config."""
-    return column if re.fullmatch(r"[\w.-]+", column, re.ASCII) else json.dumps(column, ensure_ascii=False)
 
 
 def _as_json(value: object) -> str | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hfdist.config.override_text import in_shell
 from hfdist.config.paths import expand_user
 from hfdist.data.cache import load_array
 from hfdist.data.marks import ids_of
@@ -219,7 +219,7 @@ def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
             where="model.tokenizer",
             found=f"one with the digest {digest}",
             allowed=f"the one with the digest {made_with}",
-            hint=shlex.quote(f"model.tokenizer.name={path}/{TOKENIZER}"),
+            hint=in_shell("model.tokenizer.name", f"{path}/{TOKENIZER}"),
         )
     if meta.encoding not in (made_with, examples_digest):
         raise ConfigError(

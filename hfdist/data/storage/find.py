@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import logging
 import os
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import unquote
 from fsspec.spec import AbstractFileSystem
 
 from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
+from hfdist.config.override_text import in_shell
 from hfdist.config.paths import expand_user
 from hfdist.data.storage.conversion import SUFFIXES as OTHER_SUFFIXES
 from hfdist.data.storage.conversion import hint_for
@@ -116,7 +116,7 @@ def _refuse_splits(folder: Path, key: str) -> None:
         wanted = ("validation", "test", "train") if ".eval_sources." in f"{key}." else ("train",)
         first = next((name for name in wanted if name in splits), splits[0])
         what, allowed = "this folder holds several splits, and they are not meant alike", "the folder of one split"
-        hint = shlex.quote(f"{key}={folder / first}")
+        hint = in_shell(key, str(folder / first))
         raise ConfigError(what, where=key, found=", ".join(splits), allowed=allowed, hint=hint)
 
 

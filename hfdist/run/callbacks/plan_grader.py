@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from hfdist.planning.grade import Held, Measured, grade_to_json
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.calibration import TimedStep, write_step
 from hfdist.records import RankColumn, RunFolder, RunRecorder, read_lines
-from hfdist.records.lines import Line
+from hfdist.records.lines import QUANTILES, STEPS, Line
 from hfdist.strategies.base import Engine
 
 logger = logging.getLogger(__name__)
@@ -113,12 +112,9 @@ class PlanGrader(TrainerCallback):
 
     def _measure(self, held: list[dict[str, int]], state: TrainerState) -> Measured:
         lines = [line for line in read_lines(self._folder.ranks) if line.get("step", 0) > self._first_step]
-        # With many ranks, most lines do not have all of them.
-        lines = [line for line in lines if RankColumn.step_seconds.value in line]
         steady = [line for line in lines if line["step"] > self._first_step + _UNSTEADY_STEPS] or lines
         peaks = _most_by_rank(lines, RankColumn.peak_bytes)
-        seconds = [max(_numbers(line, RankColumn.step_seconds), default=math.nan) for line in steady]
-        known = [value for value in seconds if math.isfinite(value)]
+        known = [seconds for line in steady if (seconds := _slowest(line)) is not None]
         worst = max(range(len(peaks)), key=peaks.__getitem__) if peaks else 0
         steps = state.global_step - self._first_step
         record = None if self._recorder is None else self._recorder.record
@@ -131,6 +127,16 @@ class PlanGrader(TrainerCallback):
             cost=None if record is None else record.cost,
             kwh=None if record is None else record.energy_kwh,
         )
+
+
+def _slowest(line: Line) -> float | None:
+    """Give the seconds a step of the slowest rank; None: not known.
+
+    With many ranks they are among the quantiles: columns are means of many steps, in which each rank has its turn.
+    """
+    is_of_many = QUANTILES in line or STEPS in line
+    quantiles: list[float] = line.get(QUANTILES, {}).get(RankColumn.step_seconds.value) or []
+    return max(quantiles if is_of_many else _numbers(line, RankColumn.step_seconds), default=None)
 
 
 def _most_by_rank(lines: Sequence[Line], column: RankColumn) -> list[float]:

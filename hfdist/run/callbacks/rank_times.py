@@ -87,8 +87,8 @@ class RankTimes(StepLines):
         self._finish()
         self._gather()
         self._finish()
-        if rank() == 0 and (columns := self._summary.take()):
-            self.write({"step": self._last_step, **columns})
+        if rank() == 0 and (line := self._summary.take()):
+            self.write({"step": self._last_step, **line})
 
     def on_rollback(self, state: TrainerState) -> None:
         """Set the lines of later steps aside. A collective, where lines are under way."""

@@ -168,10 +168,6 @@ class MLflowRun(_GoesOn, MLflowCallback):
 
     def setup(self, args: TrainingArguments, state: TrainerState, model: object) -> None:
         """Begin the run or go on in it; a run's parameters are of its beginning, since MLflow lets none change."""
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            # A folder needs neither a server nor the packages of a database.
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            self._ml_flow.set_tracking_uri(self._folder.mlflow)
         # The arguments of transformers say the same as the config, and some change at each start.
         ours = {"MLFLOW_EXPERIMENT_NAME": PROJECT, "MLFLOW_MAX_LOG_PARAMS": "0"}
         if self._run is not None:
@@ -179,8 +175,12 @@ class MLflowRun(_GoesOn, MLflowCallback):
         values = {name: value for name, value in ours.items() if name not in os.environ}
         if self._config.report.project is not None:
             values["MLFLOW_EXPERIMENT_NAME"] = self._config.report.project
-        # Only here: the next run of this process may have another name.
-        with _environment(values):
+        # Only here: the next run of this process may have another name, and another folder.
+        with _environment(values, "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"):
+            if "MLFLOW_TRACKING_URI" not in os.environ:
+                # A folder needs neither a server nor the packages of a database.
+                os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+                self._ml_flow.set_tracking_uri(self._folder.mlflow)
             super().setup(args, state, model)
         if not state.is_world_process_zero:
             return
@@ -196,9 +196,9 @@ class MLflowRun(_GoesOn, MLflowCallback):
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment for the block."""
-    before = {name: os.environ.get(name) for name in values}
+def _environment(values: Mapping[str, str], *names: str) -> Iterator[None]:
+    """Set variables of the environment for the block; what it does itself to these and to `names` is undone, too."""
+    before = {name: os.environ.get(name) for name in (*values, *names)}
     os.environ.update(values)
     try:
         yield

@@ -16,7 +16,9 @@ from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline
+from hfdist.config.cli.process_end import print_at_once
 from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import as_overrides
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
 from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, compose_sweep
@@ -39,7 +41,7 @@ from hfdist.tools.sweep.launchers.local import LocalLauncher
 from hfdist.tools.sweep.launchers.ray import RayLauncher
 from hfdist.tools.sweep.launchers.slurm import SlurmLauncher
 from hfdist.tools.sweep.sampling import importances, write_study
-from hfdist.tools.sweep.space import Space, as_overrides, is_sweep, parse_dimension
+from hfdist.tools.sweep.space import Space, is_sweep, parse_dimension
 from hfdist.topology import read_launcher
 
 STUDY = "study.journal"
@@ -153,19 +155,19 @@ def _sweep(arguments: list[str]) -> None:
     lock = RunLock(sweep.folder)
     keep_settings(sweep)
     controller, has_ended = _run(sweep, launcher)
-    _say(controller.table())
+    print_at_once(controller.table())
     if config.sampler is not Sampler.grid:
         write_study(config, sweep.space, controller.log.trials, sweep.folder / STUDY)
         shares = importances(config, sweep.space, controller.log.trials)
         if shares:
-            _say(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in shares.items())}")
+            print_at_once(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in shares.items())}")
     best = controller.best()
     if best is not None:
         path = write_best(sweep, controller.history(best))
         again = f"hfdist run {shlex.quote(str(path))}"
         notes = [*find_notes(sweep, controller.log.trials, best)]
         keep_notes(sweep, notes)
-        _say(describe_end(sweep, controller, best, again, notes))
+        print_at_once(describe_end(sweep, controller, best, again, notes))
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
@@ -188,7 +190,7 @@ def check_some_have_ended(folder: Path, trials: Sequence[Trial]) -> None:
 def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
     """Run the sweep, with a live table in a terminal; give also whether it has ended."""
     with ExitStack() as opened:
-        say, look = _say, lambda _: None
+        say, look = print_at_once, lambda _: None
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             # Optional, and slow to import.
             from rich.console import Console
@@ -206,11 +208,6 @@ def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
         for number in heard_signals():
             signal.signal(number, stop)
         return controller, controller.run(look)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 main = as_command(

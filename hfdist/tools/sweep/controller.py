@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hfdist.atomic_write import write_atomically
 from hfdist.config.optimizer import Schedule
+from hfdist.config.override_text import as_override, as_overrides
 from hfdist.config.run import RunConfig
 from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.errors import BudgetError, CheckpointError, ConfigError, PeerError
@@ -26,7 +27,7 @@ from hfdist.tools.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
 from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, Launcher
 from hfdist.tools.sweep.population import generation_of, next_member
 from hfdist.tools.sweep.sampling import choose_values
-from hfdist.tools.sweep.space import Space, as_override, as_overrides
+from hfdist.tools.sweep.space import Space
 
 _AIM = "aim.json"
 """File in the folder of a trial: the rung to whose end it was started last, and its number of starts before."""

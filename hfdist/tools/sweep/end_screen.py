@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
+from hfdist.config.override_text import as_overrides
 from hfdist.config.schema import find_key
 from hfdist.records import RunFolder, read_run
 from hfdist.records.run_file import SUMMED
 from hfdist.records.trials import Trial
 from hfdist.tools.sweep.controller import Controller, Sweep
 from hfdist.tools.sweep.launchers.base import LOG
-from hfdist.tools.sweep.space import as_overrides
 from hfdist.units import duration, energy, money
 
 

@@ -10,10 +10,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hfdist.config.override_text import as_overrides
 from hfdist.records import RunRecord, read_run
 from hfdist.records.trials import Trial
 from hfdist.tools.sweep.controller import Controller
-from hfdist.tools.sweep.space import as_overrides
 
 _SECONDS = 1.0
 """Seconds between two drawings."""

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hfdist.config.override_text import as_text
 from hfdist.config.sweep import Sampler, SweepConfig
 from hfdist.records.trials import Trial
 from hfdist.tools.sweep.halving import rungs_of
-from hfdist.tools.sweep.space import Dimension, Space, as_text
+from hfdist.tools.sweep.space import Dimension, Space
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, Quote, QuotedString, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
+from hfdist.config.override_text import as_override, as_text
 from hfdist.config.schema import all_keys, find_key, nearest_key
 from hfdist.errors import ConfigError, nearest
 
@@ -203,39 +204,3 @@ class Space:
 
     def _by_key(self, key: str) -> Dimension:
         return next(one for one in self.dimensions if one.key == key)
-
-
-def as_overrides(values: Mapping[str, object]) -> list[str]:
-    """Give the values of a trial as words of a command line."""
-    return [as_override(key, value) for key, value in values.items()]
-
-
-def as_override(key: str, value: object) -> str:
-    """Write `key=value` for the command line of a run."""
-    return f"{key}={_in_place(value, of_list=False)}"
-
-
-def as_text(value: object) -> str:
-    """Write a value as the command line of a run takes it."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, float):
-        short = f"{value:.6g}"
-        return short if float(short) == value else repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(_in_place(item, of_list=True) for item in value)}]"
-    if isinstance(value, dict):
-        items = (f"{as_text(name)}:{_in_place(item, of_list=True)}" for name, item in value.items())
-        return f"{{{','.join(items)}}}"
-    return str(value)
-
-
-def _in_place(value: object, *, of_list: bool) -> str:
-    """Write a value, or an item of a list or dict; a text gets quotes where it would be read as something else."""
-    if not isinstance(value, str):
-        return as_text(value)
-    try:
-        read = OverridesParser.create().parse_override(f"a=[{value}]" if of_list else f"a={value}").value()
-    except HydraException:
-        read = None
-    return value if read == ([value] if of_list else value) else QuotedString(value, Quote.single).with_quotes()

@@ -197,6 +197,12 @@ def test_the_saved_config_composes_to_the_same(choices, tmp_path):
     assert composed_again(config, tmp_path) == config
 
 
+def test_a_path_that_is_not_utf8_comes_back(tmp_path):
+    path = "/data/\udcff ü.txt"
+    config = compose_config(["data=files", f'data.sources.files.path="{path}"', "run.name=mine"])
+    assert composed_again(config, tmp_path).data.sources["files"].path == path
+
+
 TEXTS = [
     *("1e5", "null", "true", "", "???!", "a: b", "#x", "é\n\t'\""),
     *("${run.name}", r"\${x}", r"\\${x", "${oc.env:HOME}"),

@@ -1,6 +1,7 @@
 """What a run cannot use, found before anything large is imported: folders, variables, with `--offline` connections."""
 
 import os
+import shlex
 
 import pytest
 
@@ -8,6 +9,7 @@ from hfdist.config.checks.offline import check_offline
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.command import recipe
 from hfdist.config.composition.compose import compose_config
+from hfdist.config.override_text import as_override
 from hfdist.errors import ConfigError
 
 
@@ -67,6 +69,24 @@ def test_a_path_with_a_space_is_quoted_in_what_is_to_be_pasted(files, key, value
         check_run(compose_config([*given, f"{key}='{value}'"]))
     assert caught.value.where == key
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["my runs", "runs (1)", "a,b", "it's", 'x\\"=y', "ü x"])
+@pytest.mark.parametrize(
+    ("key", "value", "file"),
+    [
+        ("checkpoint.resume", "{}", "{}/checkpoints/step-00000100"),
+        ("data.sources.files.path", "{}/text.txt", "{}/texts.txt"),
+    ],
+)
+def test_what_is_to_be_pasted_is_the_path_again(key, value, file, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file.format(name)).mkdir(parents=True)
+    given = ["model=tiny", "data=files", "data.sources.files.path=."]
+    with pytest.raises(ConfigError) as caught:
+        check_run(compose_config([*given, as_override(key, value.format(name))]))
+    config = compose_config([*given, *shlex.split(caught.value.hint)])
+    assert file.format(name) in (config.checkpoint.resume, config.data.sources["files"].path)
 
 
 @pytest.mark.parametrize("folder", ["new/and/deeper", "there"])
@@ -131,9 +151,10 @@ def test_trackers_that_write_to_a_folder_are_not_unless_they_are_told_otherwise(
     for place in ("sqlite:////here/mlflow.db", "mlruns", "/there/mlruns"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
         check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks")
-    with pytest.raises(ConfigError, match="another machine"):
-        check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
+    for place in ("databricks", "databricks-uc", "uc"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+        with pytest.raises(ConfigError, match="another machine"):
+            check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
 
 
 @pytest.mark.parametrize("path", ["/texts/*.parquet", "file:///texts/a.jsonl", "texts"])

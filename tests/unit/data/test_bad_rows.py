@@ -16,7 +16,7 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream, open_corpus
-from hfdist.data.documents.bad_rows import with_way_out
+from hfdist.data.documents.bad_rows import quarantine, with_way_out
 from hfdist.errors import DataError
 from hfdist.run.data import count_max_steps
 from tests.unit.data.corpora import tokenizer
@@ -84,7 +84,12 @@ def test_a_file_beside_others_may_be_left_out(tmp_path):
     (tmp_path / "b.jsonl").write_text("{")
     with pytest.raises(DataError, match="not JSON") as caught:
         read(tmp_path)
-    assert "data.on_bad_rows=skip, or 'data.quarantine=[\"files:b.jsonl:0\"]'" in caught.value.hint
+    assert "data.on_bad_rows=skip, or 'data.quarantine=[files:b.jsonl:0]'" in caught.value.hint
+
+
+def test_rows_of_files_with_strange_names_can_be_taken_out():
+    rows = [f"stdlib:{name}:0" for name in ("a.jsonl", "a, b.jsonl", "it's.txt", 'x\\"=y.txt', "x\\", "[ü].txt")]
+    assert compose_config(shlex.split(quarantine(rows))).data.quarantine == rows
 
 
 def test_no_command_is_given_for_a_packed_file(tmp_path):

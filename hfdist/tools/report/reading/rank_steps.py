@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from hfdist.records import RankColumn
+from hfdist.records.lines import STEPS
 from hfdist.tools.report.text import number, numbers
 
 Number = TypeVar("Number", int, float)
@@ -17,11 +18,13 @@ PARTS = (RankColumn.compute_seconds.value, RankColumn.data_seconds.value, RankCo
 STEP = RankColumn.step_seconds.value
 _MOST_STRETCHES = 97
 """Most stretches. Where there are more, each two neighbours become one, but for the first line."""
+_MOST_STEPS = 2**31
+"""Most steps of a line: a file may say anything."""
 
 
 @dataclass
 class Stretch:
-    """Some lines in a row: sums by rank, and the number of lines in each sum."""
+    """Some lines in a row: sums by rank over their steps, and the number of steps in each sum."""
 
     first_step: float
     last_step: float
@@ -32,11 +35,14 @@ class Stretch:
     """Highest memory of each rank, in bytes; 0: not known."""
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Add a line."""
+        """Add a line, for as many steps as it is of; of few ranks lines do not say so, and are alike."""
         self.num_lines += 1
+        steps = int(min(max(number(line.get(STEPS)) or 1, 1), _MOST_STEPS))
         for name in (STEP, *PARTS):
             values = numbers(line.get(name))
-            self._add(name, [value or 0.0 for value in values], [int(value is not None) for value in values])
+            self._add(
+                name, [steps * (value or 0.0) for value in values], [steps * (value is not None) for value in values]
+            )
         self._raise_peaks([value or 0.0 for value in numbers(line.get(RankColumn.peak_bytes.value))])
 
     def join(self, other: Stretch) -> None:
@@ -81,11 +87,14 @@ class RankSteps:
 
     def __init__(self) -> None:
         self.stretches: list[Stretch] = []
-        self._lines_a_stretch = 1
+        self._lines_a_stretch, self._least_stretches = 1, 3
 
     def add(self, line: Mapping[str, object]) -> None:
         """Add a line; one whose step is not a later one, or which does not have all ranks, counts for nothing."""
         step = number(line.get("step"))
+        if STEPS in line:
+            # The second line is of all steps of a short run but the first.
+            self._least_stretches = 2
         if step is None or STEP not in line or (self.stretches and step <= self.stretches[-1].last_step):
             return
         if not self.stretches or self.stretches[-1].num_lines >= self._lines_a_stretch:
@@ -104,7 +113,7 @@ class RankSteps:
 
     def total(self) -> Stretch | None:
         """Give all lines as one stretch, without the first line: in its steps everything is done for the first time."""
-        own = self.stretches[1:] if len(self.stretches) > 2 else self.stretches
+        own = self.stretches[1:] if len(self.stretches) >= self._least_stretches else self.stretches
         if not own:
             return None
         total = Stretch(own[0].first_step, own[-1].last_step)
