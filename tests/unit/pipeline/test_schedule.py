@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import (
@@ -288,3 +289,12 @@ def test_early_receives(schedule, per_rank, num_ranks, num_microbatches, num_com
                 assert moved.index((Operation.forward, *each[1:])) < moved.index(each)
     if num_computations == 2 and num_ranks > 1:
         assert early != ranks
+
+
+@pytest.mark.parametrize("number_of", [1, 2, 3])
+def test_what_is_proposed_in_place_of_auto_runs_with_these_stages(number_of):
+    given = ["strategy=pipeline", "strategy.schedule=auto", f"strategy.stages_per_rank={number_of}"]
+    with pytest.raises(ConfigError, match="auto chooses") as caught:
+        compose_config(given)
+    proposed = Schedule(caught.value.hint.rpartition("strategy.schedule=")[2])
+    assert stages_per_rank(proposed, number_of) == number_of
