@@ -27,6 +27,7 @@ SEAMS = {
     "_attn_implementation": "transformers.PreTrainedConfig",
     "_backward_hooks": "torch.nn.Module",
     "_backward_pre_hooks": "torch.nn.Module",
+    "_cast_input_dtype": "peft.tuners.tuners_utils.BaseTunerLayer",
     "_cdata": "torch.UntypedStorage",
     "_clear": "atexit",
     "_compiled_call_impl": "torch.nn.Module",
