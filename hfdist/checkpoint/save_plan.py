@@ -96,6 +96,11 @@ class SavePlan:
     """The columns that this rank gives or gets; `rows` are places among the items."""
 
     @property
+    def header_bytes(self) -> int:
+        """Bytes of the headers of all files."""
+        return sum(len(file.header) for file in self.files.values())
+
+    @property
     def num_bytes(self) -> int:
         """Size of all tensor files."""
         return sum(file.num_bytes for file in self.files.values())

@@ -91,13 +91,6 @@ def write_folder(
         num_bytes = sum(item.end - item.begin for item in plan.items)
         return [num_bytes, *([start().name, shutil.disk_usage(parent).free] if memories.leads else [])]
 
-    def make() -> None:
-        # On no other rank: where one does not see this disk, it would make a folder that nobody removes.
-        if memories.leads:
-            unfinished.mkdir()
-            if contents.random_state is not None:
-                (unfinished / TRAINING_STATE).mkdir()
-
     def lay_out() -> list[Part]:
         with _room_for(num_bytes, parent):
             if num_bytes > free_bytes:
@@ -115,17 +108,22 @@ def write_folder(
     # Free before any rank had made a file.
     free_bytes = begun[memories.ranks(memories.own)[0]][2]
     unfinished = parent / begun[0][1]
-    headers = sum(len(file.header) for file in plan.files.values())
-    num_bytes = headers + sum(begun[number][0] for number in memories.held())
+    num_bytes = plan.header_bytes + sum(begun[number][0] for number in memories.held())
     with removed_on_failure(unfinished, memories):
-        on_all_ranks(make, group, is_told=False)
+        # On no other rank: where one does not see this disk, it would make a folder that nobody removes.
+        on_all_ranks(lambda: _make_folder(unfinished, contents) if memories.leads else None, group, is_told=False)
         small = _parts(on_all_ranks(lay_out, group))[0]
         # Who writes no manifest, and sends nothing on, needs no hashes.
         of_ranks = _parts(on_all_ranks(write_own, group, is_told=memories.leads or memories.count > 1))
         if memories.count > 1:
             _spread(unfinished, small, of_ranks, memories, between)
-        written = [*small, *chain(*of_ranks)]
-        on_all_ranks(lambda: finish(unfinished, written) if memories.leads else None, group)
+        on_all_ranks(lambda: finish(unfinished, [*small, *chain(*of_ranks)]) if memories.leads else None, group)
+
+
+def _make_folder(unfinished: Path, contents: Contents) -> None:
+    unfinished.mkdir()
+    if contents.random_state is not None:
+        (unfinished / TRAINING_STATE).mkdir()
 
 
 def _spread(
