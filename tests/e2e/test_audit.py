@@ -36,7 +36,7 @@ def test_a_run_is_audited(tmp_path):
     shown = run_forked("run=runs/x", "step=4", "text=full", cwd=tmp_path, script=RECIPE, **cache)
     assert shown.returncode == 0, shown.stderr
     assert "sequence 12 of the run: lane 0, sequence 1 of it, from all\n  files:" in shown.stdout
-    assert "'data.quarantine=[\"files:" in shown.stdout
+    assert "'data.quarantine=[files:" in shown.stdout
 
     shutil.copytree(tmp_path / "runs" / "x", tmp_path / "runs" / "y")
     two = run_forked("run=runs/x,runs/y", cwd=tmp_path, script=RECIPE, **cache)

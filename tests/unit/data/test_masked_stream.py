@@ -280,7 +280,7 @@ def test_a_bad_conversation_stops_the_run_or_is_left_out(tmp_path):
     with pytest.raises(DataError, match="private characters") as caught:
         documents_of(config_of(tmp_path, lanes=1), rows)
     assert caught.value.where == "x, row 1"
-    assert "data.on_bad_rows=skip, or 'data.quarantine=[\"x:x:1\"]'" in caught.value.hint
+    assert "data.on_bad_rows=skip, or 'data.quarantine=[x:x:1]'" in caught.value.hint
     found = documents_of(config_of(tmp_path, lanes=1, on_bad_rows=BadRows.skip), rows)
     assert {one.number: one.fate for one in found} == {0: Status.trained, 1: Status.bad}
 
