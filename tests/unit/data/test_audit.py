@@ -16,7 +16,9 @@ from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import RECORD, Status
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.errors import ConfigError, DataError
-from hfdist.verify.audit.exactly_once import Audit, Discrepancy, PoolAudit
+from hfdist.verify.audit.discrepancies import Discrepancy
+from hfdist.verify.audit.exactly_once import Audit
+from hfdist.verify.audit.pool_audit import PoolAudit
 from hfdist.verify.audit.run import PastRun, describe_step, read_ledger
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import PACKINGS, Run, memory_config, memory_corpus
@@ -97,6 +99,15 @@ def test_true_ledgers_pass_with_and_without_checkpoints(past, packing, name):
     assert audited.totals.tokens == sum(int(records["num_tokens"].sum()) for records in run.ledger)
     assert any(Status.held_out in records["fate"] for records in run.ledger)
     assert max(int(records["epoch"].max()) for records in run.ledger) >= 1
+
+
+@pytest.mark.parametrize("number", [2**50, -(2**50)])
+def test_a_number_that_cannot_be_takes_no_memory(past, number):
+    run = past(Packing.concat, "one")
+    ledger = [own.copy() for own in run.ledger]
+    ledger[3]["sequence"][-1 if number > 0 else 0] = number
+    with pytest.raises(DataError, match="do not belong together"):
+        run.audit(ledger, cursors={})
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
