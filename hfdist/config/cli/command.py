@@ -28,7 +28,7 @@ from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
 from hfdist.config.composition.files import searching
 from hfdist.config.composition.help import describe
-from hfdist.config.composition.hydra_errors import Request
+from hfdist.config.composition.request import Request
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
 from hfdist.errors import ConfigError, nearest
