@@ -22,7 +22,8 @@ _SAFE = (
     *("run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge"),
     *("train.eval_*", "data.eval_sources*", "data.eval_sequences", "task.answer_seconds"),
     *("train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps"),
-    *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.timeout_seconds"),
+    *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.port"),
+    "islands.timeout_seconds",
     # The layout, and how a step is computed.
     *("launch.*", "strategy.*", "model.loss", "model.attention", "optimizer.fused", "train.micro_batch_size"),
     *("train.compile", "train.gradient_checkpointing", "train.recompute", "train.activation_offload"),
