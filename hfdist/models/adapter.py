@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Init, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, nearest
 from hfdist.models.adapter_parts import aim_at_parts
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.quantize import check_installed
@@ -451,7 +452,7 @@ def _check_tied(model: PreTrainedModel, where: str) -> None:
     """Refuse an adapter on one of two tied weights: once merged, it would change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = input_embeddings(model), model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", None):
         return
     for name, module in model.named_modules():

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import HfdistError, PartitionError
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.probing import kind_of_name, scores_sequences, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.split import SplitModel
@@ -218,7 +219,7 @@ def _find_holders(split: SplitModel, topology: Topology) -> _Holders:
 
 def _planned_holders(split: SplitModel, rank_of_stage: tuple[int, ...], topology: Topology) -> _Holders:
     """The first and the last stage hold a tied embedding; other ranks cannot be asked."""
-    embedding, head = split.model.get_input_embeddings(), split.model.get_output_embeddings()
+    embedding, head = input_embeddings(split.model), split.model.get_output_embeddings()
     weight = getattr(embedding, "weight", None)
     is_shared = weight is not None and weight.requires_grad and weight is getattr(head, "weight", None)
     names = [name for name, parameter in split.model.named_parameters() if is_shared and parameter is weight]

@@ -21,6 +21,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Balance, StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.experts import first_number, num_active
 from hfdist.models.flops import HIDDEN_SIZES, attention_width
 from hfdist.pipeline.block_times import BlockTimes, time_blocks_of_run
@@ -47,7 +48,7 @@ def costs_by_parameters(model: PreTrainedModel, blocks: Sequence[Block]) -> Cost
     """Parameters, for equal memory. A tied head counts where it runs, as its rank holds a copy."""
     return Costs(
         blocks=tuple(float(sum(p.numel() for p in parameters_of(block).values())) for block in blocks),
-        prologue=float(_numel(model.get_input_embeddings())),
+        prologue=float(_numel(input_embeddings(model))),
         epilogue=float(_numel(model.get_output_embeddings())),
     )
 

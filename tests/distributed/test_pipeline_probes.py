@@ -85,6 +85,7 @@ CASES = {
     "lengths": (make_toy, LENGTHS),
     "dict": (lambda: make_toy(toys.Dicts), [plain()]),
     "tuple": (lambda: make_toy(toys.ReturnsTuple), [plain()]),
+    "no known embedding": (lambda: make_toy(toys.Unnamed), [plain()]),
     "blocks that return tuples": (lambda: make_toy(toys.Tuples), [plain()]),
     "model output": (make_llama, [plain()]),
     "padding": (make_llama, [padded(torch.bool), padded(torch.int64)]),

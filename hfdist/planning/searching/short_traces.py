@@ -29,6 +29,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, Recompute
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.flops import flops_per_token, measure_size
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
@@ -92,7 +93,7 @@ def measure_constants(
         with fake_tensors:
             measurement = _Measurement(config, model, loss_head)
             kinds, ends = measurement.kinds(), measurement.ends
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = input_embeddings(model), model.get_output_embeddings()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
     return with_whole(
@@ -200,7 +201,7 @@ class _Measurement:
             block = self.blocks[self.kind_of_block.index(kind)]
             named = {name: p for part in block for name, p in part.named_parameters()}
             parts.append(_part(self._item_bytes, named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
-        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        embedding, head = input_embeddings(self._model), self._model.get_output_embeddings()
         own_head = {} if head is None or _tied(embedding, head) else dict(head.named_parameters())
         prologue = {number: one.prologue for number, one in around.items()}
         epilogue = {number: one.epilogue for number, one in around.items()}

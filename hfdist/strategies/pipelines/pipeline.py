@@ -23,6 +23,7 @@ from hfdist.config.train import Compile, TrainConfig
 from hfdist.errors import PartitionError
 from hfdist.host_memory import usable_bytes
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.block_times import kind_of_block, time_blocks_of_run
@@ -90,7 +91,7 @@ class PipelineEngine(Engine):
         self, prepared: nn.Module, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None
     ) -> AcceleratedOptimizer:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
-        if self._io.carry.embedding and hasattr(self._split.model.get_input_embeddings(), "neftune_noise_alpha"):
+        if self._io.carry.embedding and hasattr(input_embeddings(self._split.model), "neftune_noise_alpha"):
             raise PartitionError(
                 "every stage of this model looks up the embedding, and would add noise of its own to it",
                 where="train.arguments.neftune_noise_alpha",

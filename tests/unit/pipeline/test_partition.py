@@ -224,16 +224,10 @@ def test_a_block_of_several_modules_is_counted_whole_and_shared_parameters_once(
     assert list(parameters_of((block,))) == ["0.a.weight"]
 
 
-class Headless(toys.Toy):
-    """Its head is no module that the model could name."""
-
-    def get_output_embeddings(self):
-        return None
-
-
-def test_models_without_a_known_head():
-    assert parameters(make_toy(Headless)).epilogue == 0
-    assert flops(make_toy(Headless)).epilogue == 10 * 32
+def test_models_without_a_known_embedding_and_head():
+    model = make_toy(toys.Unnamed)
+    assert parameters(model).prologue == parameters(model).epilogue == 0
+    assert flops(model).epilogue == 10 * 32
 
 
 def test_a_block_that_takes_longer_moves_the_cut():

@@ -103,6 +103,13 @@ class ReturnsTuple(Toy):
         return logits if loss is None else (loss, logits)
 
 
+class Unnamed(Toy):
+    """transformers does not know which modules look tokens up and give logits."""
+
+    get_input_embeddings = PreTrainedModel.get_input_embeddings
+    get_output_embeddings = PreTrainedModel.get_output_embeddings
+
+
 class Skips(Toy):
     """Leaves out some blocks, as layer drop does."""
 
@@ -286,6 +293,7 @@ NEEDED = {
     Tuples: HIDDEN,
     Dicts: HIDDEN,
     ReturnsTuple: HIDDEN,
+    Unnamed: HIDDEN,
     Skips: HIDDEN,
     Remembers: HIDDEN,
     WritesInPlace: HIDDEN,
