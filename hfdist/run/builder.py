@@ -10,7 +10,7 @@ from transformers import PrinterCallback, TrainerCallback, default_data_collator
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.run import RunConfig
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
-from hfdist.models.adapter import check_adapter
+from hfdist.models.peft_config import check_adapter
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
 from hfdist.processes.startup import reporting

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from hfdist.errors import ConfigError
-from hfdist.models.adapter import check_adapted, compute_by_factors
+from hfdist.models.adapter import check_adapted
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.open_files import raise_limit
@@ -79,7 +79,10 @@ def build_engine(kind: type, strategy: Strategy, arguments: Arguments) -> tuple[
         # The same for recipes, `peft_config`, and a model that brings its adapter.
         check_adapted(arguments["model"], strategy, where="peft_config")
         check_adapter_names(arguments["model"])
-        compute_by_factors(arguments["model"])
+        # With PEFT, which takes a second.
+        from hfdist.models.expert_factors import use_factors
+
+        use_factors(arguments["model"])
     optimizer, _ = arguments.get("optimizers") or (None, None)
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
     engine = distribute(kind, strategy, arguments["model"])

@@ -19,7 +19,7 @@ import hfdist
 from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.split import split_at_blocks

@@ -21,8 +21,9 @@ from hfdist.checkpoint import read_checkpoint
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture
-from hfdist.models.adapter import check_adapted, check_adapter, reads_weights, wrap_model
+from hfdist.models.adapter import check_adapted, wrap_model
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.peft_config import check_adapter, reads_weights
 from hfdist.models.trainable import freeze_by_name
 from hfdist.strategies.pieces import list_pieces
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, check_adapter_names, write_adapter_config

@@ -202,11 +202,12 @@ class _Measurement:
             named = {name: p for part in block for name, p in part.named_parameters()}
             parts.append(_part(self._item_bytes, named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
         embedding, head = input_embeddings(self._model), self._model.get_output_embeddings()
+        own_embedding = {} if embedding is None else dict(embedding.named_parameters())
         own_head = {} if head is None or _tied(embedding, head) else dict(head.named_parameters())
         prologue = {number: one.prologue for number, one in around.items()}
         epilogue = {number: one.epilogue for number, one in around.items()}
         self.ends = (
-            _part(self._item_bytes, dict(embedding.named_parameters()), prologue, dict.fromkeys(MODES, prologue)),
+            _part(self._item_bytes, own_embedding, prologue, dict.fromkeys(MODES, prologue)),
             _with_chunks(_part(self._item_bytes, own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
         )
         return tuple(parts)

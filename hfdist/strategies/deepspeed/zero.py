@@ -65,7 +65,7 @@ class ZeroStrategy(Strategy):
     ) -> None:
         super().__init__(topology, batch, strategy)
         self.stage = STAGE[strategy.sharding]
-        self.partitions_in_constructor = self.stage == 3
+        self.partitions_in_constructor = strategy.partitions_in_constructor
         self.deepspeed_config = generate(strategy, train, batch, device_type)
         # Beside weights in half precision a rank keeps the float32 gradients of its own elements alone.
         self.keeps_uneven_gradients = self.stage < 3 and train.precision is Precision.fp32

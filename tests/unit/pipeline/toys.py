@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.pipeline.stage_io import Carry, Outputs
 
 
