@@ -12,7 +12,8 @@ from hfdist.models.adapter import check_adapted
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.open_files import raise_limit
-from hfdist.strategies.base import Engine, Strategy
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.select import strategy_by_name
 from hfdist.trainer.checkpointing.model_files import check_adapter_names, has_adapter
 from hfdist.trainer.constructor_arguments import (

@@ -29,7 +29,8 @@ from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import uses_all_parameters
 from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
-from hfdist.strategies.base import Batch, Strategy
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Batch
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.accelerator import adapt_accelerator
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions

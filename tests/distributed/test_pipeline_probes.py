@@ -25,7 +25,7 @@ from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.base import TrainerHooks
+from hfdist.strategies.engine import TrainerHooks
 from hfdist.testing import run_ranks
 from tests.marks import many
 from tests.unit.pipeline import toys

@@ -29,7 +29,7 @@ from hfdist.pipeline.stage_module import StageModule
 from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.planning.costs import OpCosts, StageCosts
 from hfdist.planning.tracing.trace import GRADIENTS, Trace
-from hfdist.strategies.base import Batch
+from hfdist.strategies.engine import Batch
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 from hfdist.strategies.traffic import Phase

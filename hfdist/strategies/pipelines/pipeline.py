@@ -38,7 +38,8 @@ from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import CARRIES, P2PChannel
 from hfdist.pipeline.stage_module import Block, refuse_call
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks, Value
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Batch, Engine, TrainerHooks, Value
 from hfdist.strategies.gradients.reduction import average_gradients, sum_gradients
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch

@@ -22,7 +22,7 @@ from hfdist.config.run import RunConfig
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, PeerError
 from hfdist.processes.child_python import module
-from hfdist.strategies.base import Batch
+from hfdist.strategies.engine import Batch
 from hfdist.topology import read_launcher
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.step.step_lines import StepLines
