@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.block_times import BlockTimes
-from hfdist.pipeline.partition import Costs
-from hfdist.pipeline.schedule import Instruction, Operation, computations, rank_of_stage, runs_microbatches
+from hfdist.pipeline.costs import Costs
+from hfdist.pipeline.instructions import Instruction, Operation, computations
+from hfdist.pipeline.schedule import rank_of_stage, runs_microbatches
 from hfdist.pipeline.simulate import StageSeconds, simulate
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
-from hfdist.pipeline.partition import costs_by_flops
+from hfdist.pipeline.costs import costs_by_flops
 from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure
 from hfdist.planning.costs import OpCosts
 from hfdist.planning.searching.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work

@@ -28,10 +28,12 @@ from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.block_times import kind_of_block, time_blocks_of_run
 from hfdist.pipeline.choose_schedule import choose_schedule
+from hfdist.pipeline.costs import costs_by_parameters
 from hfdist.pipeline.generation_check import find_generation_problem
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
-from hfdist.pipeline.partition import choose_stages, costs_by_parameters
-from hfdist.pipeline.pipeline import Pipeline, split_batch
+from hfdist.pipeline.microbatches import split_batch
+from hfdist.pipeline.partition import choose_stages
+from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
