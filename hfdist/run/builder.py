@@ -28,7 +28,8 @@ from hfdist.run.training_arguments import build_arguments, check_further_argumen
 from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
-from hfdist.tune.choose import fit_model, make_objective
+from hfdist.tune.choose import make_objective
+from hfdist.tune.fit_model import fit_model
 
 
 class Run(RunState):

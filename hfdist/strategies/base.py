@@ -178,7 +178,7 @@ class Strategy(Partitioning):
         if self.topology.context == 1:
             return None
         # It takes time that other layouts save.
-        from hfdist.strategies.context import make_context_parallel
+        from hfdist.strategies.context_check import make_context_parallel
 
         topology, group = self.topology, self.mesh.get_group("context")
         return make_context_parallel(model, group, self.config.context_method, num_tensor_ranks=topology.tensor)
