@@ -43,7 +43,9 @@ from hfdist.trainer.fault_tolerance.nonfinite_steps import NonfiniteGuard, propa
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.fault_tolerance.skip_counter import Tolerance
 from hfdist.trainer.hooks import owner_of
-from hfdist.trainer.islands import IslandCallback, ServerOptimizer, make_island
+from hfdist.trainer.island.callback import IslandCallback
+from hfdist.trainer.island.make import make_island
+from hfdist.trainer.island.parameter_island import ServerOptimizer
 from hfdist.trainer.named_arguments import arguments_by_name
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
