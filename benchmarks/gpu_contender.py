@@ -155,7 +155,7 @@ def _hfdist(
     config = compose_config(["strategy=single", f"train.precision={precision}", *overrides])
     strategy = hfdist.make_strategy(global_batch_size=shape.sequences, micro_batch_size=shape.sequences,
                                     sequence_length=shape.sequence_tokens, precision=precision)  # fmt: skip
-    if compiles_blocks(config, model, strategy):
+    if compiles_blocks(config, model):
         compile_blocks(model)
     optimizer = "adamw_torch_fused" if config.optimizer.fused else "adamw_torch"
     is_selective = config.train.recompute.value == "cheap" and config.train.gradient_checkpointing

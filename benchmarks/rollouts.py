@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
-from hfdist.strategies.base import Batch, Function
+from hfdist.strategies.engine import Batch, Function
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions

@@ -11,8 +11,8 @@ from typing import Any
 
 import hfdist
 from hfdist.strategies import context, fsdp, parallel_plans
-from hfdist.strategies.base import Engine
 from hfdist.strategies.context import ContextParallel
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.fsdp import FsdpEngine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.strategies.tensor import plan

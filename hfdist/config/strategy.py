@@ -159,6 +159,11 @@ class StrategyConfig:
         return self.sharding is not Sharding.none
 
     @property
+    def partitions_in_constructor(self) -> bool:
+        """Whether each parameter is partitioned as soon as the model's constructor has made it: ZeRO-3."""
+        return self.sharding is Sharding.zero3
+
+    @property
     def frees_after_forward(self) -> bool:
         """`reshard`, decided."""
         return self.pipeline == 1 if self.reshard is None else self.reshard

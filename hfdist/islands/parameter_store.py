@@ -11,8 +11,10 @@ from torch import nn
 from hfdist.checkpoint.piece import STEP
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.errors import ConfigError
-from hfdist.optim.probe import Reach, check, describe, moving_options, starts_from_zeros, state_after_step
+from hfdist.optim.check import check, describe
+from hfdist.optim.probe import Reach, moving_options, starts_from_zeros
 from hfdist.optim.registry import find_optimizer, make_small
+from hfdist.optim.trial_step import state_after_step
 
 
 class Segment(NamedTuple):

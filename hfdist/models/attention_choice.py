@@ -24,6 +24,7 @@ from hfdist.config.strategy import ContextMethod
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.architecture import count_heads
+from hfdist.models.blocks import compiles_on_gpus
 from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
 from hfdist.models.experts import first_number
 from hfdist.models.probing import scores_sequences
@@ -89,9 +90,10 @@ def _why_gathered(config: RunConfig, architecture: PreTrainedConfig) -> str | No
 
 
 def _is_compiled(config: RunConfig, device_type: str) -> bool:
-    # As of `compiles_on_gpus`, but for layouts that compile nothing after all.
-    compiles, divides = config.train.compile, config.strategy.mesh.divides_parameters
-    return compiles is Compile.blocks or (compiles is Compile.auto and device_type == "cuda" and not divides)
+    """Whether blocks are compiled, as far as the config tells it."""
+    if config.train.compile is not Compile.auto or device_type != "cuda":
+        return config.train.compile is Compile.blocks
+    return compiles_on_gpus(config.train, config.strategy)
 
 
 def _why_not_compiled(config: RunConfig, architecture: PreTrainedConfig, device_type: str) -> str | None:

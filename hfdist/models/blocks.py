@@ -12,11 +12,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Compile, TrainConfig
 from hfdist.errors import ConfigError, first_line
-from hfdist.models.partitioning import Partitioning
 from hfdist.models.probing import run_small, small_model
-from hfdist.topology import Mesh
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +91,9 @@ def calls_blocks(model: PreTrainedModel) -> bool:
     return is_by_blocks and len(called) == len(parts)
 
 
-def compiles_blocks(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> bool:
+def compiles_blocks(config: RunConfig, model: PreTrainedModel) -> bool:
     """Whether a run compiles its blocks: as `train.compile` says."""
-    if config.train.compile is not Compile.auto or not compiles_on_gpus(config.train, config.strategy.mesh, layout):
+    if config.train.compile is not Compile.auto or not compiles_on_gpus(config.train, config.strategy):
         return config.train.compile is Compile.blocks
     # Without triton, torch compiles nothing for a GPU.
     if not torch.cuda.is_available() or find_spec("triton") is None:
@@ -102,13 +101,13 @@ def compiles_blocks(config: RunConfig, model: PreTrainedModel, layout: Partition
     return can_compile_blocks(model, torch.device("cuda"))
 
 
-def compiles_on_gpus(train: TrainConfig, mesh: Mesh, layout: Partitioning) -> bool:
+def compiles_on_gpus(train: TrainConfig, strategy: StrategyConfig) -> bool:
     """Whether blocks are compiled where there are GPUs and a compiler that works."""
     if train.compile is not Compile.auto:
         return train.compile is Compile.blocks
     # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
     # breaks its graph, as DTensors of tensor ranks and the sizes that expert ranks tell each other may.
-    return not mesh.divides_parameters and not layout.partitions_in_constructor
+    return not strategy.mesh.divides_parameters and not strategy.partitions_in_constructor
 
 
 def can_compile_blocks(model: PreTrainedModel, device: torch.device) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -19,20 +18,18 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from hfdist.apart import do_apart
-from hfdist.config.model import AdapterConfig, Dtype, Init, ModelConfig
+from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
-from hfdist.models.adapter import add_adapter, make_peft_config
-from hfdist.models.adapter_parts import aim_at_parts, describe_parts
+from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.initialize import initialize_by_name
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import NameDifferences, read_names
-from hfdist.models.partitioning import Partitioning
+from hfdist.models.partitioning import WHOLE, Partitioning
 from hfdist.models.quantize import quantize_frozen
 from hfdist.models.trainable import TrainableParameters
 
 logger = logging.getLogger(__name__)
-_WHOLE = Partitioning()
 _EXPLAINED = (ImportError, ValueError)
 """Errors of transformers that have a sentence for people; others may only say the name of a key."""
 
@@ -42,7 +39,7 @@ def build_model(
     architecture: PreTrainedConfig,
     *,
     seed: int,
-    layout: Partitioning = _WHOLE,
+    layout: Partitioning = WHOLE,
     trained: TrainableParameters | None = None,
     scores: bool = False,
 ) -> PreTrainedModel:
@@ -135,42 +132,6 @@ def make_without_values(
     # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
     model.tie_weights()
     return model
-
-
-def try_adapter(
-    config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig, *, scores: bool = False
-) -> None:
-    """Put an adapter into the model without values, where patterns or parts choose its layers.
-
-    A pattern may take time without end, as the sizes of a saved adapter may take memory: that is tried in a process of
-    its own. What else is wrong with it is told when it is put into the model.
-
-    Raises:
-        ConfigError: it takes more than any adapter needs, or the model has nothing of a part.
-    """
-    if adapter.target_parts is not None:
-        with torch.device("meta"):
-            model = make_without_values(config, copy.deepcopy(architecture), scores=scores)
-            aim_at_parts(model, peft_config := make_peft_config(adapter), adapter.target_parts)
-            if getattr(peft_config, "target_parameters", None):
-                # PEFT puts less beside single parameters; some first weights are not made without values.
-                add_adapter(model, adapter, config, seed=0, layout=_WHOLE)
-    if adapter.path is None and adapter.target_pattern is None:
-        return
-
-    def put() -> None:
-        with torch.device("meta"):
-            model = make_without_values(config, architecture, scores=scores)
-            try:
-                add_adapter(model, adapter, config, seed=0, layout=_WHOLE)
-            except MemoryError:
-                raise
-            except Exception:  # told later
-                return
-
-    key = "adapter.target_pattern" if adapter.path is None else "adapter.path"
-    found = adapter.target_pattern if adapter.path is None else f"{adapter.path}/adapter_config.json"
-    do_apart(put, where=key, found=found)
 
 
 def _auto_class(scores: bool) -> Any:
@@ -272,88 +233,3 @@ def _dtype(dtype: Dtype) -> torch.dtype:
     # `auto` is float32 even for a bfloat16 checkpoint: small updates vanish in bfloat16 weights, so the
     # optimizer must have float32 ones; `train.precision` chooses the type of the arithmetic.
     return torch.float32 if dtype is Dtype.auto else getattr(torch, dtype.value)
-
-
-_HALF_PRECISION = (torch.bfloat16, torch.float16)
-
-
-@torch.no_grad()
-def initialize_by_name(
-    model: PreTrainedModel, seed: int, layout: Partitioning = _WHOLE, *, only: Collection[str] | None = None
-) -> None:
-    """Give every parameter of `model` the random value that its name and `seed` determine, in place.
-
-    `only`: those of these names; the others keep their values.
-
-    Leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied. All ranks call
-    it where the layout partitions parameters in the constructor.
-    """
-    initialized: set[int] = set()
-    chosen = None if only is None else {id(model.get_parameter(name)) for name in only}
-    for name, module, owner in _children_first("", model, model):
-        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in initialized]
-        # A rule may also reach into direct children, as GPT-2's does for its residual projections.
-        reachable = own + [p for child in module.children() for p in child.parameters(recurse=False)]
-        kept = [] if chosen is None else [parameter for parameter in reachable if id(parameter) not in chosen]
-        if chosen is not None and len(kept) == len(reachable):
-            continue
-        # A tied head comes after its embedding and must not draw it again under another name.
-        is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
-        # What has no parameters itself may have a rule for its children's.
-        holders = [module] if module._parameters else [child for child in module.children() if child._parameters]
-        if is_tied_alias or (holders and all(map(is_on_other_stage, holders))):
-            continue
-        with (
-            layout.gathered(reachable, writes=True),
-            _drawing_anew([] if chosen is None else reachable, kept),
-            _on_cpu_in_float32(reachable),
-            torch.random.fork_rng(devices=[]),
-        ):
-            # It draws on the CPU. torch.manual_seed also notes a stack for each kind of GPU that is not in use yet.
-            torch.default_generator.manual_seed(_key(seed, name))
-            owner._init_weights(module)
-        initialized.update(id(parameter) for parameter in own)
-
-
-def is_on_other_stage(module: nn.Module) -> bool:
-    """Whether another rank of a pipeline holds the module's own parameters."""
-    return len(module._parameters) > 0 and all(parameter is None for parameter in module._parameters.values())
-
-
-def _children_first(
-    name: str, module: nn.Module, owner: PreTrainedModel
-) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Walk in the order in which transformers applies its rules: a nested PreTrainedModel has its own."""
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    for child_name, child in module.named_children():
-        yield from _children_first(f"{name}.{child_name}" if name else child_name, child, owner)
-    yield name, module, owner
-
-
-@contextmanager
-def _drawing_anew(read: list[nn.Parameter], kept: list[nn.Parameter]) -> Iterator[None]:
-    """Let a rule draw all that it would, so that it draws the same for each, and put `kept` back."""
-    values = [parameter.detach().clone() for parameter in kept]
-    for parameter in read:
-        # Private: transformers' rules leave out what is marked so, as what was read is.
-        parameter._is_hf_initialized = False  # type: ignore[attr-defined]
-    yield
-    for parameter, value in zip(kept, values, strict=True):
-        parameter.data.copy_(value)
-
-
-@contextmanager
-def _on_cpu_in_float32(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Draw so, and copy: a GPU's generator draws other numbers, and so does torch 2.11 in bfloat16 on a CPU."""
-    places = [(p, p.data) for p in parameters if p.device.type != "cpu" or p.dtype in _HALF_PRECISION]
-    for parameter, data in places:
-        parameter.data = data.to("cpu", torch.float32 if data.dtype in _HALF_PRECISION else data.dtype)
-    yield
-    for parameter, data in places:
-        data.copy_(parameter.data)
-        parameter.data = data
-
-
-def _key(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -36,3 +36,12 @@ class Partitioning:
     def without_partitioning(self, arguments: TrainingArguments) -> AbstractContextManager[object]:
         """For a while, let this rank make or read whole models of its own; `arguments` are those of the run."""
         return nullcontext()
+
+
+WHOLE = Partitioning()
+"""The model as one process has it."""
+
+
+def is_on_other_stage(module: nn.Module) -> bool:
+    """Whether another rank of a pipeline holds the module's own parameters."""
+    return len(module._parameters) > 0 and all(parameter is None for parameter in module._parameters.values())

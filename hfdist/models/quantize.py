@@ -26,12 +26,11 @@ from transformers import PreTrainedModel
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
 from hfdist.models.packed_experts import find_stacks, list_packed, make_levels, pack_experts
-from hfdist.models.partitioning import Partitioning, whole_shape
+from hfdist.models.partitioning import WHOLE, Partitioning, whole_shape
 from hfdist.models.stacked_experts import run_by_products
 
 logger = logging.getLogger(__name__)
 
-_WHOLE = Partitioning()
 _WRAPPED = "base_layer"
 """What PEFT calls a layer beside which it puts LoRA."""
 
@@ -78,7 +77,7 @@ class PackedLinear(nn.Module):
         return self
 
 
-def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: Partitioning = _WHOLE) -> None:
+def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: Partitioning = WHOLE) -> None:
     """Put weights of 4 bits in the place of frozen linear layers, but for the head, and of stacks of experts; in place.
 
     ZeRO-3 partitions these weights when DeepSpeed gets the model; until then they are whole on each rank.

@@ -46,7 +46,7 @@ def load_tokenizer(
         with reading_from_hub("model.tokenizer.name", str(config.tokenizer.name)):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
             # Its class may be another one, where its files do not say which.
-            return usable(tokenizer)
+            return as_tokenizer(tokenizer)
 
     if not config.trust_remote_code:
         do_apart(lambda: load()(_SAMPLE), where="model.tokenizer.name", found=folder)
@@ -61,15 +61,15 @@ def load_tokenizer(
     return tokenizer
 
 
-def usable(tokenizer: object) -> PreTrainedTokenizerBase:
-    """Give a tokenizer back; ValueError: its files made none, or one that knows no text."""
+def as_tokenizer(loaded: object) -> PreTrainedTokenizerBase:
+    """Give what was loaded, if it is a tokenizer; ValueError: it is none, or one that knows no text."""
     if (
-        isinstance(tokenizer, PreTrainedTokenizerBase)
-        and isinstance(tokenizer.eos_token_id, int | None)
+        isinstance(loaded, PreTrainedTokenizerBase)
+        and isinstance(loaded.eos_token_id, int | None)
         # For a folder without such files, transformers makes one that knows no text.
-        and len(tokenizer) > len(set(tokenizer.all_special_ids))
+        and len(loaded) > len(set(loaded.all_special_ids))
     ):
-        return tokenizer
+        return loaded
     raise ValueError("its files make no tokenizer")
 
 

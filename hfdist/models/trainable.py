@@ -16,8 +16,11 @@ from transformers import PreTrainedModel
 from hfdist.config.model import AdapterConfig, ModelConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
-from hfdist.models.adapter import add_adapter, reads_weights
+from hfdist.models.adapter import add_adapter
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.peft_config import reads_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +68,6 @@ class TrainableParameters:
         yield
         for parameter, value in kept:
             parameter.data = value
-
-
-logger = logging.getLogger(__name__)
 
 
 def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Sequence[str]) -> None:

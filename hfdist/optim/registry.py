@@ -15,9 +15,11 @@ from torch import nn
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, first_line, nearest
+from hfdist.optim.check import check
 from hfdist.optim.joined import groups_by_optimizer
 from hfdist.optim.muon import MuonWithAdamW
-from hfdist.optim.probe import Reach, ask, check, state_after_step
+from hfdist.optim.probe import Reach, ask
+from hfdist.optim.trial_step import state_after_step
 from hfdist.optim.width import check_optimizer_of_width
 from hfdist.plugins import load_plugin
 

@@ -9,8 +9,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import ConfigError
+from hfdist.optim.check import describe
 from hfdist.optim.muon import embeddings_and_head
-from hfdist.optim.probe import Reach, ask, describe, ignores_gradient_size
+from hfdist.optim.probe import Reach, ask, ignores_gradient_size
 
 _KEY = "optimizer.base_width"
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from hfdist.collectives import gather_json
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
+from hfdist.models.embeddings import input_embeddings
 from hfdist.pipeline.split_backward import backward_inputs
 from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure, preserve_state
 
@@ -102,7 +103,7 @@ def time_blocks(
             allowed="any other" if halves else "flops, parameters",
             hint="strategy.schedule=1f1b" if halves else "strategy.balance=flops",
         ) from error
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = input_embeddings(model), model.get_output_embeddings()
     ids, hidden = tokens.to(device), timer.hidden.to(device).requires_grad_()
 
     def loss(there: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.block_times import BlockTimes
-from hfdist.pipeline.partition import Costs
-from hfdist.pipeline.schedule import Instruction, Operation, computations, rank_of_stage, runs_microbatches
+from hfdist.pipeline.costs import Costs
+from hfdist.pipeline.instructions import Instruction, Operation, computations
+from hfdist.pipeline.schedule import rank_of_stage, runs_microbatches
 from hfdist.pipeline.simulate import StageSeconds, simulate
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Choice(NamedTuple):
 def choose_schedule(
     times: BlockTimes,
     parameters: Costs,
-    share_out: Callable[[tuple[int, ...]], Stages],
+    assign_blocks: Callable[[tuple[int, ...]], Stages],
     *,
     num_ranks: int,
     num_microbatches: int,
@@ -77,7 +78,7 @@ def choose_schedule(
     Args:
         times: of the model's parts.
         parameters: their numbers of parameters.
-        share_out: gives the blocks of each stage for the ranks of the stages; PartitionError: too few blocks.
+        assign_blocks: gives the blocks of each stage for the ranks of the stages; PartitionError: too few blocks.
         num_ranks: ranks of the pipeline.
         num_microbatches: micro batches of a step.
         usable_bytes: memory of a rank; where no schedule fits in it, the one that needs least is taken.
@@ -89,7 +90,7 @@ def choose_schedule(
         has_blocks = per_rank == 1 or len(ranks) <= len(times.blocks)
         if not has_blocks or not runs_microbatches(schedule, num_ranks, per_rank, num_microbatches):
             continue
-        stages = share_out(ranks)
+        stages = assign_blocks(ranks)
         of_stages = [times.of_blocks(run) for run in stages]
         seconds: list[list[StageSeconds]] = [[] for _ in range(num_ranks)]
         for rank, part in zip(ranks, of_stages, strict=True):

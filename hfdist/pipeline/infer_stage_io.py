@@ -1,18 +1,15 @@
 """Find out, before training, what must travel between the stages of a model, and refuse what cannot be split.
 
-A few tokens go through all stages on the real ranks. Whatever a stage does not receive is NaN in it, so a loss that
-is finite has seen only what travelled. All ranks agree on the least that must travel, and each keeps only what it
-needs.
+All ranks agree on the least that must travel, by trying (see probe.py), and each keeps only what it needs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from hfdist.collectives import device_of, gather_json, is_planned
-from hfdist.errors import HfdistError, PartitionError
+from hfdist.errors import PartitionError
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.probing import kind_of_name, scores_sequences, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
+from hfdist.pipeline.probe import ProbeResult, probe
 from hfdist.pipeline.split import SplitModel
-from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, tensors_of, unpack
-from hfdist.pipeline.stage_module import StageModule, preserve_state
+from hfdist.pipeline.stage_io import CARRIES, Carry, P2PChannel
 from hfdist.topology import Topology
 
 _PROBE_SEQUENCES = 2
@@ -97,13 +95,13 @@ def _keep_only(
     needed = found.needed
     unneeded = {name: p.detach() for name, p in split.surrounding().items() if name not in needed}
     split.remove(unneeded)
-    problem = _first(_difference(found, try_again()))
+    problem = _first_problem(_difference(found, try_again()))
     if problem is not None:
         # Then something is read that is never trained, such as a table of positions: hold all that no rank trains.
         trained = set().union(*gather_json(sorted(needed)))
         for name in unneeded.keys() - trained:
             split.restore(name, unneeded[name])
-        problem = _first(_difference(found, try_again()))
+        problem = _first_problem(_difference(found, try_again()))
     for name in _share_unused(split, unneeded, group):
         split.restore(name, unneeded[name])
     return problem
@@ -141,7 +139,7 @@ def _difference(before: ProbeResult, after: ProbeResult) -> str | None:
     return None if is_same else "it reads parameters that are not trained"
 
 
-def _first(problem: str | None) -> str | None:
+def _first_problem(problem: str | None) -> str | None:
     """Give the first problem of all ranks. A collective."""
     return next((found for found in gather_json(problem) if found is not None), None)
 
@@ -154,7 +152,7 @@ def _find_carry(
         if carry.embedding:
             _hold_embedding(split, group)
         finding = probe(split, carry, batch, channel)
-        problem = _first(finding.problem)
+        problem = _first_problem(finding.problem)
         if problem is None:
             return carry, finding
         problems.append(problem)
@@ -218,7 +216,7 @@ def _find_holders(split: SplitModel, topology: Topology) -> _Holders:
 
 def _planned_holders(split: SplitModel, rank_of_stage: tuple[int, ...], topology: Topology) -> _Holders:
     """The first and the last stage hold a tied embedding; other ranks cannot be asked."""
-    embedding, head = split.model.get_input_embeddings(), split.model.get_output_embeddings()
+    embedding, head = input_embeddings(split.model), split.model.get_output_embeddings()
     weight = getattr(embedding, "weight", None)
     is_shared = weight is not None and weight.requires_grad and weight is getattr(head, "weight", None)
     names = [name for name, parameter in split.model.named_parameters() if is_shared and parameter is weight]
@@ -253,112 +251,3 @@ def _portable_attention(model: PreTrainedModel) -> Iterator[None]:
     model.set_attn_implementation("eager")
     yield
     model.set_attn_implementation(chosen)
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """What one rank saw."""
-
-    problem: str | None
-    """Why its stages do not work with what they received; None: they do, or an earlier rank's do not."""
-    needed: frozenset[str]
-    """Names of the parameters around the blocks that a gradient reaches in its stages."""
-    checksum: float | None = None
-    """Sum of loss and logits, on the rank of the last stage, so that two runs can be compared."""
-
-
-def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], channel: P2PChannel) -> ProbeResult:
-    """Run a few tokens with labels through the stages of all ranks, whose weights are finite, and let `carry` travel.
-
-    Call on all ranks of a pipeline.
-    """
-    problem: str | None = None
-    checksum: float | None = None
-    needed: set[str] = set()
-    with _everything_wants_gradients(split.model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
-        for stage in split.mine:
-            module = split.stage_module(stage, carry)
-            incoming = None if module.is_first else channel.receive(stage)
-            outgoing: Any = None
-            if problem is None and (module.is_first or incoming is not None):
-                outgoing, problem = _try(module, batch, incoming)
-            if outgoing is not None:
-                reached = _leaves(outgoing)
-                needed |= {name for name, parameter in split.surrounding().items() if id(parameter) in reached}
-            if outgoing is not None and module.is_last and not is_planned():
-                checksum = sum(float(tensor.detach().double().sum()) for tensor in _tensors(outgoing))
-            if not module.is_last:
-                channel.send(stage + 1, outgoing)
-        channel.flush()
-    return ProbeResult(problem, frozenset(needed), checksum)
-
-
-def _try(
-    module: StageModule, batch: dict[str, torch.Tensor], incoming: Activations | None
-) -> tuple[object, str | None]:
-    try:
-        with preserve_state(module.model):
-            value = module.run(lambda model: model(**batch), incoming)
-        problem = _find_problem(value, incoming, is_last=module.is_last)
-        if problem is None and not module.is_last:
-            # What cannot be described cannot be sent.
-            unpack(value)[0].to_json()
-    except HfdistError as error:
-        return None, ", ".join(str(part) for part in (error.what, error.found) if part)
-    except Exception as error:
-        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return (None if problem else value), problem
-
-
-def _find_problem(value: object, incoming: Activations | None, *, is_last: bool) -> str | None:
-    # A plan has no values.
-    if is_last and not is_planned() and not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value)):
-        return "its loss needs more than what travels (NaN stands for the rest, and reached it)"
-    reached = _leaves(value)
-    if not reached:
-        return "the outputs of its blocks carry no autograd graph (reversible layers, or a forward without gradients)"
-    received = () if incoming is None else tensors_of(incoming)
-    if incoming is not None and not any(id(tensor) in reached for tensor in received):
-        return "no gradient flows back through its blocks"
-    return None
-
-
-def _leaves(value: object) -> set[int]:
-    """Identities of the leaf tensors that a backward from `value` would give a gradient to."""
-    tensors = _tensors(value)
-    # A stage that skips all its blocks hands on what it received.
-    leaves = {id(tensor) for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
-    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return leaves
-
-
-def _tensors(value: Any) -> Sequence[torch.Tensor]:
-    """What goes to the next stage, or the loss and the logits, which models return by name or as a tuple."""
-    if isinstance(value, Activations):
-        return tensors_of(value)
-    return value[:2] if isinstance(value, tuple) else [value[key] for key in ("loss", "logits") if key in value]
-
-
-@contextmanager
-def _everything_wants_gradients(model: PreTrainedModel) -> Iterator[None]:
-    """Frozen parameters must be found too."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    was_training = model.training
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    model.train()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-        for parameter in frozen:
-            parameter.requires_grad_(False)

@@ -9,84 +9,19 @@ stages are first made even, and then blocks move from stage to stage for as long
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Balance, StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
-from hfdist.models.experts import first_number, num_active
-from hfdist.models.flops import HIDDEN_SIZES, attention_width
 from hfdist.pipeline.block_times import BlockTimes, time_blocks_of_run
+from hfdist.pipeline.costs import Costs, costs_by_flops, costs_by_parameters
 from hfdist.pipeline.stage_module import Block
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What each part of a model costs, in any common unit (parameters, FLOPs, seconds)."""
-
-    blocks: tuple[float, ...]
-    prologue: float
-    """What runs before the first block: the embedding."""
-    epilogue: float
-    """What runs after the last block: final norm, head and loss."""
-
-    def of_blocks(self, run: range) -> float:
-        """Give what a stage of these blocks costs, with what comes before the first and after the last block."""
-        ends = self.prologue * (run.start == 0) + self.epilogue * (run.stop == len(self.blocks))
-        return sum(self.blocks[run.start : run.stop]) + ends
-
-
-def costs_by_parameters(model: PreTrainedModel, blocks: Sequence[Block]) -> Costs:
-    """Parameters, for equal memory. A tied head counts where it runs, as its rank holds a copy."""
-    return Costs(
-        blocks=tuple(float(sum(p.numel() for p in parameters_of(block).values())) for block in blocks),
-        prologue=float(_numel(model.get_input_embeddings())),
-        epilogue=float(_numel(model.get_output_embeddings())),
-    )
-
-
-def costs_by_flops(model: PreTrainedModel, blocks: Sequence[Block], sequence_length: int) -> Costs:
-    """Operations of forward and backward for one token, for equal time: 6 for each parameter that multiplies.
-
-    Attention adds 12 * heads * head size * tokens to a block that has it, experts count as often as a token chooses
-    one, a lookup in the embedding counts nothing, and the head, which dominates small models with large
-    vocabularies, counts in full together with its softmax.
-    """
-    text = model.config.get_text_config()
-    # A config may give no number of heads, or none for all blocks.
-    attention = 12.0 * (attention_width(text) or first_number(text, HIDDEN_SIZES)) * sequence_length
-    head = _numel(model.get_output_embeddings())
-    return Costs(
-        blocks=tuple(
-            6.0 * num_active(parameters_of(block).items(), text) + (attention if _has_attention(block) else 0.0)
-            for block in blocks
-        ),
-        prologue=0.0,
-        epilogue=6.0 * head + 10.0 * text.vocab_size,
-    )
-
-
-def parameters_of(block: Block) -> dict[str, nn.Parameter]:
-    """The parameters of a block, by a name within it; shared ones once."""
-    return {f"{part}.{name}": p for part, module in enumerate(block) for name, p in module.named_parameters()}
-
-
-def _numel(module: nn.Module | None) -> int:
-    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
-
-
-def _has_attention(block: Block) -> bool:
-    return any(
-        "attn" in name.lower() or "attention" in name.lower() for part in block for name, _ in part.named_modules()
-    )
-
 
 _RESOLUTION = 2**29
 """Costs become integers with about this sum: sums are exact, so all processes find the same, and squares fit int64."""
@@ -112,7 +47,7 @@ def choose_stages(
         ConfigError: `strategy.blocks_per_stage` does not fit the model.
     """
     if strategy.blocks_per_stage is not None:
-        return explicit(strategy.blocks_per_stage, len(blocks), len(rank_of_stage))
+        return take_counts(strategy.blocks_per_stage, len(blocks), len(rank_of_stage))
     match strategy.balance:
         case Balance.parameters:
             costs = costs_by_parameters(model, blocks)
@@ -150,7 +85,7 @@ def partition(costs: Costs, rank_of_stage: tuple[int, ...]) -> tuple[range, ...]
     return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
-def explicit(counts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[range, ...]:
+def take_counts(counts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[range, ...]:
     """Take the user's own number of blocks for each stage.
 
     Raises:

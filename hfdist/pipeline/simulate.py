@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hfdist.config.strategy import Schedule
-from hfdist.pipeline.schedule import Operation, computations, rank_of_stage
+from hfdist.pipeline.instructions import Operation, computations
+from hfdist.pipeline.schedule import rank_of_stage
 
 
 class StageSeconds(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfdist.models.embeddings import input_embeddings
 from hfdist.pipeline.stage_io import Carry
 from hfdist.pipeline.stage_module import Block, StageModule, modules_of, set_parameter
 
@@ -114,7 +115,7 @@ def split_at_blocks(
         for name, buffer in module._buffers.items():
             if id(buffer) in persistent:
                 module._buffers[name] = None
-    embedding, head = (_weight_name(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    embedding, head = (_weight_name(model, m) for m in (input_embeddings(model), model.get_output_embeddings()))
     split = SplitModel(model, blocks, stages, tuple(mine), embedding)
     for parameter in (p for block in own for part in block for p in part.parameters()):
         split.kept.setdefault((parameter.dtype, parameter.requires_grad), parameter)

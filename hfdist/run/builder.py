@@ -10,7 +10,7 @@ from transformers import PrinterCallback, TrainerCallback, default_data_collator
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.run import RunConfig
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
-from hfdist.models.adapter import check_adapter
+from hfdist.models.peft_config import check_adapter
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
 from hfdist.processes.startup import reporting
@@ -28,7 +28,8 @@ from hfdist.run.training_arguments import build_arguments, check_further_argumen
 from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
-from hfdist.tune.choose import fit_model, make_objective
+from hfdist.tune.choose import make_objective
+from hfdist.tune.fit_model import fit_model
 
 
 class Run(RunState):

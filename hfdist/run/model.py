@@ -15,9 +15,9 @@ from hfdist.config.train import Precision
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
+from hfdist.models.adapter_trial import try_adapter
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import compile_blocks, compiles_blocks
-from hfdist.models.build import try_adapter
 from hfdist.models.float8 import use_float8
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
@@ -76,7 +76,7 @@ def speed_up(config: RunConfig, model: PreTrainedModel, strategy: Strategy) -> N
     """Let linear layers compute in float8, and compile the blocks, as the config says."""
     if config.train.precision is Precision.fp8:
         use_float8(model)
-    if compiles_blocks(config, model, strategy):
+    if compiles_blocks(config, model):
         compile_blocks(model)
 
 

@@ -15,8 +15,8 @@ from hfdist.models.loss import choose_loss
 from hfdist.optim.registry import ClassAndSettings, find_optimizer
 from hfdist.run.state import RunState
 from hfdist.trainer.checkpointing.start import open_replicas
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Tolerance
-from hfdist.trainer.islands import ServerOptimizer
+from hfdist.trainer.fault_tolerance.skip_counter import Tolerance
+from hfdist.trainer.island.parameter_island import ServerOptimizer
 from hfdist.trainer.trainer import RunOptions
 
 _UNCLIPPED = 1e30

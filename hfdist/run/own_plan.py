@@ -37,7 +37,7 @@ from hfdist.planning.plan import Plan
 from hfdist.planning.timing.hardware import find_hardware
 from hfdist.processes.child_python import python
 from hfdist.processes.stop_signals import heard_signals
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 from hfdist.topology import Topology, read_launcher
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_ID
 from hfdist.data.packing.sequence import Sequence as Packed
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import printable
-from hfdist.optim.probe import describe
+from hfdist.optim.check import describe
 from hfdist.optim.registry import make_small
 from hfdist.optim.width import rate_factor
 from hfdist.planning.describe import describe_shortly

@@ -28,8 +28,11 @@ from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.models.quantize import hold_as_floats
-from hfdist.optim.probe import Reach, describe, state_after_step
-from hfdist.strategies.base import Engine, Strategy, check_no_scalars
+from hfdist.optim.check import describe
+from hfdist.optim.probe import Reach
+from hfdist.optim.trial_step import state_after_step
+from hfdist.strategies.base import Strategy, check_no_scalars
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.held import have_room
 from hfdist.strategies.parameter_shards import TENSOR

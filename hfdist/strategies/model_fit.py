@@ -14,7 +14,7 @@ from hfdist.config.strategy import Balance, StrategyConfig
 from hfdist.models import find_architecture
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import make_without_values
-from hfdist.strategies.context import choose_method
+from hfdist.strategies.context_check import choose_method
 from hfdist.strategies.experts import make_expert_plan
 from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.strategies.tensor.plan import first_plan

@@ -12,14 +12,8 @@ import torch
 from hfdist.checkpoint.piece import NUMBER, STEP, TRAINED, Piece
 from hfdist.errors import CheckpointError
 from hfdist.optim.joined import Group
-from hfdist.optim.probe import (
-    is_plain_number,
-    moving_options,
-    starts_from_zeros,
-    state_after_step,
-    state_before_step,
-    zeroed,
-)
+from hfdist.optim.probe import moving_options, starts_from_zeros
+from hfdist.optim.trial_step import is_plain_number, state_after_step, state_before_step, zeroed
 
 _LARGEST_SIDE = 96
 """Largest side of the sample that shows what is kept for a larger tensor."""

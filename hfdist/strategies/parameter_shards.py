@@ -15,7 +15,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
-from hfdist.models.build import is_on_other_stage
+from hfdist.models.partitioning import is_on_other_stage
 
 TENSOR, EXPERT = "tensor", "expert"
 """Axes of the mesh whose ranks hold different parts of a parameter."""

@@ -8,12 +8,13 @@ import transformers
 from torch import nn
 
 from hfdist.errors import ConfigError
-from hfdist.models.adapter import check_adapted, compute_by_factors
+from hfdist.models.adapter import check_adapted
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.models.stacked_experts import use_products
 from hfdist.open_files import raise_limit
-from hfdist.strategies.base import Engine, Strategy
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.select import strategy_by_name
 from hfdist.trainer.checkpointing.model_files import check_adapter_names, has_adapter
 from hfdist.trainer.constructor_arguments import (
@@ -80,7 +81,10 @@ def build_engine(kind: type, strategy: Strategy, arguments: Arguments) -> tuple[
         # The same for recipes, `peft_config`, and a model that brings its adapter.
         check_adapted(arguments["model"], strategy, where="peft_config")
         check_adapter_names(arguments["model"])
-        compute_by_factors(arguments["model"])
+        # With PEFT, which takes a second.
+        from hfdist.models.expert_factors import use_factors
+
+        use_factors(arguments["model"])
     optimizer, _ = arguments.get("optimizers") or (None, None)
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
     engine = distribute(kind, strategy, arguments["model"])

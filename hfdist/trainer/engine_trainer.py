@@ -32,7 +32,8 @@ from hfdist.collectives import gather_json, on_rank_zero
 from hfdist.config.data import Packing
 from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
-from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Batch, Engine, Forward, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.hooks import owner_of

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError
+from hfdist.optim.check import check, check_steps_all, describe
 from hfdist.optim.joined import Joined
-from hfdist.optim.probe import check, check_steps_all, describe
 from hfdist.optim.width import hidden_matrices, rate_factor, scale_rates
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 from hfdist.trainer.training import Training
 
 

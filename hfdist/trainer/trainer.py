@@ -29,20 +29,24 @@ from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import uses_all_parameters
 from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
-from hfdist.strategies.base import Batch, Strategy
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Batch
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.accelerator import adapt_accelerator
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions
 from hfdist.trainer.checkpointing.log_history import drop_old
 from hfdist.trainer.checkpointing.trainer_state import intervals_of
-from hfdist.trainer.constructor_arguments import arguments_by_name
 from hfdist.trainer.engine_setup import build_engine, check_has_logits, distribute, find_strategy
 from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.evaluation.loop import Evaluator, Measure
-from hfdist.trainer.fault_tolerance.nonfinite_steps import NonfiniteGuard, Tolerance, propagate_nan
+from hfdist.trainer.fault_tolerance.nonfinite_steps import NonfiniteGuard, propagate_nan
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
+from hfdist.trainer.fault_tolerance.skip_counter import Tolerance
 from hfdist.trainer.hooks import owner_of
-from hfdist.trainer.islands import IslandCallback, ServerOptimizer, make_island
+from hfdist.trainer.island.callback import IslandCallback
+from hfdist.trainer.island.make import make_island
+from hfdist.trainer.island.parameter_island import ServerOptimizer
+from hfdist.trainer.named_arguments import arguments_by_name
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.step.lean_callbacks import use_lean_handler

@@ -18,7 +18,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfdist.data import TokenStream
 from hfdist.models.loss import LossHead
-from hfdist.strategies.base import Engine, Strategy, TrainerHooks
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Engine, TrainerHooks
 from hfdist.watch.callback import watches_among
 
 

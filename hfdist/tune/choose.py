@@ -1,19 +1,15 @@
-"""The objective of a run, from `task.*`, and the changes that all objectives make to a model."""
+"""The objective of a run, from `task.*`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.config.task import REWARD_MODEL, TaskName
 from hfdist.data.documents.examples import take_examples
-from hfdist.errors import ConfigError
-from hfdist.models.positions import counts_from_zero
-from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.rewards import Generation, Reward, load_rewards
 from hfdist.rewards.code import SANDBOXED
 from hfdist.strategies.base import Strategy
@@ -75,29 +71,3 @@ def _rewards(
 
 def _table(config: RunConfig) -> ReferenceTable:
     return ReferenceTable(config.run.folder.reference, plain([config.model, config.adapter.path, config.train.seed]))
-
-
-def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Switch dropout off, in place, and set a pad token if the model has none.
-
-    Log-probabilities of answers are compared, and dropout would make them differ by chance.
-
-    Raises:
-        ConfigError: tokens of a packed answer attend to the answer before it, or positions do not begin with 0.
-    """
-    if class_keeps_documents_apart(model) is False:
-        what = "answers are packed, and this model sees through from one to the next"
-        hint = "a model that masks by positions, with model.attention=auto"
-        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
-    if not counts_from_zero(model):
-        what = "answers are packed at positions from 0, and this model counts otherwise in one answer"
-        hint = "a model whose positions begin with 0"
-        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
-    if model.config.pad_token_id is None:
-        # A model for sequence classification asks for it, though no sequence is padded.
-        model.config.pad_token_id = tokenizer.eos_token_id
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
-            setattr(module, name, 0.0)

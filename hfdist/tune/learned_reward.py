@@ -24,7 +24,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.weight_names import read_names
 from hfdist.models.partitioning import Partitioning
-from hfdist.models.tokenizer import usable
+from hfdist.models.tokenizer import as_tokenizer
 from hfdist.rewards import Generation
 from hfdist.tune.reward import token_scores
 
@@ -67,7 +67,7 @@ def check_reward_model(path: str) -> None:
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     with reading_from_hub(_KEY, str(folder)):
-        return usable(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        return as_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
 class LearnedReward:

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskName
 from hfdist.models.loss.lazy_logits import Reduce
-from hfdist.strategies.base import Batch, Forward, TrainerHooks
+from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Objective, reduce_tokens
 from hfdist.trainer.training import Training

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from hfdist.config.task import PreferenceLoss, TaskConfig
-from hfdist.strategies.base import Batch
+from hfdist.strategies.engine import Batch
 from hfdist.trainer.step.objective import Documents, Objective, reduce_answers
 from hfdist.trainer.training import Training
 from hfdist.tune.reference import REFERENCE, ReferenceTable

@@ -27,7 +27,7 @@ from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
 from hfdist.errors import CheckpointError
 from hfdist.models.loss import LossHead
-from hfdist.strategies.base import Batch, Forward
+from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, reduce_answers
 from hfdist.trainer.training import Training

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 
 _HALF = (torch.bfloat16, torch.float16)
 

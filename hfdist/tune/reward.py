@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hfdist.config.task import SCORE
 from hfdist.errors import ConfigError
-from hfdist.strategies.base import Batch
+from hfdist.strategies.engine import Batch
 from hfdist.trainer.step.objective import Documents, Objective
 from hfdist.tune.preference import are_pairs, next_of
 

@@ -23,7 +23,7 @@ from hfdist.config.run import RunConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.stream.token_stream import DOCUMENTS
 from hfdist.rewards import Generation, Reward
-from hfdist.strategies.base import Batch, Forward
+from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import GenerationLimits, find_limits

@@ -19,7 +19,7 @@ from torch import nn
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import PreferenceLoss, TaskConfig
-from hfdist.strategies.base import Batch, Forward, TrainerHooks
+from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.objective import Documents, Objective, reduce_answers
 from hfdist.trainer.training import Training
 from hfdist.tune.reference import REFERENCE, ReferenceTable

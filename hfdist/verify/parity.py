@@ -39,7 +39,7 @@ from hfdist.data.cache import write_once
 from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models import fit_vocabulary
 from hfdist.models.shrink import shrink
-from hfdist.optim.probe import describe
+from hfdist.optim.check import describe
 from hfdist.optim.registry import make_small
 from hfdist.processes.child_python import python
 from hfdist.records import RunFolder

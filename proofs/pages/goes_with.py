@@ -153,7 +153,7 @@ def _with_task(task: str) -> RunConfig:
 
 def _check(config: RunConfig, processes: int) -> Any:
     """Check as a run does before it looks for its model; give its strategy."""
-    from hfdist.models.adapter import check_adapter
+    from hfdist.models.peft_config import check_adapter
     from hfdist.strategies.select import select_strategy
 
     check_config(config)

@@ -12,7 +12,7 @@ from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.quantize import packed_shapes
 from hfdist.planning.tracing.memory import trace_rank
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import make_strategy
 from hfdist.testing import run_ranks

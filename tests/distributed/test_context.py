@@ -8,8 +8,9 @@ from torch import nn
 import hfdist
 from hfdist.config.strategy import ContextMethod
 from hfdist.errors import ConfigError
-from hfdist.strategies import context
-from hfdist.strategies.context import ContextParallel, make_context_parallel
+from hfdist.strategies import context, context_check
+from hfdist.strategies.context import ContextParallel
+from hfdist.strategies.context_check import make_context_parallel
 from hfdist.testing import RankFailed, run_ranks
 from tests.distributed.trainers import GLOBAL_BATCH, NoLossKwargs, history, make_arguments, make_model
 from tests.marks import many
@@ -165,7 +166,7 @@ def test_what_looks_at_whole_sequences_is_refused(tmp_path, given, where):
 
 def see_through(model_type):
     """The model's mask without its documents."""
-    context.keeps_documents_apart = lambda model: False
+    context_check.keeps_documents_apart = lambda model: False
     return share_types([model_type], ContextMethod.auto)[model_type]
 
 

@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.registry import GROUP
 from hfdist.testing import run_ranks

@@ -15,8 +15,8 @@ from hfdist.checkpoint.piece import WEIGHT
 from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
-from hfdist.pipeline.pipeline import Stage
-from hfdist.strategies.base import TrainerHooks
+from hfdist.pipeline.stage import Stage
+from hfdist.strategies.engine import TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pipelines.fsdp import PipelineFsdpEngine

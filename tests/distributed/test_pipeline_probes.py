@@ -19,13 +19,13 @@ import hfdist
 from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.base import TrainerHooks
+from hfdist.strategies.engine import TrainerHooks
 from hfdist.testing import run_ranks
 from tests.marks import many
 from tests.unit.pipeline import toys
@@ -85,6 +85,7 @@ CASES = {
     "lengths": (make_toy, LENGTHS),
     "dict": (lambda: make_toy(toys.Dicts), [plain()]),
     "tuple": (lambda: make_toy(toys.ReturnsTuple), [plain()]),
+    "no known embedding": (lambda: make_toy(toys.Unnamed), [plain()]),
     "blocks that return tuples": (lambda: make_toy(toys.Tuples), [plain()]),
     "model output": (make_llama, [plain()]),
     "padding": (make_llama, [padded(torch.bool), padded(torch.int64)]),

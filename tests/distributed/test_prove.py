@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hfdist.config.batch import IGNORED
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.engine_trainer import EngineTrainer

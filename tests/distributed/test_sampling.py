@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hfdist.config.strategy import Schedule, Sharding
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.models.partitioning import Partitioning
 from hfdist.sent_bytes import ALL_GATHER, SentBytes
 from hfdist.testing import run_ranks

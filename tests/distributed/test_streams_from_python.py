@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from hfdist.data import TokenStream
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Tolerance
+from hfdist.trainer.fault_tolerance.skip_counter import Tolerance
 from hfdist.trainer.trainer import RunOptions
 from tests.distributed.trainers import GLOBAL_BATCH, LENGTH, STEPS, TINY, history, make_strategy, make_trainer, on_ranks
 from tests.unit.data.corpora import tokenizer

@@ -14,7 +14,7 @@ from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
 from hfdist.strategies import parallel_plans
-from hfdist.strategies.base import TrainerHooks
+from hfdist.strategies.engine import TrainerHooks
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.tensor import linear, plan
 from hfdist.strategies.tensor.plan import ALL_GATHERED

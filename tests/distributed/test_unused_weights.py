@@ -14,7 +14,7 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.checkpoint.whole import check_holds_whole
 from hfdist.config.strategy import Schedule
 from hfdist.errors import CheckpointError
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.testing import run_ranks
 from tests.distributed.trainers import TINY, make_strategy, make_trainer, on_ranks
 from tests.marks import many

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 import hfdist
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.testing import forget_parent
 
 WORDS = ["the", "a", "red", "blue", "big", "small", "cat", "dog", "bird", "sees", "likes", "eats", "and", "then", "now"]

@@ -21,11 +21,14 @@ from hfdist.checkpoint import read_checkpoint
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture
-from hfdist.models.adapter import check_adapted, check_adapter, reads_weights, wrap_model
+from hfdist.models.adapter import check_adapted, wrap_model
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.peft_config import check_adapter, reads_weights
 from hfdist.models.trainable import freeze_by_name
 from hfdist.strategies.pieces import list_pieces
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, check_adapter_names, write_adapter_config
+from tests.unit.pipeline import toys
+from tests.unit.pipeline.toys import make_toy
 from tests.unit.tiny import llama
 
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -335,6 +338,12 @@ def test_an_adapter_on_one_of_two_tied_layers_is_refused(tmp_path):
     llama(**SMALL, tie_word_embeddings=True).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="one weight"):
         build(tmp_path, "adapter=lora", "adapter.targets=[q_proj,lm_head]")
+
+
+def test_a_model_whose_embedding_is_not_known_is_adapted():
+    wrapped = wrap_model(make_toy(toys.Unnamed), LoraConfig(target_modules=["linear"]), seed=0, layout=Partitioning())
+    check_adapted(wrapped, Partitioning(), where="peft_config")
+    assert any(name.endswith("lora_A.default.weight") for name, _ in wrapped.named_parameters())
 
 
 def test_patterns_choose_what_is_trained(base):

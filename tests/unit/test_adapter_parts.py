@@ -11,7 +11,7 @@ from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.adapter_parts import aim_at_parts, describe_parts, find_matrices
-from hfdist.models.build import try_adapter
+from hfdist.models.adapter_trial import try_adapter
 from hfdist.models.expert_factors import use_factors
 from hfdist.models.experts import num_experts
 from hfdist.models.quantize import packed_shapes

@@ -18,8 +18,8 @@ from hfdist.apart import do_apart
 from hfdist.config.model import AdapterConfig, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, HfdistError
 from hfdist.models import TrainableParameters, build_model, find_architecture, load_tokenizer
-from hfdist.models.adapter import check_adapter
 from hfdist.models.gguf import convert_gguf
+from hfdist.models.peft_config import check_adapter
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import train_bpe
 from tests.marks import many

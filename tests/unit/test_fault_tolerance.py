@@ -17,14 +17,8 @@ from hfdist.run.process_group import agree_on_start, start_group_under_torchrun
 from hfdist.strategies.deepspeed.zero import _COUNTERS, ZeroEngine
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.bit_comparison import Difference, find_differences, sum_bits, vote
-from hfdist.trainer.fault_tolerance.nonfinite_steps import (
-    LEAST_LOSS_SCALE,
-    NonfiniteGuard,
-    SkipCounter,
-    Skipped,
-    Tolerance,
-    propagate_nan,
-)
+from hfdist.trainer.fault_tolerance.nonfinite_steps import LEAST_LOSS_SCALE, NonfiniteGuard, propagate_nan
+from hfdist.trainer.fault_tolerance.skip_counter import SkipCounter, Skipped, Tolerance
 from hfdist.watch.callback import Watch
 from hfdist.watch.diagnosis import EVALUATING
 

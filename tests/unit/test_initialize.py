@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 ATTENTION = {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}

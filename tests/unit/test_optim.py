@@ -13,18 +13,10 @@ from transformers.training_args import OptimizerNames
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
+from hfdist.optim.check import check, check_steps_all, describe
 from hfdist.optim.joined import Joined
 from hfdist.optim.muon import Muon, MuonWithAdamW
-from hfdist.optim.probe import (
-    Reach,
-    ask,
-    check,
-    check_steps_all,
-    describe,
-    ignores_gradient_size,
-    moving_options,
-    starts_from_zeros,
-)
+from hfdist.optim.probe import Reach, ask, ignores_gradient_size, moving_options, starts_from_zeros
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, stepped_whole, values_per_weight
 from hfdist.strategies.optimizer_state import StateReader
 from hfdist.strategies.pieces import list_pieces

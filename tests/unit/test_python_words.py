@@ -106,7 +106,10 @@ def test_a_strategy_by_name_takes_the_sizes_of_the_arguments(tmp_path):
         find_strategy("single", {})
 
 
-OF_TRAINER = tuple(f"trainer/{name}.py" for name in ("constructor_arguments", "engine_setup", "hooks", "whole_model"))
+OF_TRAINER = tuple(
+    f"trainer/{name}.py"
+    for name in ("constructor_arguments", "engine_setup", "hooks", "named_arguments", "whole_model")
+)
 TOLD = ("strategies", "pipeline", "topology.py", "config/batch.py", *OF_TRAINER)
 """Where the messages of a Trainer's constructor come from."""
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 
 from hfdist.errors import ConfigError
 from hfdist.models.flops import measure_size
+from hfdist.strategies.tensor.layers import split_vocabulary
 from hfdist.trainer.row_check import check_is_dataset, check_lengths, check_rows
 
 ROW = {"input_ids": [63, 0]}
@@ -71,6 +72,7 @@ def test_a_model_whose_embedding_is_not_known_is_taken_as_it_is():
     model = OwnModel()
     check_rows([ROW], model, collates_itself=False)
     assert measure_size(model).num_multiplying == 8
+    assert split_vocabulary(model, 2) == {}
 
 
 def test_looking_at_random_rows_draws_nothing_from_the_generators_of_the_training():

@@ -11,7 +11,7 @@ from trl.trainer import sft_trainer
 
 from hfdist.errors import ConfigError
 from hfdist.trainer import trl_trainers
-from hfdist.trainer.constructor_arguments import arguments_by_name
+from hfdist.trainer.named_arguments import arguments_by_name
 from hfdist.trainer.trainer import DistributedTrainerMixin
 
 LOSS = ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.models.shrink import shrink, special_token_ids
 
 NOT_BUILDABLE = {

@@ -25,7 +25,8 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.loss import LossHead
 from hfdist.models.names.hub_names import find_hub_names
-from hfdist.strategies.base import Engine, Strategy, TrainerHooks
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Engine, TrainerHooks
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pieces import list_pieces
 from hfdist.strategies.select import make_strategy

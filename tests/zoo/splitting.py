@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from hfdist.config.strategy import Schedule
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.infer_stage_io import probe
 from hfdist.pipeline.pipeline import Pipeline
+from hfdist.pipeline.probe import probe
 from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import CARRIES, Carry, P2PChannel
 from hfdist.pipeline.timeline import Recorder

@@ -9,8 +9,8 @@ from hfdist.config.strategy import ONE_F_ONE_B, StrategyConfig
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.infer_stage_io import infer_stage_io
 from hfdist.pipeline.split import split_at_blocks
-from hfdist.strategies.base import build_mesh
 from hfdist.strategies.gradients.reduction import sum_gradients
+from hfdist.strategies.mesh import build_mesh
 from hfdist.testing import run_ranks
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import (

@@ -14,7 +14,7 @@ from hfdist.pipeline.generation_check import find_generation_problem
 from hfdist.pipeline.infer_stage_io import infer_stage_io
 from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.stage_io import Absent
-from hfdist.strategies.base import build_mesh
+from hfdist.strategies.mesh import build_mesh
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate
 from tests.zoo.models import tiny_batch, tiny_model

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hfdist.config.train import Recompute
-from hfdist.pipeline.partition import Costs
+from hfdist.pipeline.costs import Costs
 from hfdist.planning.costs import OpCosts
 from hfdist.strategies.traffic import StepSizes
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError
+from hfdist.models.embeddings import input_embeddings
 from hfdist.pipeline.stage_module import Block
 from hfdist.planning.searching.constants import ShareOfParts
 from hfdist.planning.searching.layout_space import divisors
@@ -95,7 +96,7 @@ def _shares(model: PreTrainedModel, blocks: Sequence[Block], divided: dict[str, 
         return held / total if total else 1.0
 
     return ShareOfParts(
-        prologue=share([model.get_input_embeddings()]),
+        prologue=share([input_embeddings(model)]),
         kinds=tuple(map(share, blocks)),
         epilogue=share([model.get_output_embeddings()]),
     )

@@ -29,12 +29,13 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, Recompute
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.flops import flops_per_token, measure_size
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
-from hfdist.pipeline.partition import costs_by_flops
+from hfdist.pipeline.costs import costs_by_flops
 from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure
 from hfdist.planning.costs import OpCosts
 from hfdist.planning.searching.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
@@ -92,7 +93,7 @@ def measure_constants(
         with fake_tensors:
             measurement = _Measurement(config, model, loss_head)
             kinds, ends = measurement.kinds(), measurement.ends
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = input_embeddings(model), model.get_output_embeddings()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
     return with_whole(
@@ -200,12 +201,13 @@ class _Measurement:
             block = self.blocks[self.kind_of_block.index(kind)]
             named = {name: p for part in block for name, p in part.named_parameters()}
             parts.append(_part(self._item_bytes, named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
-        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        embedding, head = input_embeddings(self._model), self._model.get_output_embeddings()
+        own_embedding = {} if embedding is None else dict(embedding.named_parameters())
         own_head = {} if head is None or _tied(embedding, head) else dict(head.named_parameters())
         prologue = {number: one.prologue for number, one in around.items()}
         epilogue = {number: one.epilogue for number, one in around.items()}
         self.ends = (
-            _part(self._item_bytes, dict(embedding.named_parameters()), prologue, dict.fromkeys(MODES, prologue)),
+            _part(self._item_bytes, own_embedding, prologue, dict.fromkeys(MODES, prologue)),
             _with_chunks(_part(self._item_bytes, own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
         )
         return tuple(parts)

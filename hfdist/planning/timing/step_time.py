@@ -103,7 +103,7 @@ class _Clock:
 
     def __init__(self, hardware: Hardware, train: TrainConfig, strategy: Strategy, factors: Factors) -> None:
         self.hardware, self.train, self.factors = hardware, train, factors
-        is_compiled = train.compile is Compile.model or compiles_on_gpus(train, strategy.topology, strategy)
+        is_compiled = train.compile is Compile.model or compiles_on_gpus(train, strategy.config)
         self._left = _LEFT_OF_FUSED if is_compiled and not hardware.is_cpu else 1.0
         self._offloads = strategy.config.offload is Offload.cpu and not hardware.is_cpu
         uses_tf32 = train.precision is Precision.fp32 and bool(train.arguments.get("tf32"))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.experts import num_chosen_experts
 from hfdist.models.flops import attention_width, num_trained
 from hfdist.planning.costs import AxisTraffic
@@ -76,7 +77,7 @@ def step_sizes(
     total = sum(p.numel() for p in parameters.values())
     blocks = list(_blocks(model))
     experts = {name: p.numel() for name, p in parameters.items() if ".experts." in name}
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = input_embeddings(model), model.get_output_embeddings()
     embedding, head = (getattr(module, "weight", None) for module in ends)
     num_heads = getattr(config, "num_attention_heads", None) or 1
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads

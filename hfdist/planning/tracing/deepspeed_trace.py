@@ -36,10 +36,10 @@ from hfdist.models.loss import LossHead
 from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
 from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
-from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
 from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.held import state_tensors
 from hfdist.strategies.pipelines import zero as pipelines_zero
 from hfdist.strategies.step_memory import MemoryUse

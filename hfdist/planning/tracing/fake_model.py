@@ -24,7 +24,8 @@ from hfdist.models.recompute import checkpoint_blocks
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.models.stacked_experts import use_products
 from hfdist.models.trainable import TrainableParameters
-from hfdist.strategies.base import Batch, Strategy
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Batch
 
 
 def make_fake_model(

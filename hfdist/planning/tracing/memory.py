@@ -35,8 +35,9 @@ from hfdist.optim.registry import find_optimizer, make_over
 from hfdist.planning.costs import PeakMemory, RankCosts, StageCosts
 from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer, quantize_fake
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
-from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
+from hfdist.strategies.base import Strategy
 from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
+from hfdist.strategies.engine import Batch, Engine, TrainerHooks
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import select_strategy
 from hfdist.strategies.step_memory import MemoryUse

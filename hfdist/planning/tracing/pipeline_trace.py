@@ -22,14 +22,15 @@ from hfdist.config.strategy import Schedule
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
+from hfdist.pipeline.instructions import Operation, list_instructions
 from hfdist.pipeline.planned import PlannedPipeline
-from hfdist.pipeline.schedule import Operation, check_microbatches, plan, rank_of_stage, stages_per_rank
+from hfdist.pipeline.schedule import check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.stage_io import CARRIES, Header, unpack
 from hfdist.pipeline.stage_module import StageModule
 from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.planning.costs import OpCosts, StageCosts
 from hfdist.planning.tracing.trace import GRADIENTS, Trace
-from hfdist.strategies.base import Batch
+from hfdist.strategies.engine import Batch
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 from hfdist.strategies.traffic import Phase
@@ -82,7 +83,7 @@ def most_held(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int)
     has gradients by then. Of several moments with as many micro batches, all are listed.
     """
     found = []
-    for own in plan(schedule, ranks, num_microbatches):
+    for own in list_instructions(schedule, ranks, num_microbatches):
         held: dict[int, int] = dict.fromkeys(sorted({one.stage for one in own}), 0)
         has_gradients = dict.fromkeys(held, 0)
         moments: dict[tuple[int, ...], int] = {}

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.config.task import TaskName
 from hfdist.pipeline.timeline import Event, write_chrome_trace
 from hfdist.records import RunFolder, read_lines
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 from hfdist.tools.report.drawing.schedule import busy_share
 from hfdist.tools.report.reading.run_files import Span
 from hfdist.trainer.step.step_lines import StepLines

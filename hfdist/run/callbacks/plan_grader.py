@@ -22,7 +22,7 @@ from hfdist.planning.plan import Plan
 from hfdist.planning.timing.calibration import TimedStep, write_step
 from hfdist.records import RankColumn, RunFolder, RunRecorder, read_lines
 from hfdist.records.lines import QUANTILES, STEPS, Line
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,12 @@ from hfdist.errors import ConfigError
 from hfdist.models.partitioning import whole_shape
 from hfdist.optim.probe import Reach, moving_options
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from hfdist.strategies.base import Engine, Strategy, check_no_scalars
+from hfdist.strategies.base import Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
 from hfdist.strategies.deepspeed.expert_modules import gather_experts_together, let_gradients_reach
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes, cut_elements
@@ -65,7 +66,7 @@ class ZeroStrategy(Strategy):
     ) -> None:
         super().__init__(topology, batch, strategy)
         self.stage = STAGE[strategy.sharding]
-        self.partitions_in_constructor = self.stage == 3
+        self.partitions_in_constructor = strategy.partitions_in_constructor
         self.deepspeed_config = generate(strategy, train, batch, device_type)
         # Beside weights in half precision a rank keeps the float32 gradients of its own elements alone.
         self.keeps_uneven_gradients = self.stage < 3 and train.precision is Precision.fp32

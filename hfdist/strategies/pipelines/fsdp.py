@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.split import SplitModel
-from hfdist.strategies.base import Batch, TrainerHooks, Value, check_no_scalars
+from hfdist.strategies.base import check_no_scalars
+from hfdist.strategies.engine import Batch, TrainerHooks, Value
 from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy

@@ -23,21 +23,25 @@ from hfdist.config.train import Compile, TrainConfig
 from hfdist.errors import PartitionError
 from hfdist.host_memory import usable_bytes
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.embeddings import input_embeddings
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.block_times import kind_of_block, time_blocks_of_run
 from hfdist.pipeline.choose_schedule import choose_schedule
+from hfdist.pipeline.costs import costs_by_parameters
 from hfdist.pipeline.generation_check import find_generation_problem
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
-from hfdist.pipeline.partition import choose_stages, costs_by_parameters
-from hfdist.pipeline.pipeline import Pipeline, split_batch
+from hfdist.pipeline.microbatches import split_batch
+from hfdist.pipeline.partition import choose_stages
+from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import CARRIES, P2PChannel
 from hfdist.pipeline.stage_module import Block, refuse_call
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks, Value
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Batch, Engine, TrainerHooks, Value
 from hfdist.strategies.gradients.reduction import average_gradients, sum_gradients
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
@@ -90,7 +94,7 @@ class PipelineEngine(Engine):
         self, prepared: nn.Module, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None
     ) -> AcceleratedOptimizer:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
-        if self._io.carry.embedding and hasattr(self._split.model.get_input_embeddings(), "neftune_noise_alpha"):
+        if self._io.carry.embedding and hasattr(input_embeddings(self._split.model), "neftune_noise_alpha"):
             raise PartitionError(
                 "every stage of this model looks up the embedding, and would add noise of its own to it",
                 where="train.arguments.neftune_noise_alpha",

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.embeddings import input_embeddings
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
 
 
@@ -20,7 +21,7 @@ def split_vocabulary(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, str] = {}
     left = []
-    for module, style in ((model.get_input_embeddings(), LOOKED_UP), (model.get_output_embeddings(), GATHERED)):
+    for module, style in ((input_embeddings(model), LOOKED_UP), (model.get_output_embeddings(), GATHERED)):
         weight = getattr(module, "weight", None)
         if module is None or weight is None or id(module) not in names:
             continue

@@ -20,7 +20,7 @@ from hfdist.errors import ConfigError
 from hfdist.kept_generators import keeping_generators
 from hfdist.plugins import load_plugin
 from hfdist.rewards.generation import Generation
-from hfdist.strategies.base import Forward
+from hfdist.strategies.engine import Forward
 from hfdist.trainer.step.step_lines import StepLines
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.collectives import gather_json
 from hfdist.models.routers import COUNTED
-from hfdist.strategies.base import Batch, Forward
+from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.loss import Convention, WeightedLoss
 from hfdist.trainer.step.objective import Objective

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hfdist.collectives import device_of, world_size
-from hfdist.strategies.base import Batch, Forward
+from hfdist.strategies.engine import Batch, Forward
 from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hfdist.strategies.base import Forward
+from hfdist.strategies.engine import Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows, exchange
 from hfdist.trainer.generation.limits import GenerationLimits

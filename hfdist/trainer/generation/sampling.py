@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hfdist.strategies.base import Batch, Forward
+from hfdist.strategies.engine import Batch, Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import Score, continue_rows
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfdist.errors import ConfigError
-from hfdist.strategies.base import Batch, Forward, Function
+from hfdist.strategies.engine import Batch, Forward, Function
 from hfdist.trainer.training import Training
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.pipeline.stage_module import preserve_state
-from hfdist.strategies.base import Batch, Forward
+from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.training import Training
 
 NUM_ROWS = "hfdist_num_rows"

@@ -19,7 +19,7 @@ from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
 from hfdist.models.loss import LossHead
 from hfdist.models.loss.lazy_logits import Reduce, reduce_token_losses
-from hfdist.strategies.base import Batch, Forward, TrainerHooks
+from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.loss import Convention
 from hfdist.trainer.training import Training
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from hfdist.models.routers import COUNTED, Routers, RoutingSums, base_of
 from hfdist.pipeline.stage_module import preserve_state
-from hfdist.strategies.base import Batch, TrainerHooks
+from hfdist.strategies.engine import Batch, TrainerHooks
 from hfdist.trainer.step.loss import WeightedLoss
 from hfdist.trainer.training import Training
 

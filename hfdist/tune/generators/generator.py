@@ -19,7 +19,7 @@ from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
 from hfdist.models.stacked_experts import use_products
-from hfdist.strategies.base import Batch, Value
+from hfdist.strategies.engine import Batch, Value
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
 from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score

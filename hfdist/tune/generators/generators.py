@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,15 +19,15 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.run import RunConfig
-from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, PeerError
 from hfdist.processes.child_python import module
-from hfdist.strategies.base import Batch
+from hfdist.strategies.engine import Batch
 from hfdist.topology import read_launcher
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.lookahead import Lookahead
 from hfdist.tune.generators.messages import RANK, connect, make_folder, open_broker, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
@@ -228,39 +228,3 @@ class Generators(TrainerCallback):
             self._read_tokens, self._read_thrown_away = tokens, thrown_away
         self._used, self._wait_seconds, self._read_seconds = [0.0, 0.0, 0.0], 0.0, now
         return figures
-
-
-class Lookahead:
-    """Reads ahead on the stream of one data rank, in that rank's process; the stream reads the same prompts later."""
-
-    def __init__(self, stream: TokenStream, *, data_rank: int, data_size: int) -> None:
-        self._stream, self._data_rank, self._data_size = stream, data_rank, data_size
-        self._rows: Iterator[tuple[int, Batch]] = iter(())
-        self._newest = -1
-        """Number in the run's data of the last prompt that was read here."""
-
-    def restart(self) -> None:
-        """Begin anew, after what the stream has given."""
-        self._rows, self._newest = iter(()), -1
-
-    def read(self, last: int, until: int) -> Iterator[tuple[int, Batch]]:
-        """Give what was not given yet: the number and the row, of shape [1, tokens], of each prompt.
-
-        Args:
-            last: number of the prompt that the stream has given last.
-            until: number up to which prompts are read, this one included.
-        """
-        if self._newest < last:
-            self._rows, self._newest = self._open(), last
-        while self._newest < until:
-            found = next(self._rows, None)
-            if found is None:
-                return
-            self._newest = found[0]
-            yield found
-
-    def _open(self) -> Iterator[tuple[int, Batch]]:
-        ahead = self._stream.ahead()
-        for row in ahead:
-            number = ahead.num_samples - self._data_size + self._data_rank
-            yield number, {name: tensor[None] for name, tensor in row.items()}

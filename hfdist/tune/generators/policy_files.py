@@ -16,7 +16,7 @@ from torch import nn
 
 from hfdist.checkpoint import export_model
 from hfdist.collectives import on_rank_zero
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 
 _REMOVED = ".removed"
 """Suffix of a folder that is being removed."""

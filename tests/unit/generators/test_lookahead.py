@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 from hfdist.config.data import Packing
 from hfdist.data import TokenStream
-from hfdist.tune.generators.generators import Generators, Lookahead
+from hfdist.tune.generators.generators import Generators
+from hfdist.tune.generators.lookahead import Lookahead
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import memory_config, memory_corpus
 

@@ -9,8 +9,9 @@ from hfdist.errors import PartitionError
 from hfdist.pipeline import choose_schedule as module
 from hfdist.pipeline.block_times import BlockTimes, PartTime
 from hfdist.pipeline.choose_schedule import choose_schedule
-from hfdist.pipeline.partition import Costs, partition
-from hfdist.pipeline.schedule import computations
+from hfdist.pipeline.costs import Costs
+from hfdist.pipeline.instructions import computations
+from hfdist.pipeline.partition import partition
 
 ZERO_BUBBLE = {Schedule.interleaved_zero_bubble, Schedule.zbv, Schedule.dualpipev}
 PARAMETERS = Costs(blocks=(100.0,) * 8, prologue=0.0, epilogue=0.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfdist.errors import ConfigError
-from hfdist.pipeline.pipeline import split_batch
+from hfdist.pipeline.microbatches import split_batch
 
 
 def rows(num_rows, num_tokens=3):

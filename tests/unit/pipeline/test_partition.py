@@ -15,15 +15,8 @@ from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.block_times import BlockTimes, PartTime
-from hfdist.pipeline.partition import (
-    Costs,
-    choose_stages,
-    costs_by_flops,
-    costs_by_parameters,
-    explicit,
-    parameters_of,
-    partition,
-)
+from hfdist.pipeline.costs import Costs, costs_by_flops, costs_by_parameters, parameters_of
+from hfdist.pipeline.partition import choose_stages, partition, take_counts
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.toys import make_toy
 from tests.zoo.models import tiny_model
@@ -116,11 +109,11 @@ def test_too_many_stages_are_refused_with_the_most_that_fit():
         partition(uniform(6), loop(4, 2))
     assert "6 blocks for 8 stages" in str(caught.value)
     with pytest.raises(PartitionError, match="at most 6 stages"):
-        explicit([1] * 8, 6, 8)
+        take_counts([1] * 8, 6, 8)
 
 
 def test_explicit_counts_are_taken_as_they_are():
-    runs = explicit([1, 4, 2], 7, 3)
+    runs = take_counts([1, 4, 2], 7, 3)
     assert runs == (range(0, 1), range(1, 5), range(5, 7))
     assert [run.stop for run in runs] == list(accumulate([1, 4, 2]))
 
@@ -132,11 +125,11 @@ def test_explicit_counts_are_taken_as_they_are():
 )  # fmt: skip
 def test_wrong_explicit_counts_are_refused_with_numbers_that_fit(counts, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        explicit(counts, 7, 3)
+        take_counts(counts, 7, 3)
     assert caught.value.where == "strategy.blocks_per_stage"
     assert "3 numbers >= 1 with the sum 7" in str(caught.value)
     assert caught.value.hint.startswith("strategy.blocks_per_stage=[3,2,2]")
-    assert explicit([3, 2, 2], 7, 3)
+    assert take_counts([3, 2, 2], 7, 3)
 
 
 LENGTH = 64
@@ -224,16 +217,10 @@ def test_a_block_of_several_modules_is_counted_whole_and_shared_parameters_once(
     assert list(parameters_of((block,))) == ["0.a.weight"]
 
 
-class Headless(toys.Toy):
-    """Its head is no module that the model could name."""
-
-    def get_output_embeddings(self):
-        return None
-
-
-def test_models_without_a_known_head():
-    assert parameters(make_toy(Headless)).epilogue == 0
-    assert flops(make_toy(Headless)).epilogue == 10 * 32
+def test_models_without_a_known_embedding_and_head():
+    model = make_toy(toys.Unnamed)
+    assert parameters(model).prologue == parameters(model).epilogue == 0
+    assert flops(model).epilogue == 10 * 32
 
 
 def test_a_block_that_takes_longer_moves_the_cut():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hfdist.pipeline.infer_stage_io import probe
+from hfdist.pipeline.probe import probe
 from hfdist.pipeline.stage_io import CARRIES, Carry
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.staging import Loopback, cut_stages

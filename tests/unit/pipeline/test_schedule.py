@@ -7,17 +7,8 @@ import pytest
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
-from hfdist.pipeline.schedule import (
-    Instruction,
-    Operation,
-    bubble_fraction,
-    check_microbatches,
-    computations,
-    plan,
-    rank_of_stage,
-    receive_early,
-    stages_per_rank,
-)
+from hfdist.pipeline.instructions import Instruction, Operation, computations, list_instructions, receive_early
+from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from tests.unit.pipeline.torch_actions import KINDS, order, run
 
 kinds = pytest.mark.parametrize(("schedule", "per_rank"), KINDS, ids=[f"{s.value}-{v}" for s, v in KINDS])
@@ -157,7 +148,7 @@ GIVES = {Operation.forward: Operation.send_output} | dict.fromkeys(
 
 def make(schedule, per_rank, num_ranks, num_microbatches):
     placement = rank_of_stage(schedule, num_ranks, per_rank)
-    return placement, plan(schedule, placement, num_microbatches)
+    return placement, list_instructions(schedule, placement, num_microbatches)
 
 
 def message(instruction, placement):

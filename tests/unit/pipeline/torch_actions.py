@@ -6,7 +6,8 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
-from hfdist.pipeline.schedule import plan, rank_of_stage
+from hfdist.pipeline.instructions import list_instructions
+from hfdist.pipeline.schedule import rank_of_stage
 
 CLASSES = {
     Schedule.gpipe: schedules.ScheduleGPipe,
@@ -45,7 +46,7 @@ def order(schedule, num_ranks, stages_per_rank, num_microbatches):
     build(schedule, stages, num_microbatches)
     return [
         [(each.operation.value, each.stage, each.microbatch) for each in own if each.operation.value in UNITS]
-        for own in plan(schedule, placement, num_microbatches)
+        for own in list_instructions(schedule, placement, num_microbatches)
     ]
 
 

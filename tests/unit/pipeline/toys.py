@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from hfdist.models.build import initialize_by_name
+from hfdist.models.initialize import initialize_by_name
 from hfdist.pipeline.stage_io import Carry, Outputs
 
 
@@ -101,6 +101,13 @@ class ReturnsTuple(Toy):
 
     def answer(self, loss, logits):
         return logits if loss is None else (loss, logits)
+
+
+class Unnamed(Toy):
+    """transformers does not know which modules look tokens up and give logits."""
+
+    get_input_embeddings = PreTrainedModel.get_input_embeddings
+    get_output_embeddings = PreTrainedModel.get_output_embeddings
 
 
 class Skips(Toy):
@@ -286,6 +293,7 @@ NEEDED = {
     Tuples: HIDDEN,
     Dicts: HIDDEN,
     ReturnsTuple: HIDDEN,
+    Unnamed: HIDDEN,
     Skips: HIDDEN,
     Remembers: HIDDEN,
     WritesInPlace: HIDDEN,

@@ -1,7 +1,7 @@
 """Hand-made constants of a model, for tests of what is computed from them."""
 
 from hfdist.config.train import Recompute
-from hfdist.pipeline.partition import Costs
+from hfdist.pipeline.costs import Costs
 from hfdist.planning.searching.constants import MODES, Growth, ModelConstants, PartCosts, ShareOfParts, Work
 from hfdist.strategies.traffic import StepSizes, TensorSizes
 

@@ -12,7 +12,8 @@ from hfdist.config.strategy import Offload, Schedule, Sharding
 from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
 from hfdist.models.architecture import find_architecture
-from hfdist.pipeline.schedule import Operation, live_microbatches, plan, rank_of_stage, stages_per_rank
+from hfdist.pipeline.instructions import Operation, list_instructions
+from hfdist.pipeline.schedule import live_microbatches, rank_of_stage, stages_per_rank
 from hfdist.planning.searching.constants import MODES
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.formulas import even_loads, peak, rank_costs, rank_sizes
@@ -46,7 +47,7 @@ def peak_bytes(model, layout, fractions, loads, strategy=Strategy):
 def live_by_actions(schedule, num_ranks, per_rank, num_microbatches):
     """The most that each rank holds, counted in the schedule's own list of actions."""
     most = []
-    for instructions in plan(schedule, rank_of_stage(schedule, num_ranks, per_rank), num_microbatches):
+    for instructions in list_instructions(schedule, rank_of_stage(schedule, num_ranks, per_rank), num_microbatches):
         now = highest = 0
         for one in instructions:
             now += one.operation is Operation.forward

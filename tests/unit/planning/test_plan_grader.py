@@ -9,7 +9,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hfdist.planning.timing.calibration import read_steps
 from hfdist.records import RunFolder
 from hfdist.run.callbacks.plan_grader import PlanGrader
-from hfdist.strategies.base import Engine
+from hfdist.strategies.engine import Engine
 from tests.unit.planning.plans import PLAN
 
 

@@ -1,0 +1,77 @@
+"""An adapter tried on a model without values, before weights are read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedConfig
+
+from hfdist.apart import do_apart
+from hfdist.config.model import AdapterConfig, AdapterPart, ModelConfig
+from hfdist.models.adapter import add_adapter
+from hfdist.models.adapter_parts import aim_at_parts
+from hfdist.models.build import make_without_values
+from hfdist.models.partitioning import WHOLE
+from hfdist.models.peft_config import make_peft_config
+
+
+def try_adapter(
+    config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig, *, scores: bool = False
+) -> None:
+    """Put an adapter into the model without values, where parts, a pattern or a file choose its layers.
+
+    What else is wrong with it is told when it is put into the model.
+
+    Raises:
+        ConfigError: the model has nothing of a part, or the adapter takes more than any adapter needs.
+    """
+    if adapter.target_parts is not None:
+        _try_parts(config, copy.deepcopy(architecture), adapter, adapter.target_parts, scores=scores)
+    if adapter.path is not None:
+        found = f"{adapter.path}/adapter_config.json"
+        _try_apart(config, architecture, adapter, scores=scores, where="adapter.path", found=found)
+    elif adapter.target_pattern is not None:
+        where, found = "adapter.target_pattern", adapter.target_pattern
+        _try_apart(config, architecture, adapter, scores=scores, where=where, found=found)
+
+
+def _try_parts(
+    config: ModelConfig,
+    architecture: PreTrainedConfig,
+    adapter: AdapterConfig,
+    parts: Sequence[AdapterPart],
+    *,
+    scores: bool,
+) -> None:
+    with torch.device("meta"):
+        model = make_without_values(config, architecture, scores=scores)
+        aim_at_parts(model, peft_config := make_peft_config(adapter), parts)
+        if getattr(peft_config, "target_parameters", None):
+            # PEFT puts less beside single parameters; some first weights are not made without values.
+            add_adapter(model, adapter, config, seed=0, layout=WHOLE)
+
+
+def _try_apart(
+    config: ModelConfig,
+    architecture: PreTrainedConfig,
+    adapter: AdapterConfig,
+    *,
+    scores: bool,
+    where: str,
+    found: str,
+) -> None:
+    """Try it in a process of its own: a pattern may take time without end, and sizes in a file may take memory."""
+
+    def put() -> None:
+        with torch.device("meta"):
+            model = make_without_values(config, architecture, scores=scores)
+            try:
+                add_adapter(model, adapter, config, seed=0, layout=WHOLE)
+            except MemoryError:
+                raise
+            except Exception:  # told later
+                return
+
+    do_apart(put, where=where, found=found)

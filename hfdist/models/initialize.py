@@ -1,0 +1,92 @@
+"""Random weights that only a seed and the names of modules determine, in any layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.models.partitioning import WHOLE, Partitioning, is_on_other_stage
+
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def initialize_by_name(
+    model: PreTrainedModel, seed: int, layout: Partitioning = WHOLE, *, only: Collection[str] | None = None
+) -> None:
+    """Give every parameter of `model` the random value that its name and `seed` determine, in place.
+
+    `only`: those of these names; the others keep their values.
+
+    Leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied. All ranks call
+    it where the layout partitions parameters in the constructor.
+    """
+    initialized: set[int] = set()
+    chosen = None if only is None else {id(model.get_parameter(name)) for name in only}
+    for name, module, owner in _children_first("", model, model):
+        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in initialized]
+        # A rule may also reach into direct children, as GPT-2's does for its residual projections.
+        reachable = own + [p for child in module.children() for p in child.parameters(recurse=False)]
+        kept = [] if chosen is None else [parameter for parameter in reachable if id(parameter) not in chosen]
+        if chosen is not None and len(kept) == len(reachable):
+            continue
+        # A tied head comes after its embedding and must not draw it again under another name.
+        is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
+        # What has no parameters itself may have a rule for its children's.
+        holders = [module] if module._parameters else [child for child in module.children() if child._parameters]
+        if is_tied_alias or (holders and all(map(is_on_other_stage, holders))):
+            continue
+        with (
+            layout.gathered(reachable, writes=True),
+            _drawing_anew([] if chosen is None else reachable, kept),
+            _on_cpu_in_float32(reachable),
+            torch.random.fork_rng(devices=[]),
+        ):
+            # It draws on the CPU. torch.manual_seed also notes a stack for each kind of GPU that is not in use yet.
+            torch.default_generator.manual_seed(_key(seed, name))
+            owner._init_weights(module)
+        initialized.update(id(parameter) for parameter in own)
+
+
+def _children_first(
+    name: str, module: nn.Module, owner: PreTrainedModel
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Walk in the order in which transformers applies its rules: a nested PreTrainedModel has its own."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        yield from _children_first(f"{name}.{child_name}" if name else child_name, child, owner)
+    yield name, module, owner
+
+
+@contextmanager
+def _drawing_anew(read: list[nn.Parameter], kept: list[nn.Parameter]) -> Iterator[None]:
+    """Let a rule draw all that it would, so that it draws the same for each, and put `kept` back."""
+    values = [parameter.detach().clone() for parameter in kept]
+    for parameter in read:
+        # Private: transformers' rules leave out what is marked so, as what was read is.
+        parameter._is_hf_initialized = False  # type: ignore[attr-defined]
+    yield
+    for parameter, value in zip(kept, values, strict=True):
+        parameter.data.copy_(value)
+
+
+@contextmanager
+def _on_cpu_in_float32(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Draw so, and copy: a GPU's generator draws other numbers, and so does torch 2.11 in bfloat16 on a CPU."""
+    places = [(p, p.data) for p in parameters if p.device.type != "cpu" or p.dtype in _HALF_PRECISION]
+    for parameter, data in places:
+        parameter.data = data.to("cpu", torch.float32 if data.dtype in _HALF_PRECISION else data.dtype)
+    yield
+    for parameter, data in places:
+        data.copy_(parameter.data)
+        parameter.data = data
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,64 @@
+"""Refuses optimizers that would train otherwise in a layout than on one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hfdist.errors import ConfigError
+from hfdist.optim.joined import Joined
+from hfdist.optim.probe import Reach, ask
+
+_LAYOUTS = {
+    Reach.parameter: "any layout without a parameter server",
+    Reach.model: "a layout that keeps the model whole: one process, or ddp",
+}
+"""Layouts that give an optimizer whole what its updates depend on."""
+
+
+def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> None:
+    """Refuse an optimizer that would not train as on one process, or whose state no checkpoint could hold.
+
+    The optimizer is asked before its first step; `sees` is what the layout gives it whole.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    answer, where = ask(optimizer), "optimizer.name, optim or optimizers"
+    if answer.reach > sees:
+        raise ConfigError(
+            "this optimizer does not train in this layout as it does on one process",
+            where=where,
+            found=f"{describe(optimizer)}: {answer.why}",
+            allowed=_LAYOUTS[answer.reach],
+            hint="strategy=ddp (sharding='none'), or an optimizer that works element by element, such as adamw",
+        )
+    if is_saved and answer.not_saved:
+        what, allowed = "no checkpoint can hold what this optimizer keeps", "numbers and tensors for each parameter"
+        hint, found = "save_strategy='no' (checkpoint=none), or another optimizer", f"{describe(optimizer)}: "
+        raise ConfigError(what, where=where, found=found + answer.not_saved, allowed=allowed, hint=hint)
+
+
+def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that leaves trained parameters out, where gradients of these are not in the norm (ZeRO).
+
+    Raises:
+        ConfigError: it does.
+    """
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if left_out:
+        raise ConfigError(
+            "gradients are clipped by the norm over all trained parameters, and DeepSpeed knows only those that the "
+            "optimizer steps",
+            where="optimizers, or create_optimizer",
+            found=f"{describe(optimizer)} without {len(left_out)} of them, such as {left_out[0]}",
+            hint="parameter.requires_grad_(False) for those that it leaves out, or a strategy without sharding",
+        )
+
+
+def describe(optimizer: object) -> str:
+    """Name the class, or the classes, that really step."""
+    while not isinstance(optimizer, Joined) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return repr(optimizer) if isinstance(optimizer, Joined) else type(optimizer).__name__

@@ -1,0 +1,56 @@
+"""A data rank's batch of a step, split into micro batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hfdist.config.batch import IGNORED
+from hfdist.errors import ConfigError
+from hfdist.models.routers import COUNTED
+
+_NEVER_FILLED = {"labels": IGNORED, "shift_labels": IGNORED, COUNTED: False}
+"""What rows that fill up a batch have in place of a copy."""
+
+
+def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
+    """Split a data rank's batch of a step along its first dimension, the same on every rank of its pipeline.
+
+    A batch that does not divide, such as the last one of a dataset, is filled up with copies of its first row that
+    have no target: a loss that is a sum over targets does not see them.
+
+    Args:
+        batch: tensors whose first dimension is the sequences; numbers, and tensors whose first dimension is 1 so that
+            they stand for all sequences, go to every micro batch.
+        num_microbatches: number of micro batches of a step.
+
+    Raises:
+        ConfigError: a tensor that is not split by sequences, such as the bounds of documents in a row without padding.
+    """
+    num_rows = len(batch["input_ids"])
+    size = -(-num_rows // num_microbatches)
+    missing = size * num_microbatches - num_rows
+    parts: dict[str, list[object]] = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1 < num_rows:
+            parts[name] = [value] * num_microbatches
+            continue
+        _check_has_rows(name, value, num_rows)
+        filler = value[:1].expand(missing, *value.shape[1:])
+        if name in _NEVER_FILLED:
+            filler = torch.full_like(filler, _NEVER_FILLED[name])
+        parts[name] = list(torch.cat([value, filler]).split(size)) if missing else list(value.split(size))
+    return [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]
+
+
+def _check_has_rows(name: str, value: torch.Tensor, num_rows: int) -> None:
+    is_of_tokens = name.startswith("cu_seq_lens") or (name == "position_ids" and value.ndim > 2)
+    if len(value) != num_rows or is_of_tokens:
+        raise ConfigError(
+            "a pipeline splits a batch into micro batches by its sequences, and this tensor has none",
+            where=f"batch['{name}']",
+            found=f"shape {tuple(value.shape)}, with {num_rows} sequences",
+            allowed=f"tensors of shape [{num_rows}, ...]",
+            hint="another data_collator",
+        )

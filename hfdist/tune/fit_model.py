@@ -1,0 +1,36 @@
+"""The changes that all objectives make to a model."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hfdist.errors import ConfigError
+from hfdist.models.positions import counts_from_zero
+from hfdist.models.probing import class_keeps_documents_apart
+
+
+def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Switch dropout off, in place, and set a pad token if the model has none.
+
+    Log-probabilities of answers are compared, and dropout would make them differ by chance.
+
+    Raises:
+        ConfigError: tokens of a packed answer attend to the answer before it, or positions do not begin with 0.
+    """
+    if class_keeps_documents_apart(model) is False:
+        what = "answers are packed, and this model sees through from one to the next"
+        hint = "a model that masks by positions, with model.attention=auto"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+    if not counts_from_zero(model):
+        what = "answers are packed at positions from 0, and this model counts otherwise in one answer"
+        hint = "a model whose positions begin with 0"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+    if model.config.pad_token_id is None:
+        # A model for sequence classification asks for it, though no sequence is padded.
+        model.config.pad_token_id = tokenizer.eos_token_id
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
