@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from datetime import timedelta
 
 from transformers import PrinterCallback, TrainerCallback, default_data_collator
 
+from hfdist.collectives import world_size
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.run import RunConfig
+from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
 from hfdist.models.adapter import check_adapter
 from hfdist.open_files import raise_limit
@@ -29,6 +32,9 @@ from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
 from hfdist.tune.choose import fit_model, make_objective
+
+_LONGEST_WAIT = timedelta(days=7)
+"""The longest time that ranks with nothing left to do wait; a rank that dies ends the wait: its connection breaks."""
 
 
 class Run(RunState):
@@ -105,6 +111,8 @@ class Run(RunState):
         check_weights(self._here.model, self.architecture, TrainableParameters.of(self.config), scores=self._scores)
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
+        # Now, as all ranks are here.
+        self.patient = ControlGroup(_LONGEST_WAIT) if world_size() > 1 else None
 
     @reporting("making the model")
     def build_model(self) -> None:
