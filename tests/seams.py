@@ -37,7 +37,6 @@ SEAMS = {
     "_current_graph_task_id": "torch._C",
     "_data_files": "datasets.Dataset",
     "_dataloaders": "accelerate.Accelerator",
-    "_devices": "torch.distributed.ProcessGroupGloo._Options",
     "_distributed_c10d": "torch._C",
     "_dump_fr_trace_json": "torch.distributed",
     "_dump_nccl_trace_json": "torch.distributed",
