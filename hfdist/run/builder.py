@@ -54,6 +54,9 @@ class Run(RunState):
         self.config = config
         self.parts = [part() for part in PARTS]
         self.topology, batch = check_run(config)
+        if device_type_here() == "cpu":
+            # gloo connects each two ranks, and NCCL only those that speak.
+            raise_limit(self.topology.world_size)
         check_further_arguments(config, batch)
         check_optimizer(config)
         for part in self.parts:

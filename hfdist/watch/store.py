@@ -30,8 +30,10 @@ _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
 """The most bytes of a line, which is one message, but for what it says of each rank below the speaker."""
 _MOST_BYTES_OF_EACH = 2**10
-_LEAST_PATIENCE_SECONDS = 1.0
-"""Seconds after which a rank that does not answer counts as lost for those below it, at least."""
+_PATIENCE_BEATS, _LEAST_PATIENCE_SECONDS = 2, 1.0
+"""Time after which those below a rank that does not answer turn to the next one above: in beats, and at least."""
+_RETURN_SECONDS = 60.0
+"""Seconds after which they try it again: it may have been busy, and rank 0 cannot hear thousands."""
 
 
 class Answer(NamedTuple):
@@ -172,15 +174,14 @@ class HostedStore:
         if speaker not in self._below:
             raise NotAMessageError(f"rank {speaker} is not below this one")
         while True:
-            message = read_message(await read_line(reader, self._most_bytes), self._most_bytes)
-            beat, digest = _read_tuple(Heartbeat, message, "beat"), _read_tuple(Digest, message, "digest")
-            self._below.hear(speaker, beat, digest, _read_each(message), time.monotonic())
+            told = read_told(await read_line(reader, self._most_bytes), self._most_bytes)
+            self._below.hear(speaker, *told, time.monotonic())
             writer.write(self._answer)
             await writer.drain()
 
 
 class JoinedStore:
-    """The connection of a rank to the one above it; to the next one above, if that is lost.
+    """The connection of a rank to the one above it, or to the next one above while that does not answer.
 
     Args:
         above: addresses of the ranks above, the nearest first.
@@ -193,10 +194,12 @@ class JoinedStore:
     """
 
     def __init__(self, above: Sequence[tuple[str, int]], token: str, rank: int, beat_seconds: float) -> None:
-        self._token, self._rank = token, rank
-        self._patience_seconds = max(beat_seconds, _LEAST_PATIENCE_SECONDS)
+        self._above, self._token, self._rank = above, token, rank
+        self._patience_seconds = max(_PATIENCE_BEATS * beat_seconds, _LEAST_PATIENCE_SECONDS)
+        self._returns_at = 0.0
+        """Time of the clock at which the nearest rank is tried again, where it was left."""
         self._is_closed = False
-        self._connect(above, _CONNECT_SECONDS)
+        self._connect(0, _CONNECT_SECONDS)
 
     def tell(self, own: Heartbeat, digest: Digest, each: Mapping[int, PeerState]) -> Answer:
         """Send a heartbeat, what this rank says of those below it, and wait for the answer.
@@ -206,6 +209,10 @@ class JoinedStore:
         """
         told = [[number, *state] for number, state in each.items()]
         message = write_message({"beat": own, "digest": digest, "each": told})
+        if self._place and time.monotonic() > self._returns_at:
+            self._returns_at = time.monotonic() + _RETURN_SECONDS
+            with contextlib.suppress(OSError):
+                self._connect(0, self._patience_seconds)
         while True:
             try:
                 self._connection.sendall(message)
@@ -226,29 +233,32 @@ class JoinedStore:
         self._connection.close()
 
     def _go_further(self, error: OSError) -> None:
-        """Connect with the nearest rank above that can be reached, but the one that is lost; or raise `error`."""
-        while self._further and not self._is_closed:
-            self._connection.close()
+        """Connect with the nearest rank above the one that is lost; raise `error` if there is none."""
+        self._connection.close()
+        self._returns_at = time.monotonic() + _RETURN_SECONDS
+        for place in range(self._place + 1, len(self._above)):
             with contextlib.suppress(OSError):
-                return self._connect(self._further, self._patience_seconds)
+                return self._connect(place, self._patience_seconds)
         raise error
 
-    def _connect(self, above: Sequence[tuple[str, int]], timeout_seconds: float) -> None:
-        address, *self._further = above
+    def _connect(self, place: int, timeout_seconds: float) -> None:
+        address = self._above[place]
         try:
-            self._connection, self._answers = knock(address, self._token, {"rank": self._rank}, {}, timeout_seconds)
+            made = knock(address, self._token, {"rank": self._rank}, {}, timeout_seconds)
         except (NotAMessageError, RefusedError) as error:
             raise ConnectionRefusedError(f"that is no rank of this run: {error}") from error
+        self._place, (self._connection, self._answers) = place, made
         if self._is_closed:
             # While this one was being made.
             self.close()
             raise ConnectionAbortedError("this rank leaves")
         # To rank 0, a link that comes back goes on where it was: who is lost is for others to judge, by the clock.
-        self._connection.settimeout(self._patience_seconds if self._further else None)
+        self._connection.settimeout(None if place == len(self._above) - 1 else self._patience_seconds)
 
 
-def _read_each(message: Message) -> dict[int, PeerState]:
-    """Read what is said of each rank; NotAMessageError: its values do not fit."""
+def read_told(line: bytes, most_bytes: int) -> tuple[Heartbeat, Digest, dict[int, PeerState]]:
+    """Read what a rank tells the one above it; NotAMessageError: its values do not fit."""
+    message = read_message(line, most_bytes)
     found = {}
     for one in message.list("each"):
         if type(one) is not list or len(one) != 3 or type(one[0]) is not int:
@@ -256,7 +266,7 @@ def _read_each(message: Message) -> dict[int, PeerState]:
         number, beat, silent_seconds = one
         state = Message(beat=beat, silent_seconds=silent_seconds)
         found[number] = PeerState(_read_tuple(Heartbeat, state, "beat"), state.number("silent_seconds"))
-    return found
+    return _read_tuple(Heartbeat, message, "beat"), _read_tuple(Digest, message, "digest"), found
 
 
 def _read_tuple(kind: type[Read], message: Message, key: str) -> Read:

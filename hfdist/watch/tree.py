@@ -22,6 +22,8 @@ WIDTH = 32
 BEATS_UNTIL_NOTED = 1.5
 """Beats for which a rank may be silent before the ranks above it hear of that."""
 
+_PAUSE_BEATS = 3
+
 
 class Digest(NamedTuple):
     """What a rank says of those below it that have not ended."""
@@ -112,6 +114,7 @@ class Below:
         self._digests: dict[int, Digest] = {}
         self._silent: dict[int, dict[int, float]] = {}
         """By rank that has told each: how long those below it were silent then."""
+        self._looked = now
 
     def __contains__(self, number: int) -> bool:
         return number in self._path
@@ -131,21 +134,20 @@ class Below:
         self._silent[speaker] = {number: each[number].silent_seconds for number in under if number in each}
         self._came[speaker] = now
 
-    def forgive(self, now: float) -> None:
-        """Count nobody as silent, since this process itself was stopped."""
-        self._came = dict.fromkeys(self._came, now)
-
     def knows_each(self) -> bool:
         """Whether all that have ranks below them have told of each in their last message, or have ended."""
-        return all(
-            self._silent.get(one) or self._beats[one].left is not None for one in self._came if one in self._under
-        )
+        speakers = [one for one in list(self._came) if one in self._under]
+        return all(self._silent.get(one) or self._beats[one].left is not None for one in speakers)
 
     def digest(self, now: float, beat_seconds: float) -> Digest:
-        """Give what this rank says of all below it."""
+        """Give what this rank says of all below it. To be called at each beat."""
+        if now - self._looked > _PAUSE_BEATS * beat_seconds:
+            # This process itself was stopped, as in a suspended job: it must first hear the others again.
+            self._came = dict.fromkeys(self._came, now)
+        self._looked = now
         found = []
         for speaker, came in list(self._came.items()):
-            found.append(Digest.of(PeerState(self._beats[speaker], now - came), beat_seconds))
+            found.append(Digest.of(self._state(speaker, now, beat_seconds), beat_seconds))
             if now - came <= BEATS_UNTIL_NOTED * beat_seconds:
                 # What one has noted is judged here: another may have heard that rank since.
                 found.append(self._digests.get(speaker, Digest())._replace(is_noted=False))

@@ -170,22 +170,20 @@ class Watcher:
             if now - last > 3 * self._beat_seconds:
                 # This rank itself was stopped, as in a suspended job: it must first hear the others again.
                 came = -1, 0.0
-                self._store.below.forgive(now)
             last, first = now, self._first
             if came[0] != first.number:
                 came = first.number, now
             # By its own clock, and not by what came back from a store that may be gone.
             own = PeerState(self._own_beat(0))
-            if self._store.rank == 0:
-                self._asks_each = self._is_suspect(own, now)
-                self._peers = {0: own} | (self._below(now) if self._asks_each else {})
-            else:
-                self._peers = {0: PeerState(first, now - came[1]), self._store.rank: own}
-            if (asked := self._peers[0].beat.asked) not in (None, answered):
+            is_first = self._store.rank == 0
+            self._asks_each = is_first and self._is_suspect(own, now)
+            followed = self._below(now) if self._asks_each else {}
+            self._peers = {self._store.rank: own} | (followed if is_first else {0: PeerState(first, now - came[1])})
+            if (asked := first.asked) not in (None, answered):
                 answered = asked
                 folder = self._folder.with_name(str(asked))
                 threading.Thread(target=self._answer, args=(folder,), name="watch-answer", daemon=True).start()
-            verdict = self._verdict or self._find(self._peers)
+            verdict = self._verdict or (self._find(self._peers) if self._asks_each or not is_first else None)
             if verdict is not None:
                 self._silent = {
                     rank for rank, one in self._peers.items() if one.silent_seconds > 3 * self._beat_seconds

@@ -226,14 +226,22 @@ def test_who_loses_the_rank_above_goes_to_the_next_one():
     with socket.create_server(("localhost", 0)) as stopped:
         store = joined_to([first, second], 1, 3)
         joined = store._joined
-        joined._further.insert(0, stopped.getsockname())
+        joined._above.insert(1, stopped.getsockname())
         store.exchange(Heartbeat(number=1), None, 1.0)
         assert beats_of(first)[1].number == 1
         first.close()
         store.exchange(Heartbeat(number=2), None, 1.0)
         assert (beats_of(first)[1].number, beats_of(second)[1].number) == (1, 2)
-    store.close()
-    second.close()
+        # The first one is tried again, and this is not it.
+        joined._returns_at = 0.0
+        store.exchange(Heartbeat(number=3), None, 1.0)
+        assert beats_of(second)[1].number == 3
+        third = host_of(3)
+        joined._above[0], joined._returns_at = ("localhost", third._hosted.port), 0.0
+        store.exchange(Heartbeat(number=4), None, 1.0)
+        assert (beats_of(second)[1].number, beats_of(third)[1].number) == (3, 4)
+    for one in (store, second, third):
+        one.close()
 
 
 @pytest.mark.parametrize("first", [b"", b"1\n", b"\xff 1\n", b"x" * 100_000, b"wrong 1\n{}\n"])

@@ -29,6 +29,8 @@ class Run:
         """Let all that are not lost speak to the nearest rank above that is there, the deepest first."""
         for _ in range(seconds):
             self.now += BEAT_SECONDS
+            # As rank 0 does at least once a beat.
+            self.digest()
             for rank in sorted(self.ranks, key=lambda rank: (-len(self.above[rank]), rank)):
                 to = next((one for one in self.above[rank] if one not in self.lost), None)
                 if rank in self.lost or to is None:
@@ -136,10 +138,27 @@ def test_ranks_that_end_with_their_run_are_no_alarm_and_one_with_an_error_is_kno
     assert {one.beat.left for rank, one in run.states().items() if rank > 5} == {0}
 
 
-def test_after_a_pause_of_rank_0_itself_nobody_is_silent():
+def test_after_a_pause_of_all_ranks_nobody_is_silent():
+    """A job is suspended: each rank finds that out by itself, before it tells anything."""
     run = Run(in_machines(3, 3))
     run.beat(2)
     run.now += 100
-    assert run.digest().is_noted
-    run.below[0].forgive(run.now)
+    run.beat()
     assert not run.digest().is_noted
+    assert max(one.silent_seconds for one in run.states().values()) < 1
+
+
+def test_a_rank_that_was_heard_another_way_for_a_while_is_well():
+    """Its leader was busy: it spoke to rank 0, and then to its leader again."""
+    run = Run(in_machines(3, 3))
+    run.beat(2)
+    run.lost = {3}
+    run.beat(4)
+    assert {rank for rank, one in run.states().items() if one.silent_seconds > 2} == {3}
+    run.lost = set()
+    run.beat(3)
+    assert not run.digest().is_noted
+    run.lost = {4}
+    run.beat(3)
+    assert run.digest().is_noted
+    assert {rank for rank, one in run.states().items() if one.silent_seconds > 2} == {4}
