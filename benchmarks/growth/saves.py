@@ -1,7 +1,8 @@
 """What the plan of a save costs one rank of thousands: the others are faked, by what they would send to it.
 
 The model has the shapes of a Llama of 405 billion parameters, and Adam's two moments. Its tensors have no memory, and
-no other rank is started: only the transport of `hfdist.collectives` is replaced, so all that a rank computes is real.
+no other rank is started: only the transport of `hfdist.collectives` and of control groups is replaced, so all that a
+rank computes is real.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from itertools import cycle, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from hfdist import collectives
+from hfdist import collectives, control_group
 from hfdist.checkpoint.holders import answers_by_holder, directory_rank
 from hfdist.checkpoint.manifest import Manifest, Part
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece, is_number
@@ -193,9 +195,7 @@ class _Others:
 
     @contextmanager
     def faked(self) -> Iterator[None]:
-        """Replace what is below `hfdist.collectives`; ranks say what this one says where nothing else is known."""
-        names = ("dist", "_swap_bytes", "_gather_texts")
-        real = [getattr(collectives, name) for name in names]
+        """Replace what carries texts; ranks say what this one says where nothing else is known."""
         swapped, own_text = cycle(self._swapped), self._gathered[self._own]
         ranks = SimpleNamespace(
             is_initialized=lambda: True,
@@ -210,13 +210,13 @@ class _Others:
             # Each a text of its own, as they would arrive; the others name their own files.
             return [bytes(bytearray(text)).replace(_RANK, b"%05d" % number) for number in range(self._num_ranks)]
 
-        for name, fake in zip(names, (ranks, lambda texts: next(swapped), gather), strict=True):
-            setattr(collectives, name, fake)
-        try:
+        group = SimpleNamespace(swap=lambda texts: next(swapped))
+        with (
+            patch.object(collectives, "dist", ranks),
+            patch.object(collectives, "gather_texts", gather),
+            patch.object(control_group, "control_group", lambda: group),
+        ):
             yield
-        finally:
-            for name, function in zip(names, real, strict=True):
-                setattr(collectives, name, function)
 
 
 def _texts(values: Sequence[object]) -> list[bytes]:

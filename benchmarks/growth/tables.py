@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import TypeVar
 
-from benchmarks.growth import corpora, runs, saves, theory
+from benchmarks.growth import control, corpora, runs, saves, theory
 from benchmarks.growth.plots import activation_bytes, mean, ring_bytes, state_bytes
 from benchmarks.growth.training import Costs
 from benchmarks.table import Measure, markdown
 
 _MOST_FIRST_SECONDS, _MOST_LATER_SECONDS, _MOST_SAVE_MB = 2.0, 0.2, 200
 _MOST_OF_FORMULA, _MOST_EXPONENT_OF_LAYERS, _MOST_EXPONENT_OF_CORPUS = 1.05, 1.1, 0.2
+_CONTROL_GOALS = {
+    ("control group", "descriptors"): 0.3,
+    ("control group", "reduce_bytes"): 0.3,
+    ("watch", "messages"): 0.3,
+    ("watch", "cpu_seconds"): 0.3,
+}
 _MB = 1e6
 
 Of = TypeVar("Of")
@@ -128,6 +135,33 @@ def saves_section(costs: runs.BySaves) -> Described:
         "linear is 1.\n\n" + markdown(["layout", "what", *(f"{n:,} ranks" for n in ranks), "exponent"], rows)
     )
     return text, measures
+
+
+def control_section(costs: runs.ByControl) -> Described:
+    """By ranks, and by thousands of them."""
+    units = {"cpu_seconds": ("CPU ms", 1e3)}
+    text = (
+        f"Rank 0 of ranks with {control.MACHINE_RANKS} on a machine; machines are names of hosts. In a control group: "
+        "connections and other descriptors once it was used in each way, the flags of a step, a gather of short texts. "
+        "Of the watch: what comes in a second in which all is well, and the CPU time for that, without transport; the "
+        "other ranks are faked. Beside each what a mesh and a star cost. The last column is the fitted exponent."
+    )
+    tables, measures = [], []
+    for name, by_ranks in costs.items():
+        rows = []
+        for field in fields(next(iter(by_ranks.values()))):
+            unit, times = next((units[end] for end in units if field.name.endswith(end)), ("", 1))
+            points = {n: times * getattr(one, field.name) for n, one in by_ranks.items()}
+            slope = theory.exponent(points)
+            words = field.name.removesuffix("_cpu_seconds").replace("_", " ").replace("cpu seconds", "a second")
+            what = f"{words}{f', {unit}' if unit else ''}"
+            rows.append([what, *(f"{figure:.3g}" for figure in points.values()), f"{slope:.2f}"])
+            if (name, field.name) in _CONTROL_GOALS:
+                goal = _CONTROL_GOALS[name, field.name]
+                what = f"exponent: {what} by ranks, {name}"
+                measures.append(Measure(what=what, unit="", ours=slope, goal=f"<= {goal:g}", is_met=slope <= goal))
+        tables.append(markdown([name, *(f"{n:,} ranks" for n in by_ranks), "exponent"], rows))
+    return "\n\n".join([text, *tables]), measures
 
 
 def _cells(ranks: list[Costs], expected_bytes: float, expected_state: float) -> list[str]:

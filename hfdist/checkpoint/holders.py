@@ -19,7 +19,8 @@ from typing import Any
 from hfdist.checkpoint.piece import STEP, is_number
 from hfdist.checkpoint.regions import Column, Region, Segment, merge_specs, split_tensors
 from hfdist.checkpoint.safetensors_io import TensorId, TensorSpec
-from hfdist.collectives import exchange_json, on_all_ranks, world_size
+from hfdist.collectives import on_all_ranks, world_size
+from hfdist.control_group import exchange_json
 from hfdist.errors import CheckpointError
 from hfdist.garbage_collector import collector_paused
 
