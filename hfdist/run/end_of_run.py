@@ -34,13 +34,30 @@ def finish(run: RunState, parts: Sequence[Part]) -> None:
         loss = float(trainer.evaluate()["eval_loss"]) if loss is None else loss
     if run.config.evaluate.export is Export.best:
         loss, step = _take_best(trainer, loss)
-    patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
+    patient = _patient_group()
     folder = deliver(trainer, run.config, patient)
     run.outcome = Outcome(folder, step, loss, reports, peaks)
     run.usage.read()
     if trainer.is_world_process_zero():
         for part in parts:
             part.finish(run)
+    _wait_for_rank_zero(trainer, patient)
+
+
+def stop(run: RunState, parts: Sequence[Part]) -> None:
+    """Let each part do on rank 0 what a run that a signal has stopped must not leave undone. All ranks call it."""
+    patient = _patient_group()
+    if run.trainer.is_world_process_zero():
+        for part in parts:
+            part.stop(run)
+    _wait_for_rank_zero(run.trainer, patient)
+
+
+def _patient_group() -> dist.ProcessGroup | None:
+    return dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
+
+
+def _wait_for_rank_zero(trainer: Trainer, patient: dist.ProcessGroup | None) -> None:
     if patient is not None:
         # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.
         dist.barrier(patient)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
+from hfdist.checkpoint.mirror import Uploader
 from hfdist.config.run import RunConfig
 from hfdist.data import PoolReport
 from hfdist.errors import HfdistError
@@ -56,6 +57,8 @@ class RunState:
     """Set by `open_data`."""
     recorder: RunRecorder | None = None
     """Set by `open_folder`, on rank 0."""
+    uploader: Uploader | None = None
+    """Sends checkpoints to the mirror; set by `open_folder`, on rank 0."""
     arguments: TrainingArguments
     """Set by `start_ranks`, as the next one."""
     own_plan: OwnPlan | None = None
