@@ -29,7 +29,7 @@ from hfdist.checkpoint.manifest import (
     verify,
 )
 from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, Listed
-from hfdist.checkpoint.mirror.objects import Objects
+from hfdist.checkpoint.mirror.objects import UNFINISHED, Objects
 from hfdist.checkpoint.read import read_state
 from hfdist.checkpoint.write import removed_on_failure
 from hfdist.data.threads import thread_map
@@ -81,7 +81,7 @@ class Mirror:
         """
         there = self._objects.list()
         if _DESCRIPTION not in there:
-            self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
+            self._describe()
             return _names(there)
         try:
             found = parse_json(self._objects.read(_DESCRIPTION, min(there[_DESCRIPTION], MAX_JSON_BYTES)))["format"]
@@ -97,6 +97,9 @@ class Mirror:
                 hint=hint,
             )
         return _names(there)
+
+    def _describe(self) -> None:
+        self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
 
     def _read(self, name: str, there: Mapping[str, int]) -> Listed:
         """Read a list; a DamagedError: it is none, or contents are missing."""
@@ -156,10 +159,14 @@ class Mirror:
 
     def _complete(self, name: str, sent: Listed) -> None:
         """Write the list, if all contents are there: rules of a bucket or another run may have removed some."""
-        if not sent.is_whole(self._objects.list()):
+        there = self._objects.list()
+        if not sent.is_whole(there):
             what = "the mirror has lost a part of what was sent"
             hint = "no rule that removes objects, and no other run with this checkpoint.mirror and run.name"
             raise CheckpointError(what, where=f"{self.shown}/{name}", hint=hint)
+        if _DESCRIPTION not in there:
+            # It did not answer when the run began.
+            self._describe()
         self._objects.write({f"{name}{_LIST}": sent.to_bytes()})
 
     def prune(self, keep: Keep) -> None:
@@ -180,9 +187,10 @@ class Mirror:
         kept = keep.choose(whole, min(by_loss)[1] if by_loss else None)
         going = [name for name in whole if name not in kept]
         self._objects.remove([f"{name}{_LIST}" for name in going])
-        if is_known:
-            needed = {content.name for name in lists.keys() - going for content in lists[name].contents()}
-            self._objects.remove([name for name in there if name.startswith(CONTENTS) and name not in needed])
+        contents = {name for name in there if name.startswith(CONTENTS)} if is_known else set()
+        needed = {content.name for name in lists.keys() - going for content in lists[name].contents()}
+        unfinished = {name for name in there if UNFINISHED.fullmatch(name)}
+        self._objects.remove(sorted(contents - needed | unfinished))
 
     # ---- from the mirror ----
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from fsspec.spec import AbstractFileSystem
@@ -17,6 +19,10 @@ T = TypeVar("T")
 
 _APPEAR_WHOLE = ("s3", "gs", "hf", "memory")
 """Schemes of stores in which an object is there with its last byte. Elsewhere it gets its name by a rename."""
+UNFINISHED = re.compile(r".*\.tmp-[0-9a-f]{8}")
+"""Names of what killed writes have left."""
+_REMOVE_MANY = ("s3", "gs")
+"""Schemes of stores that remove many objects by one request, where those that are not there are no failure."""
 
 
 class Objects:
@@ -78,13 +84,16 @@ class Objects:
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects; what is not there any more counts as removed."""
+        places = [f"{self.address}/{name}" for name in names]
 
         def removing(store: AbstractFileSystem) -> None:
-            try:
-                store.rm([f"{self.address}/{name}" for name in names])
-            except FileNotFoundError:
-                # An attempt whose answer was lost has begun with them. The rest goes with the next upload.
+            if scheme_of(self.address) in _REMOVE_MANY:
+                store.rm(places)
                 return
+            for place in places:
+                # An attempt whose answer was lost may have begun with them.
+                with suppress(FileNotFoundError):
+                    store.rm_file(place)
 
         if names:
             self._ask(removing, "cannot be pruned")
