@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfdist.checkpoint.folder import list_checkpoints, step_of
-from hfdist.checkpoint.manifest import DamagedError
+from hfdist.checkpoint.manifest import FormatError
 from hfdist.checkpoint.mirror.mirror import Mirror
 from hfdist.errors import CheckpointError
 
@@ -36,7 +36,9 @@ def fetch_newer(mirror: Mirror, names: Sequence[str], folder: Path) -> Path | No
         logger.info("%s comes from %s", name, mirror.shown)
         try:
             return mirror.fetch(name, folder)
-        except DamagedError as error:
+        except FormatError:
+            raise
+        except CheckpointError as error:
             logger.warning("%s of the mirror is passed over: %s", name, error)
             damaged.append(f"{name}: {error.what}")
     if damaged and not own:

@@ -34,6 +34,7 @@ from hfdist.checkpoint.read import read_state
 from hfdist.checkpoint.write import removed_on_failure
 from hfdist.data.threads import thread_map
 from hfdist.errors import CheckpointError, ResourceError
+from hfdist.failures import is_full_disk
 from hfdist.processes.startup import counted
 from hfdist.version import __version__
 
@@ -207,17 +208,19 @@ class Mirror:
             raise DamagedError("missing-file", "the mirror lacks a part of it", where=f"{self.shown}/{name}")
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
-        if found.num_bytes > (free_bytes := shutil.disk_usage(folder).free):
-            raise ResourceError(
-                "the disk has no room for the checkpoint of the mirror",
-                where=str(folder),
-                found=f"{found.num_bytes:,} bytes needed, {free_bytes:,} bytes free",
-                hint="free space, or another run.dir",
-            )
+        if found.num_bytes > shutil.disk_usage(folder).free:
+            raise _no_room(folder, found)
         unfinished = temporary(folder / name)
         with removed_on_failure(unfinished):
             unfinished.mkdir()
-            self._fill(unfinished, found)
+            try:
+                self._fill(unfinished, found)
+            except OSError as error:
+                if is_full_disk(error):
+                    raise _no_room(folder, found) from error
+                # Such as a file where another one needs a folder.
+                what = "the files of a list cannot be made"
+                raise DamagedError("files", what, where=f"{self.shown}/{name}", found=error) from error
             if (manifest := read_manifest(unfinished)).digest != found.digest or manifest.step != step_of(name):
                 raise DamagedError("step", "the mirror has another checkpoint under this name", where=unfinished)
             verify(unfinished)
@@ -245,6 +248,15 @@ class Mirror:
 
         for _ in counted(thread_map(bring, *zip(*places, strict=True)), len(places), "parts"):
             pass
+
+
+def _no_room(folder: Path, found: Listed) -> ResourceError:
+    return ResourceError(
+        "the disk has no room for the checkpoint of the mirror",
+        where=str(folder),
+        found=f"{found.num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free",
+        hint="free space, or another run.dir",
+    )
 
 
 def _names(there: Mapping[str, int]) -> list[str]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from fsspec.spec import AbstractFileSystem
+from huggingface_hub.utils import disable_progress_bars
 
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.data.storage.network import Failure, Network
@@ -71,6 +72,9 @@ class Objects:
         places = {f"{self.address}/{name}": content for name, content in contents.items()}
 
         def writing(store: AbstractFileSystem) -> None:
+            if scheme_of(self.address) == "hf":
+                # Else each object has a bar of its own beside that of the training.
+                disable_progress_bars()
             if scheme_of(self.address) in _APPEAR_WHOLE:
                 store.pipe(places)
                 return

@@ -85,16 +85,18 @@ class Uploader:
         """Begin no other upload, and give the present one up at its next step."""
         with self._changed:
             self._is_over, self._next = True, None
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._now = None
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._next is not None)
-                self._now, self._next, self.progress = self._next, None, Sent(0, 0, 0)
-                path = self._now
-            assert path is not None
+                self._changed.wait_for(lambda: self._is_over or self._next is not None)
+                path = self._now = self._next
+                self._next, self.progress = None, Sent(0, 0, 0)
+            if path is None:
+                return
             self._upload(path)
 
     def _upload(self, path: Path) -> None:
