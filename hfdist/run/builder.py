@@ -18,7 +18,7 @@ from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
 from hfdist.processes.startup import reporting
 from hfdist.run.data import build_data, count_max_steps
-from hfdist.run.end_of_run import finish
+from hfdist.run.end_of_run import finish, stop
 from hfdist.run.logs import set_up_logging
 from hfdist.run.model import check_packing, find_model, save_memory, speed_up
 from hfdist.run.options import make_options, own_optimizer, own_train
@@ -184,6 +184,8 @@ class Run(RunState):
             if replicas is not None:
                 # All that a later start needs is on the disk.
                 replicas.remove()
+            if self.preemption.stopped_by is not None:
+                stop(self, self.parts)
             self.preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()

@@ -36,13 +36,25 @@ def finish(run: RunState, parts: Sequence[Part]) -> None:
     if trainer.is_world_process_zero():
         for part in parts:
             part.finish(run)
+    _wait_for_rank_zero(run)
+
+
+def stop(run: RunState, parts: Sequence[Part]) -> None:
+    """Let each part do on rank 0 what a run that a signal has stopped must not leave undone. All ranks call it."""
+    if run.trainer.is_world_process_zero():
+        for part in parts:
+            part.stop(run)
+    _wait_for_rank_zero(run)
+
+
+def _wait_for_rank_zero(run: RunState) -> None:
     if run.patient is not None:
         # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.
         run.patient.gather(b"")
     if dist.is_initialized() and "nccl" in dist.get_backend():
         # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
         # process closes them as well.
-        trainer.end()
+        run.trainer.end()
 
 
 def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None, int]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
+from hfdist.checkpoint.mirror import Uploader
 from hfdist.config.run import RunConfig
 from hfdist.control_group import ControlGroup
 from hfdist.data import PoolReport
@@ -57,6 +58,8 @@ class RunState:
     """Set by `open_data`."""
     recorder: RunRecorder | None = None
     """Set by `open_folder`, on rank 0."""
+    uploader: Uploader | None = None
+    """Sends checkpoints to the mirror; set by `open_folder`, on rank 0."""
     arguments: TrainingArguments
     """Set by `start_ranks`, as the next two."""
     patient: ControlGroup | None
