@@ -27,6 +27,8 @@ SAMPLE_BYTES = 1 << 16
 
 No request for a part of a remote file is smaller, so that the identity and the footer of a table take one each.
 """
+INDEX_AGAIN = "put the old file back, or make the index anew: hfdist index, with another run.name"
+"""What to do where a file is another one than its index says."""
 _FETCHED_BYTES = 16 << 20
 """Bytes of one request where a whole file is fetched."""
 
@@ -45,6 +47,13 @@ class DataFile(ABC):
     """A file name, made of address, version and all else that this machine knows of it."""
     contents: NDArray[np.uint64] | None = None
     """Hashes of its parts, once they are known: see `read_contents`."""
+    is_indexed = False
+    """Whether size and version are those of an index, and not of today."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Path or URL by which it is opened; may hold what `url` leaves out."""
 
     @abstractmethod
     def local(self) -> AbstractContextManager[Path]:
@@ -76,6 +85,11 @@ class LocalFile(DataFile):
         """Time of the last change of any kind; unlike `version`, nobody can set it back."""
         known = [str(path.absolute()), self.size_bytes, self.version, self.changed_ns, status.st_ino]
         self.key = hashlib.blake2b(json.dumps(known).encode(), digest_size=20).hexdigest()
+
+    @property
+    def address(self) -> str:
+        """The path."""
+        return str(self._path)
 
     @contextmanager
     def local(self) -> Iterator[Path]:
@@ -120,6 +134,11 @@ class RemoteFile(DataFile):
         self.key = key_of(address, self.version, str(self.size_bytes))
         self.cache = cache
         self._address, self._network = address, cache.network
+
+    @property
+    def address(self) -> str:
+        """The whole URL with its query."""
+        return self._address
 
     def local(self) -> AbstractContextManager[Path]:
         """Give a copy in the cache, of the version that was found."""
@@ -206,8 +225,9 @@ def key_of(*parts: str) -> str:
 
 
 def _changed(file: DataFile) -> DataError:
-    hint = "put the old file back, or start a new run (run.name=...)"
-    return DataError("has changed since the run began", where=file.url, hint=hint)
+    since = "it was indexed" if file.is_indexed else "the run began"
+    hint = INDEX_AGAIN if file.is_indexed else "put the old file back, or start a new run (run.name=...)"
+    return DataError(f"has changed since {since}", where=file.url, hint=hint)
 
 
 def raise_unreadable(error: OSError, url: str) -> NoReturn:
