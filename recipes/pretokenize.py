@@ -20,7 +20,7 @@ def main(config: RunConfig) -> None:
     from hfdist.topology import Topology
 
     set_up_logging(Topology())
-    corpus = open_corpus(config.data)
+    corpus = open_corpus(config.data, reads_all=True)
     tokenizer = load_tokenizer(
         config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
     )

@@ -134,6 +134,10 @@ class FileShard(ABC):
     def _find_layout(self) -> Layout:
         """Look into the file; ContentError: it cannot be read as documents."""
 
+    @abstractmethod
+    def read(self, rows: Sequence[int]) -> Iterable[str | BadRow]:
+        """Give the texts of some rows of one run: see `Shard`."""
+
     def rows_of_part(self, part: int) -> range | None:
         """Tell the rows of the runs that a part of the file touches."""
         first, stop = spans_of_part(self.layout.starts, self.file, part)

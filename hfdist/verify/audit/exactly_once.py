@@ -98,10 +98,7 @@ class LedgerSums:
 
     def __init__(self, corpus: Corpus) -> None:
         self._names = corpus.source_names
-        rows = dict.fromkeys(self._names, 0)
-        for name, shard in corpus.shards:
-            rows[name] += sum(shard.runs)
-        self._rows = np.array([rows[name] for name in self._names])
+        self._rows = np.array([int(corpus.sources[name].runs.rows.sum()) for name in self._names])
         self._ends = np.cumsum(self._rows)
         self._documents = np.zeros((len(self._names), len(Status)), dtype=np.int64)
         self._tokens = np.zeros(len(self._names), dtype=np.int64)
@@ -327,7 +324,7 @@ class Audit:
     def _check_plan(self) -> None:
         """All lanes together have each document of a pool once in an epoch."""
         for number, (pool, order) in enumerate(zip(self._plan.pools, self._plan.orders, strict=True)):
-            num_documents = sum(sum(shard.runs) for shard in pool.shards)
+            num_documents = pool.num_documents
             for epoch in sorted(self.totals.epochs.get(number, ())):
                 times = np.zeros(num_documents, dtype=np.uint16)
                 for lane in range(self._lanes):
