@@ -42,7 +42,7 @@ from hfdist.data.sources.open_file import SUFFIXES
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.shards import Shards
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import INDEX_AGAIN, DataFile
+from hfdist.data.storage.files import INDEX_AGAIN, DataFile, RemoteFile
 from hfdist.data.storage.find import find_files, root_of
 from hfdist.errors import ConfigError, DataError
 
@@ -101,13 +101,13 @@ def _index(name: str, data: DataConfig, folder: Path) -> bool:
 def _places(files: Sequence[DataFile], path: str, key: str) -> dict[str, str]:
     """Give what the address of each file has after that of the source, by name."""
     root = f"{root_of(path)}/"
-    if len(files) == 1 and files[0].address == path:
+    if len(files) == 1 and isinstance(files[0], RemoteFile) and files[0].address == path:
         return {files[0].name: ""}
     for file in files:
-        if not file.address.startswith(root):
+        if isinstance(file, RemoteFile) and not file.address.startswith(root):
             what, hint = "the store names a file by an address that is not below the source's", f"{key}={root}"
             raise ConfigError(what, where=key, found=file.url, hint=hint)
-    return {file.name: file.address.removeprefix(root) for file in files}
+    return {file.name: file.address.removeprefix(root) if isinstance(file, RemoteFile) else file.name for file in files}
 
 
 def _compare(name: str, data: DataConfig, folder: Path) -> None:

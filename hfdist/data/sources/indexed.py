@@ -218,9 +218,13 @@ class IndexedShards(Shards):
 
 def _joined(columns: Sequence[str | pa.Array]) -> str:
     """Join columns row by row, and the rows by commas."""
-    texts = [pa.scalar(one, pa.large_string()) if isinstance(one, str) else one for one in columns]
-    rows = pc.binary_join_element_wise(*texts, pa.scalar("", pa.large_string()))
-    return ", ".join(rows.to_pylist())
+    return ", ".join(_by_rows(columns).to_pylist())
+
+
+def _by_rows(columns: Sequence[str | pa.Array]) -> pa.Array:
+    """Put columns of texts together, row by row; a text stands for a column of it."""
+    texts = [pa.scalar(one, pa.large_string()) if isinstance(one, str) else one for one in [*columns, ""]]
+    return pc.binary_join_element_wise(*texts)
 
 
 def _escaped(chunk: pa.RecordBatch) -> pa.Array:
@@ -240,5 +244,4 @@ def _parts(chunk: pa.RecordBatch) -> pa.Array:
     digits = values.astype("<u8", copy=False).tobytes().hex().encode()
     ends = pa.py_buffer((offsets - offsets[0]) * _DIGITS)
     texts = pa.LargeStringArray.from_buffers(len(column), ends, pa.py_buffer(digits))
-    quoted = pc.binary_join_element_wise('"', texts, '"', "")
-    return pc.if_else(column.is_valid(), quoted, pa.scalar("null", pa.large_string()))
+    return pc.if_else(column.is_valid(), _by_rows(['"', texts, '"']), pa.scalar("null", pa.large_string()))

@@ -50,11 +50,6 @@ class DataFile(ABC):
     is_indexed = False
     """Whether size and version are those of an index, and not of today."""
 
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Path or URL by which it is opened; may hold what `url` leaves out."""
-
     @abstractmethod
     def local(self) -> AbstractContextManager[Path]:
         """Give the whole file on this machine, fetched where it is not yet, and kept from eviction inside the context.
@@ -85,11 +80,6 @@ class LocalFile(DataFile):
         """Time of the last change of any kind; unlike `version`, nobody can set it back."""
         known = [str(path.absolute()), self.size_bytes, self.version, self.changed_ns, status.st_ino]
         self.key = hashlib.blake2b(json.dumps(known).encode(), digest_size=20).hexdigest()
-
-    @property
-    def address(self) -> str:
-        """The path."""
-        return str(self._path)
 
     @contextmanager
     def local(self) -> Iterator[Path]:
@@ -133,12 +123,7 @@ class RemoteFile(DataFile):
         # A hash: nothing in an address can lead out of the cache's folder.
         self.key = key_of(address, self.version, str(self.size_bytes))
         self.cache = cache
-        self._address, self._network = address, cache.network
-
-    @property
-    def address(self) -> str:
-        """The whole URL with its query."""
-        return self._address
+        self.address, self._network = address, cache.network
 
     def local(self) -> AbstractContextManager[Path]:
         """Give a copy in the cache, of the version that was found."""
@@ -155,7 +140,7 @@ class RemoteFile(DataFile):
 
     def check_unchanged(self) -> None:
         """Ask for size and version again."""
-        if self._network.details(self._address) != (self.size_bytes, self.version):
+        if self._network.details(self.address) != (self.size_bytes, self.version):
             raise _changed(self)
 
     def fetch_into(self, file: BinaryIO) -> None:
@@ -165,7 +150,7 @@ class RemoteFile(DataFile):
             for start in range(0, self.size_bytes, _FETCHED_BYTES):
                 file.write(self._read_range(start, min(start + _FETCHED_BYTES, self.size_bytes)))
         except RangeError:
-            self._network.retries.run(lambda: self._fetch_whole(file), self._address)
+            self._network.retries.run(lambda: self._fetch_whole(file), self.address)
         # What was read in between is one file, and not parts of two.
         self.check_unchanged()
 
@@ -180,16 +165,16 @@ class RemoteFile(DataFile):
 
     def _read_range(self, start: int, stop: int) -> bytes:
         def read() -> bytes:
-            data = self._network.read_range(self._address, start, stop, self.size_bytes)
+            data = self._network.read_range(self.address, start, stop, self.size_bytes)
             self._check_length(len(data), stop - start)
             return data
 
-        return self._network.retries.run(read, self._address)
+        return self._network.retries.run(read, self.address)
 
     def _fetch_whole(self, file: BinaryIO) -> None:
         file.seek(0)
         file.truncate()
-        self._network.read_whole(self._address, file)
+        self._network.read_whole(self.address, file)
         self._check_length(file.tell(), self.size_bytes)
 
     def _check_length(self, found: int, promised: int) -> None:
