@@ -137,6 +137,7 @@ def _is_shard(value: object) -> bool:
         return False
 
 
+WHOLE = "0/1"
 _MOST_SHARDS = 100_000
 SHARD = Limit("i/N, such as 0/4 to 3/4", _is_shard)
 _COLUMN = Limit("a column, or a list such as [content,raw_text]", are_columns)
@@ -270,7 +271,7 @@ class DataConfig:
     """Rows and files that cannot be read: error | skip | quarantine (skip, and write them down)."""
     quarantine: list[str] = field(default_factory=list)
     """Rows to take out, as SOURCE:FILE:ROW; everything else stays where it was."""
-    shard: str = field(default="0/1", metadata={LIMIT: SHARD})
+    shard: str = field(default=WHOLE, metadata={LIMIT: SHARD})
     """index: i/N, the share of the files that this process does, counted from 0.
 
     Whoever comes last of the N finishes the whole.

@@ -18,7 +18,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.accelerate_variables import check_environment
 from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.urls import scheme_of
-from hfdist.config.data import SourceConfig, SourceKind
+from hfdist.config.data import WHOLE, SourceConfig, SourceKind
 from hfdist.config.override_text import in_shell
 from hfdist.config.paths import expand_user
 from hfdist.config.run import TRACKERS, RunConfig
@@ -48,6 +48,9 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
     topology, batch = plan_run(config, world_size=world_size)
     for key, source in config.data.all_sources.items():
         _check_source(f"{key}.path", source)
+    if config.data.shard != WHOLE:
+        what, hint = "a run reads all files, and each rank its own lanes of them", f"data.shard={WHOLE}"
+        raise ConfigError(what, where="data.shard", found=config.data.shard, allowed=WHOLE, hint=hint)
     system = config.data.chat.system
     if system is not None and os.path.isfile(os.path.expanduser(system)):
         what, allowed = "this is the name of a file", "the text of the system message, such as that of the file"

@@ -139,7 +139,7 @@ class Inventory:
 
     def _touched(self, digest: str, folder: Path | None) -> list[str]:
         """Give the files whose times or addresses differ, and of which only sizes and ends are known to be the same."""
-        if all(entry.place is None for entry in self._entries()):
+        if not any(shards.has_places for shards in self._sources.values()):
             return []
         places = {entry.name: entry.place for entry in _read_entries(folder, digest) or ()}
         known = [entry for entry in self._entries() if entry.place is not None and entry.name in places]

@@ -100,6 +100,10 @@ class IndexedShards(Shards):
         self._path, self._root, self._is_remote = path, root_of(path), scheme_of(path) not in (None, "file")
         self.runs = runs_of(self._batch)
         self.gives_examples = rows.gives_examples
+        is_large = integers(self._batch, "size_bytes") > 2 * SAMPLE_BYTES
+        self.has_places = bool(
+            (is_large & self._batch.column("contents").is_null().to_numpy(zero_copy_only=False)).any()
+        )
         self.local_digest = digest_of([summary.files_hash, self._root])
         self._kept = lru_cache(maxsize=_MOST_OPEN)(self._open)
 

@@ -41,6 +41,8 @@ class Shards(Sequence[Shard]):
     """Whether texts of some shard are examples; see `Shard`."""
     holds_tokens: bool
     """Whether all are token files."""
+    has_places: bool
+    """Whether `Shard.place` of some is known."""
     local_digest: str
     """Digest of the identities for this machine's caches."""
 
@@ -87,6 +89,7 @@ class OpenShards(Shards):
         self.runs = Runs.of(shard.runs for shard in shards)
         self.gives_examples = any(shard.gives_examples for shard in shards)
         self.holds_tokens = all(hasattr(shard, "token_columns") for shard in shards)
+        self.has_places = any(shard.place is not None for shard in shards)
         self.local_digest = digest_of([shard.local_identity for shard in shards])
 
     def open(self, number: int) -> Shard:
