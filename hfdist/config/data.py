@@ -272,7 +272,7 @@ class DataConfig:
     quarantine: list[str] = field(default_factory=list)
     """Rows to take out, as SOURCE:FILE:ROW; everything else stays where it was."""
     shard: str = field(default=WHOLE, metadata={LIMIT: SHARD})
-    """index: i/N, the share of the files that this process does, counted from 0.
+    """index, pretokenize: i/N, the share of the files that this process does, counted from 0.
 
     Whoever comes last of the N finishes the whole.
     """
