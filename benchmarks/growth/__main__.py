@@ -1,4 +1,4 @@
-"""How costs grow with ranks, layers and the corpus, and those of a save and of control with thousands of ranks.
+"""How costs grow with ranks, layers, the corpus and its files; a save and control with thousands of ranks.
 
 python -m benchmarks.growth --write
 """
@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 from benchmarks.growth import control, runs, saves
 from benchmarks.growth.plots import draw_ranks
-from benchmarks.growth.tables import control_section, corpora_section, layers_section, ranks_section, saves_section
+from benchmarks.growth.tables import (
+    control_section,
+    corpora_section,
+    files_section,
+    layers_section,
+    ranks_section,
+    saves_section,
+)
 from benchmarks.table import Measure, describe_run, publish, read_options
 
 _PICTURE = Path(__file__).with_name("ranks.png")
@@ -41,6 +48,10 @@ def _run_corpora(options: argparse.Namespace) -> runs.ByTimes:
     return runs.run_by_times(runs.QUICK_TIMES if options.quick else runs.TIMES)
 
 
+def _run_files(options: argparse.Namespace) -> runs.ByFiles:
+    return runs.run_by_files(runs.QUICK_FILES if options.quick else runs.FILES)
+
+
 def _run_saves(options: argparse.Namespace) -> runs.BySaves:
     return runs.run_saves(saves.LAYOUTS, runs.QUICK_SAVE_RANKS if options.quick else runs.SAVE_RANKS)
 
@@ -55,6 +66,7 @@ PARTS = {
     "ranks": Part(_run_ranks, ranks_section),
     "layers": Part(_run_layers, layers_section),
     "corpora": Part(_run_corpora, corpora_section),
+    "files": Part(_run_files, files_section),
     "saves": Part(_run_saves, saves_section),
     "control": Part(_run_control, control_section),
 }

@@ -12,6 +12,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.accelerate_variables import check_environment
 from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.paths import check_paths
+from hfdist.config.data import WHOLE
 from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, nearest
@@ -31,6 +32,9 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
     check_environment(config, os.environ)
     topology, batch = plan_run(config, world_size=world_size)
     check_paths(config)
+    if config.data.shard != WHOLE:
+        what, hint = "a run reads all files, and each rank its own lanes of them", f"data.shard={WHOLE}"
+        raise ConfigError(what, where="data.shard", found=config.data.shard, allowed=WHOLE, hint=hint)
     _check_trackers(config.report.to)
     check_budgets(config)
     _check_packages(config)

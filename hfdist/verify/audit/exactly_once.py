@@ -218,7 +218,7 @@ class Audit:
     def _check_plan(self) -> None:
         """All lanes together have each document of a pool once in an epoch."""
         for number, (pool, order) in enumerate(zip(self._plan.pools, self._plan.orders, strict=True)):
-            num_documents = sum(sum(shard.runs) for shard in pool.shards)
+            num_documents = pool.num_documents
             for epoch in sorted(self.totals.epochs.get(number, ())):
                 times = np.zeros(num_documents, dtype=np.uint16)
                 for lane in range(self._lanes):

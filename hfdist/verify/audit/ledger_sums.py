@@ -15,10 +15,7 @@ class LedgerSums:
 
     def __init__(self, corpus: Corpus) -> None:
         self._names = corpus.source_names
-        rows = dict.fromkeys(self._names, 0)
-        for name, shard in corpus.shards:
-            rows[name] += sum(shard.runs)
-        self._rows = np.array([rows[name] for name in self._names])
+        self._rows = np.array([int(corpus.sources[name].runs.rows.sum()) for name in self._names])
         self._ends = np.cumsum(self._rows)
         self._documents = np.zeros((len(self._names), len(Status)), dtype=np.int64)
         self._tokens = np.zeros(len(self._names), dtype=np.int64)

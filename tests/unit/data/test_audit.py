@@ -14,6 +14,7 @@ from hfdist.config.data import BadRows, Packing, TooLong, WeightChange
 from hfdist.data import Cursor, Ledger
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import RECORD, Status
+from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.errors import ConfigError, DataError
 from hfdist.verify.audit.discrepancies import Discrepancy
@@ -223,7 +224,7 @@ class TestDamage:
             assert f"{kind.value}: {discrepancies.counts[kind]}" in str(discrepancies)
 
     def test_order_is_free_inside_a_window_only(self, packing):
-        order = LaneOrder([[5000]], lanes=1, key=(0,))
+        order = LaneOrder(Runs.of([[5000]]), lanes=1, key=(0,))
         plan = SimpleNamespace(
             orders=[order],
             pools=[SimpleNamespace(epochs=None)],
