@@ -90,7 +90,7 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
     """Check the model's vocabulary against the tokenizer; random weights take its size, unless one is given, and ids.
 
     Raises:
-        ConfigError: the tokenizer has more tokens than the model has embeddings.
+        ConfigError: the tokenizer has more tokens than the model has embeddings, or lacks one that the type must have.
     """
     text = architecture.get_text_config()
     size = len(tokenizer)
@@ -109,8 +109,19 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
         found = f"{text.vocab_size} embeddings, {size} tokens"
         raise ConfigError(what, where=where, found=found, allowed=f">= {size} embeddings", hint=hint)
     if is_random:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # Of a model for text and images the part for text has ids of its own.
+        _take_special_ids(architecture, tokenizer)
+        _take_special_ids(text, tokenizer)
+
+
+def _take_special_ids(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        try:
             setattr(architecture, name, getattr(tokenizer, name))
+        except StrictDataclassError as error:
+            what = f"models of this type have a {name}, and the tokenizer has none"
+            hint = "model.tokenizer.name=ID of a tokenizer that has one, or another model.type"
+            raise ConfigError(what, where="model.type", found=architecture.model_type, hint=hint) from error
 
 
 def _give_embeddings(config: ModelConfig, size: int) -> str:

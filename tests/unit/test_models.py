@@ -37,6 +37,18 @@ def random_model(tokenizer, **fields):
     return build_model(config, load_architecture(config, tokenizer, sequence_length=16), seed=0)
 
 
+def test_the_part_for_text_has_the_ids_of_the_tokenizer(tokenizer):
+    config = ModelConfig(type="gemma3")
+    text = load_architecture(config, tokenizer, sequence_length=16).get_text_config()
+    # Gemma's own tokenizer pads with 0, which ends a text here: its embedding would get no gradient.
+    assert (text.pad_token_id, text.eos_token_id) == (None, tokenizer.eos_token_id)
+
+
+def test_a_type_that_must_have_a_token_is_refused_without_it(tokenizer):
+    with pytest.raises(ConfigError, match="have a pad_token_id, and the tokenizer has none"):
+        load_architecture(ModelConfig(type="modernbert-decoder"), tokenizer, sequence_length=16)
+
+
 class TestTokenizer:
     def test_every_text_decodes_to_itself(self, tokenizer):
         for text in (*TEXTS[:2], "\t\x00 unseen: ßøł 🙂\n"):
