@@ -27,6 +27,7 @@ from hfdist.config.model import Attention, Init, ModelConfig
 from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
+from hfdist.models.cache_use import set_use_cache
 from hfdist.models.hub_client import reading_from_hub
 
 _LARGE_CONFIG = 1 << 20
@@ -65,7 +66,8 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool
     # `varlen` is set by `choose_attention`, which knows the run.
     if config.attention not in (Attention.auto, Attention.varlen):
         architecture._attn_implementation = config.attention.value
-    architecture.use_cache = False
+    # With one, transformers does not look for packed documents.
+    set_use_cache(architecture, False)
     return architecture
 
 
