@@ -25,7 +25,8 @@ from hfdist.collectives import gather_json
 from hfdist.data import HeldOutSources, TokenStream
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.probing import uses_all_parameters
-from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
+from hfdist.models.router_check import check_router_loss
+from hfdist.models.routers import COUNTED, adds_router_loss
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
 from hfdist.trainer import trl_trainers
