@@ -214,7 +214,7 @@ def _make_ours(options: argparse.Namespace, model: Any, tokenizer: Any, examples
 
     import hfdist
     from hfdist.models.loss import LossHead
-    from hfdist.trainer.trainer import RunOptions
+    from hfdist.trainer.run_options import RunOptions
 
     strategy = _strategy(options)
     return hfdist.Trainer(

@@ -21,7 +21,7 @@ from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.flops import flops_per_token, measure_size, peak_flops
 from hfdist.models.loss import choose_loss
 from hfdist.models.recompute import checkpoint_blocks
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 
 OURS = "hfdist"
 

@@ -21,7 +21,7 @@ from benchmarks.table import Measure, describe_run, markdown, publish, read_opti
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.testing import run_ranks
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 
 NUM_RANKS = 2
 NUM_MICROBATCHES = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hfdist
-from hfdist.strategies import context, fsdp, parallel_plans
+from hfdist.strategies import context_check, fsdp_units, parallel_plans
 from hfdist.strategies.context import ContextParallel
 from hfdist.strategies.engine import Engine
 from hfdist.strategies.fsdp import FsdpEngine
@@ -42,18 +42,18 @@ def documents_that_see_each_other() -> None:
         return dataclasses.replace(describe(*arguments), documents=None)
 
     ContextParallel._describe = undivided
-    context.find_problem = lambda *arguments, **named: None
+    context_check.find_problem = lambda *arguments, **named: None
 
 
 def weights_gathered_once() -> None:
     """What is gathered for a step stays for the next one."""
-    shard = fsdp._shard
+    shard = fsdp_units._shard
 
     def keeping(unit: Any, *arguments: Any) -> None:
         shard(unit, *arguments)
         unit.set_reshard_after_backward(False, recurse=False)
 
-    fsdp._shard = keeping
+    fsdp_units._shard = keeping
 
 
 def unaveraged_replicas() -> None:

@@ -38,7 +38,7 @@ from hfdist.planning.timing.traffic import step_sizes, traffic
 from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import run_ranks
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 
 BEGIN, END = "<!-- errors of time: begin -->", "<!-- errors of time: end -->"
 GOAL = 0.15

@@ -25,7 +25,7 @@ from benchmarks.small_llama import make_trainer
 from hfdist.collectives import gather_json
 from hfdist.models.loss import LossHead
 from hfdist.sent_bytes import SEND, SentBytes
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 
 _NUM_WARM_UP_STEPS, _NUM_COUNTED_STEPS = 2, 1
 _LARGEST_SMALL = 100_000

@@ -27,7 +27,7 @@ from benchmarks.rounds import median_fields, medians_or_reasons
 from benchmarks.table import Measure, add_options, describe_run, last_said, markdown, publish
 from hfdist.models.loss import LossHead
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 
 NUM_RANKS = 2
 MOST_OF_PEER = 0.9

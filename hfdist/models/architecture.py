@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import json
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -23,10 +22,11 @@ from transformers.models.auto.modeling_auto import (
 
 from hfdist.apart import do_apart
 from hfdist.config.composition.aliases import override_for
-from hfdist.config.model import Attention, Init, ModelConfig
+from hfdist.config.model import Attention, ModelConfig
 from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
+from hfdist.models.cache_use import set_use_cache
 from hfdist.models.hub_client import reading_from_hub
 
 _LARGE_CONFIG = 1 << 20
@@ -65,7 +65,8 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool
     # `varlen` is set by `choose_attention`, which knows the run.
     if config.attention not in (Attention.auto, Attention.varlen):
         architecture._attn_implementation = config.attention.value
-    architecture.use_cache = False
+    # With one, transformers does not look for packed documents.
+    set_use_cache(architecture, False)
     return architecture
 
 
@@ -84,44 +85,6 @@ def count_heads(architecture: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     for field, heads in vars(architecture.get_text_config(decoder=True)).items():
         if re.fullmatch(r"\w*_heads|n_head", field):
             yield from ((field, n) for n in (heads if isinstance(heads, list) else [heads]) if isinstance(n, int))
-
-
-def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
-    """Check the model's vocabulary against the tokenizer; random weights take its size, unless one is given, and ids.
-
-    Raises:
-        ConfigError: the tokenizer has more tokens than the model has embeddings.
-    """
-    text = architecture.get_text_config()
-    size = len(tokenizer)
-    is_random = config.init is Init.random
-    is_trained_for_it = config.tokenizer.name is None
-    if is_random and "vocab_size" not in config.config and (is_trained_for_it or text.vocab_size < size):
-        text.vocab_size = size
-    if text.vocab_size < size:
-        what = "the tokenizer has more tokens than the model has embeddings"
-        where, hint = "model.config.vocab_size", f"model.config.vocab_size={size}"
-        if not is_random and "vocab_size" in config.config:
-            hint = "without model.config.vocab_size: it is that of the model's files"
-        elif not is_random:
-            # Its embeddings are in a file, so that another number of them is another model.
-            where, hint = "model.tokenizer.name", _give_embeddings(config, size)
-        found = f"{text.vocab_size} embeddings, {size} tokens"
-        raise ConfigError(what, where=where, found=found, allowed=f">= {size} embeddings", hint=hint)
-    if is_random:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(architecture, name, getattr(tokenizer, name))
-
-
-def _give_embeddings(config: ModelConfig, size: int) -> str:
-    """Say how a model with more embeddings is made of this one and its tokenizer: a command, and what to start then."""
-    code = (
-        "from transformers import AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer; "
-        f"model = Model.from_pretrained({config.name!r}, dtype='auto'); model.resize_token_embeddings({size}); "
-        "model.save_pretrained('resized'); "
-        f"Tokenizer.from_pretrained({config.tokenizer.name!r}).save_pretrained('resized')"
-    )
-    return f"python -c {shlex.quote(code)}, then model.name=resized; or a tokenizer of no more tokens"
 
 
 def _try(config: ModelConfig, scores: bool) -> None:

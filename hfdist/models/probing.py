@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from hfdist.models.adapter import inject_adapter
+from hfdist.models.cache_use import without_cache
 from hfdist.models.shrink import shrink
 
 
@@ -76,19 +77,18 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     changed = ids.clone()
     changed[:, :_FIRST] = (changed[:, :_FIRST] + vocab_size // 2) % vocab_size
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
-    was_training, used_cache = model.training, getattr(model.config, "use_cache", None)
+    was_training = model.training
     model.eval()
-    # As in training: with a cache, restarting positions are not looked at.
-    model.config.use_cache = False
     # One that scores sequences gives nothing for each token itself.
     reader = model.base_model if scores_sequences(model) else model
     try:
-        before, after = (reader(input_ids=tokens, position_ids=positions)[0][:, _FIRST:] for tokens in (ids, changed))
+        # With a cache, restarting positions are not looked at.
+        with without_cache(model.config):
+            before, after = (reader(input_ids=own, position_ids=positions)[0][:, _FIRST:] for own in (ids, changed))
     except (TypeError, ValueError, RuntimeError, ImportError):
         return None
     finally:
         model.train(was_training)
-        model.config.use_cache = used_cache
     return torch.allclose(before, after, rtol=1e-3, atol=1e-4 * float(before.abs().max()))
 
 

@@ -18,14 +18,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from hfdist.errors import ConfigError, first_line
-from hfdist.models.probing import small_model
-
 COUNTED = "hfdist_counted"
 """The key of a batch for which of its tokens count, [sequences, tokens]: no padding, and no row that fills it up."""
 
-_FLAG, _KEPT = "output_router_logits", "hfdist_output"
-_TOLERANCE = 1e-5
+ROUTER_FLAG = "output_router_logits"
+"""Field of a config: whether the model adds the loss over routers."""
+_KEPT = "hfdist_output"
 
 T = TypeVar("T")
 
@@ -109,7 +107,7 @@ class Routers:
 
     def __init__(self, model: nn.Module) -> None:
         base = base_of(model)
-        self.loss = _loss_of(base)
+        self.loss = balancing_loss(base)
         self._found = list(find_routers(base))
         self.num_layers = len(self._found)
         self.is_watching = False
@@ -178,7 +176,8 @@ def base_of(model: nn.Module) -> nn.Module:
     return model if unwrap is None else unwrap()
 
 
-def _loss_of(model: nn.Module) -> BalancingLoss:
+def balancing_loss(model: nn.Module) -> BalancingLoss:
+    """Read the loss over routers off a model's config, or off the model itself."""
     owners = (model.config.get_text_config(), model) if isinstance(model, PreTrainedModel) else ()
 
     def read(*names: str) -> Any:
@@ -192,7 +191,7 @@ def _loss_of(model: nn.Module) -> BalancingLoss:
 def adds_router_loss(model: nn.Module) -> bool:
     """Whether the model's config asks for the loss over routers."""
     text_config = getattr(getattr(model, "config", None), "get_text_config", None)
-    return text_config is not None and bool(getattr(text_config(), _FLAG, False))
+    return text_config is not None and bool(getattr(text_config(), ROUTER_FLAG, False))
 
 
 def leave_out_router_loss(model: nn.Module) -> None:
@@ -201,62 +200,9 @@ def leave_out_router_loss(model: nn.Module) -> None:
     Call it before the model is split or sharded.
     """
     base = base_of(model)
-    if isinstance(base, PreTrainedModel) and hasattr(base.config.get_text_config(), _FLAG):
+    if isinstance(base, PreTrainedModel) and hasattr(base.config.get_text_config(), ROUTER_FLAG):
         base.register_forward_pre_hook(_without_router_loss, with_kwargs=True)
 
 
 def _without_router_loss(module: nn.Module, args: T, kwargs: dict[str, object]) -> tuple[T, dict[str, object]]:
-    return args, kwargs | {_FLAG: False} if adds_router_loss(module) else kwargs
-
-
-def check_router_loss(model: nn.Module) -> None:
-    """Compare the loss over routers with the model's own, on a small model of its class. All ranks find the same.
-
-    Raises:
-        ConfigError: it is another one.
-    """
-    reason = _difference(base_of(model))
-    if reason is not None:
-        raise ConfigError(
-            "the loss over this model's routers is not known for a global batch, so it would depend on the layout",
-            where=f"model.config.{_FLAG}",
-            found=f"{type(base_of(model)).__name__}: {reason}",
-            allowed="false",
-            hint=f"model.config.{_FLAG}=false",
-        )
-
-
-def _difference(model: Any) -> str | None:
-    with torch.random.fork_rng(devices=[]):
-        try:
-            small = small_model(model)
-            routers = Routers(small)
-            generator = torch.Generator().manual_seed(0)
-            tokens = torch.randint(min(small.config.get_text_config().vocab_size, 100), (2, 16), generator=generator)
-            mask = torch.ones_like(tokens)
-            mask[1, 11:] = 0
-            batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask, "use_cache": False}
-            with torch.no_grad():
-                routers.is_watching = True
-                pure = small(**batch, **{_FLAG: False}).loss
-                routings = routers.take()
-                whole = small(**batch, **{_FLAG: True})
-            loss = _loss_of(model)
-            if not routings:
-                return "its routers give no row of logits for each token"
-            if getattr(whole, "aux_loss", None) is None:
-                return "it adds none"
-            totals = RoutingSums.of(
-                torch.zeros(routers.num_layers + 2, routings[0].logits.shape[-1], dtype=torch.float64)
-            )
-            loss.count(routings, mask, totals)
-            weights = loss.weights(totals)
-            ours = loss.share(routings, mask, weights)
-        except Exception as error:  # whatever a model raises that cannot be made small, or has other routers
-            return f"it cannot be tried: {first_line(error)}"
-    theirs = loss.coefficient * whole.aux_loss
-    if not torch.allclose(ours, theirs, rtol=_TOLERANCE, atol=0.0):
-        return f"of a small model it is {float(theirs):.6f}, and by the common definition {float(ours):.6f}"
-    if not torch.allclose(pure + ours, whole.loss, rtol=_TOLERANCE / 10, atol=0.0):
-        return f"the model adds {float(whole.loss - pure):.6f}, and not {float(ours):.6f}"
-    return None
+    return args, kwargs | {ROUTER_FLAG: False} if adds_router_loss(module) else kwargs

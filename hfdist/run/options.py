@@ -17,7 +17,7 @@ from hfdist.run.state import RunState
 from hfdist.trainer.checkpointing.start import open_replicas
 from hfdist.trainer.fault_tolerance.skip_counter import Tolerance
 from hfdist.trainer.island.parameter_island import ServerOptimizer
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 
 _UNCLIPPED = 1e30
 """A norm that no finite gradient reaches."""

@@ -124,15 +124,21 @@ class ContextParallel:
         Labels are shifted before they are shared out. Batches without labels stay whole: each rank computes them alone.
 
         Raises:
-            ConfigError: a batch that holds other things than tokens.
+            ConfigError: a batch that holds other things than a value for each token.
         """
         if batch.get("labels") is None:
             return nullcontext(batch)
-        unknown = [name for name in batch if name not in _KEYS]
+        shape = batch["input_ids"].shape
+        # Positions may be one row for all sequences.
+        allowed_shapes = dict.fromkeys(_KEYS, (shape,)) | {POSITIONS: (shape, (1, *shape[1:]), shape[1:])}
+        # What a collator gives may be no tensor at all.
+        given = {name: getattr(value, "shape", ()) for name, value in batch.items()}
+        unknown = {name: own for name, own in given.items() if own not in allowed_shapes.get(name, ())}
         if unknown:
             what = "it is not known how the ranks of a context group share this part of a batch"
-            where, found = "data_collator", ", ".join(unknown)
-            raise ConfigError(what, where=where, found=found, allowed=", ".join(_KEYS), hint="strategy.context=1")
+            found = ", ".join(f"{name} of shape {list(its)}" for name, its in unknown.items())
+            allowed = f"{', '.join(_KEYS)}, of shape {list(shape)}"
+            raise ConfigError(what, where="data_collator", found=found, allowed=allowed, hint="strategy.context=1")
         return _Shared(self, *self._shard(batch))
 
     def _shard(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], _Sequence]:

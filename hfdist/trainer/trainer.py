@@ -6,9 +6,8 @@ weighted by tokens), or is one line that lets the engine do the step. Without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -23,32 +22,30 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStrategy, TrainOutput
 
 from hfdist.collectives import gather_json
-from hfdist.config.composition.python_words import speaking_python
 from hfdist.data import HeldOutSources, TokenStream
 from hfdist.errors import ConfigError, DataError
-from hfdist.models.loss import LossHead
 from hfdist.models.probing import uses_all_parameters
-from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss
+from hfdist.models.router_check import check_router_loss
+from hfdist.models.routers import COUNTED, adds_router_loss
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.accelerator import adapt_accelerator
-from hfdist.trainer.checkpointing.checkpointer import Checkpointer, SaveOptions
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.checkpointing.log_history import drop_old
 from hfdist.trainer.checkpointing.trainer_state import intervals_of
 from hfdist.trainer.engine_setup import build_engine, check_has_logits, distribute, find_strategy
 from hfdist.trainer.engine_trainer import EngineTrainer
-from hfdist.trainer.evaluation.loop import Evaluator, Measure
+from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.fault_tolerance.nonfinite_steps import NonfiniteGuard, propagate_nan
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
-from hfdist.trainer.fault_tolerance.skip_counter import Tolerance
 from hfdist.trainer.hooks import owner_of
 from hfdist.trainer.island.callback import IslandCallback
 from hfdist.trainer.island.make import make_island
-from hfdist.trainer.island.parameter_island import ServerOptimizer
 from hfdist.trainer.named_arguments import arguments_by_name
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
+from hfdist.trainer.run_options import RunOptions
 from hfdist.trainer.step.lean_callbacks import use_lean_handler
 from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
@@ -64,30 +61,6 @@ if TYPE_CHECKING:
     _Trainer = EngineTrainer
 else:
     _Trainer = object
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(SaveOptions):
-    """What a run asks of its Trainer besides TrainingArguments; the defaults are those of a Trainer from Python."""
-
-    objective: Objective | None = None
-    """What is trained in place of the model's own loss; None: that one."""
-    loss_head: LossHead | None = None
-    """Computes training losses without whole logits; None: the model computes them."""
-    base_width: int | None = None
-    """Width (`hidden_size`) of the model in which the learning rate was found; None: it was found in this one."""
-    limits: Tolerance = field(default_factory=Tolerance)
-    """How many steps may be skipped, and how often the run goes back."""
-    measures: Sequence[Measure] = ()
-    """What each evaluation measures besides the loss."""
-    figures: Callable[[], dict[str, float]] = dict
-    """What each training line says besides; called on all ranks together."""
-    server_optimizer: ServerOptimizer | None = None
-    """How a parameter server steps the optimizer; None: there is no parameter server."""
-
-    def telling(self) -> AbstractContextManager[None]:
-        """Tell mistakes of the block in keys where a run has a config, else in arguments of Python."""
-        return nullcontext() if self.run_values is not None else speaking_python()
 
 
 class DistributedTrainerMixin(_Trainer):
@@ -448,19 +421,12 @@ class DistributedTrainerMixin(_Trainer):
             samples = list(islice(chain(samples, cycle(fill)), num_batches))
         self._num_read += len(samples)
         stream = self.token_stream
-        if stream is not None and stream.may_lack_targets:
-            # All ranks decide the same, because targets are counted over all ranks.
-            while num_items == 0:
-                if all(gather_json(stream.has_ended)):
-                    if self.state.global_step == 0:
-                        what = "the data have ended, and there was nothing in them to train on"
-                        found = "only rows that are empty, bad, held out or quarantined"
-                        hint = "python recipes/audit.py run=... counts them"
-                        raise DataError(what, where="data.sources", found=found, hint=hint)
-                    self.control.should_training_stop = True
-                    self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
-                    return [], num_items
-                samples, num_items = read()
+        # All ranks decide the same, because targets are counted over all ranks.
+        while stream is not None and stream.may_lack_targets and num_items == 0:
+            if all(gather_json(stream.has_ended)):
+                self._end_with_data()
+                return [], num_items
+            samples, num_items = read()
         if not samples:
             # The pass is over; the original would ask once for each step that is left.
             self.control.should_epoch_stop = True
@@ -476,6 +442,16 @@ class DistributedTrainerMixin(_Trainer):
         self.router_loss.begin_step(samples)
         self._guard.begin_step()
         return samples, num_items
+
+    def _end_with_data(self) -> None:
+        """End the training with a checkpoint: the stream has ended. DataError: it held nothing to train on."""
+        if self.state.global_step == 0:
+            what = "the data have ended, and there was nothing in them to train on"
+            found = "only rows that are empty, bad, held out or quarantined"
+            hint = "python recipes/audit.py run=... counts them"
+            raise DataError(what, where="data.sources", found=found, hint=hint)
+        self.control.should_training_stop = True
+        self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> object:
         """The last hook before the optimizer's step."""

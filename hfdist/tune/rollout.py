@@ -24,6 +24,7 @@ from hfdist.data.documents.examples import Example
 from hfdist.data.stream.token_stream import DOCUMENTS
 from hfdist.rewards import Generation, Reward
 from hfdist.strategies.engine import Batch, Forward
+from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import GenerationLimits, find_limits
@@ -54,6 +55,13 @@ class Rollouts:
         lines: writes some answers, on rank 0.
     """
 
+    # What `begin` sets.
+    _training: Training
+    _topology: Topology
+    _limits: GenerationLimits
+    _uses_cache: bool
+    """Whether `generate` continues rows: see `can_generate`."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -79,7 +87,7 @@ class Rollouts:
         """Find the limits of answers; ConfigError: they leave no room for a prompt."""
         self._training, self._topology = training, training.strategy.topology
         where, own = "task.max_new_tokens", self._task.max_new_tokens
-        self._limits: GenerationLimits = find_limits(training.model, self._tokenizer, own, where=where)
+        self._limits = find_limits(training.model, self._tokenizer, own, where=where)
         self._uses_cache = can_generate(cast(PreTrainedModel, training.model), self._topology)
         if self.generators is not None:
             self.generators.begin(training, self._limits)

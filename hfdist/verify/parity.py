@@ -38,6 +38,7 @@ from hfdist.config.train import Precision
 from hfdist.data.cache import write_once
 from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models import fit_vocabulary
+from hfdist.models.cache_use import set_use_cache
 from hfdist.models.shrink import shrink
 from hfdist.optim.check import describe
 from hfdist.optim.registry import make_small
@@ -160,7 +161,7 @@ def small_architecture(
     num_blocks = None if strategy.pipeline == 1 else max(_FEW_BLOCKS, _most_stages(strategy))
     small = shrink(architecture, num_blocks=num_blocks, vocab_size=vocab_size)
     small._attn_implementation = architecture._attn_implementation
-    small.use_cache = False
+    set_use_cache(small, False)
     for part in (small, small.get_text_config()):
         for name, value in list(vars(part).items()):
             if "drop" in name and isinstance(value, float):

@@ -12,7 +12,7 @@ from proofs.pages.shipped_tables import DOCS, put_between
 _NAMES = {
     "hfdist": None,
     "hfdist.rewards": None,
-    "hfdist.trainer.trainer": ("RunOptions",),
+    "hfdist.trainer.run_options": ("RunOptions",),
     "hfdist.config.composition.compose": ("compose_config",),
     "hfdist.run": ("prepare_run",),
     "hfdist.run.builder": ("Run",),

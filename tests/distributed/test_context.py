@@ -141,6 +141,18 @@ def test_what_needs_more_than_attention_gives_is_refused():
     }
 
 
+def test_a_batch_that_holds_more_than_a_value_for_each_token_is_refused():
+    context = ContextParallel.__new__(ContextParallel)
+    ids = torch.arange(8).view(2, 4)
+    for name, value in (
+        ("token_type_ids", ids),
+        ("attention_mask", torch.ones(2, 1, 4, 4)),
+        ("position_ids", ids.expand(3, 2, 4)),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} of shape"):
+            context.sharded({"input_ids": ids, "labels": ids, name: value})
+
+
 def losses_of(folder, given):
     given = dict(given)
     strategy = make_strategy(context=2)

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from hfdist.data import TokenStream
 from hfdist.trainer.fault_tolerance.skip_counter import Tolerance
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 from tests.distributed.trainers import GLOBAL_BATCH, LENGTH, STEPS, TINY, history, make_strategy, make_trainer, on_ranks
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import memory_config, memory_corpus

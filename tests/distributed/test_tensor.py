@@ -20,7 +20,7 @@ from hfdist.strategies.tensor import linear, plan
 from hfdist.strategies.tensor.plan import ALL_GATHERED
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 from tests.distributed.test_optimizers import saved
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, history, uneven_items
 from tests.marks import many

@@ -19,7 +19,7 @@ from hfdist.records import RunRecorder, read_run
 from hfdist.run.callbacks.traffic import Traffic
 from hfdist.sent_bytes import _OPERATORS, SentBytes
 from hfdist.testing import forget_parent, run_ranks
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 from tests.marks import many
 
 pytestmark = pytest.mark.distributed

@@ -14,7 +14,7 @@ from transformers.trainer_utils import HPSearchBackend
 import hfdist
 from hfdist.errors import ConfigError
 from hfdist.trainer.checkpointing import checkpointer, log_history
-from hfdist.trainer.trainer import RunOptions
+from hfdist.trainer.run_options import RunOptions
 from tests.distributed.trainers import LENGTH, STEPS, history, make_model, make_trainer, on_ranks, uneven_items
 
 pytestmark = pytest.mark.distributed

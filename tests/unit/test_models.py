@@ -10,10 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
+from hfdist.models.build import make_without_values
 from hfdist.models.experts import num_chosen_experts, num_experts
 from hfdist.models.flops import find_peak_flops, flops_per_token, measure_size, num_parameters
+from hfdist.models.initialize import initialize_by_name
 from hfdist.models.probing import class_keeps_documents_apart, keeps_documents_apart
+from hfdist.models.shrink import shrink
 from hfdist.models.tokenizer import train_bpe
+from hfdist.trainer.checkpointing.model_files import write_hub_files
 
 TEXTS = ["def add(left, right):\n    return left + right\n", "class Empty:\n    pass\n# 12345 größer 漢字\n"] * 20
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -35,6 +39,30 @@ def load_architecture(config, tokenizer, *, sequence_length):
 def random_model(tokenizer, **fields):
     config = ModelConfig(type="llama", config=TINY | fields)
     return build_model(config, load_architecture(config, tokenizer, sequence_length=16), seed=0)
+
+
+def test_the_part_for_text_has_the_ids_of_the_tokenizer(tokenizer):
+    config = ModelConfig(type="gemma3")
+    text = load_architecture(config, tokenizer, sequence_length=16).get_text_config()
+    # Gemma's own tokenizer pads with 0, which ends a text here: its embedding would get no gradient.
+    assert (text.pad_token_id, text.eos_token_id) == (None, tokenizer.eos_token_id)
+
+
+def test_the_part_for_text_makes_no_cache_which_would_hide_packed_documents(tmp_path, tokenizer):
+    architecture = shrink(load_architecture(ModelConfig(type="llama4"), tokenizer, sequence_length=16))
+    model = make_without_values(ModelConfig(type="llama4"), architecture)
+    initialize_by_name(model, 0)
+    tokens, positions = torch.arange(1, 9)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    changed = torch.where(torch.arange(8) < 4, tokens + 9, tokens)
+    before, after = (model(input_ids=ids, position_ids=positions).logits[:, 4:] for ids in (tokens, changed))
+    torch.testing.assert_close(before, after)
+    write_hub_files(model, None, tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).get_text_config().use_cache
+
+
+def test_a_type_that_must_have_a_token_is_refused_without_it(tokenizer):
+    with pytest.raises(ConfigError, match="have a pad_token_id, and the tokenizer has none"):
+        load_architecture(ModelConfig(type="modernbert-decoder"), tokenizer, sequence_length=16)
 
 
 class TestTokenizer:

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.errors import ConfigError
-from hfdist.models.routers import Routers, adds_router_loss, check_router_loss, find_routers
+from hfdist.models.router_check import check_router_loss
+from hfdist.models.routers import Routers, adds_router_loss, find_routers
 
 FIELDS = {"output_router_logits": True, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64,
           "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from hfdist.config.strategy import ContextMethod
-from hfdist.strategies import fsdp
+from hfdist.strategies import fsdp_units
 from hfdist.testing import run_ranks
 from tests.zoo import splitting
 from tests.zoo.conftest import is_of_all
@@ -62,7 +62,7 @@ def test_a_block_that_is_left_out_of_the_reduction_shows():
 
 
 def shard_without_reduction():
-    make = fsdp.fully_shard
+    make = fsdp_units.fully_shard
 
     def fully_shard(module, **options):
         sharded = make(module, **options)
@@ -70,5 +70,5 @@ def shard_without_reduction():
             sharded.set_requires_gradient_sync(False)
         return sharded
 
-    fsdp.fully_shard = fully_shard
+    fsdp_units.fully_shard = fully_shard
     return shard_types(["gpt2"])["gpt2"]

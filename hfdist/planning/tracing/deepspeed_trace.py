@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import deepspeed
@@ -36,8 +36,8 @@ from hfdist.models.loss import LossHead
 from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
 from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
-from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
+from hfdist.strategies.deepspeed.flat_buffers import stepped_buffers
 from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed
 from hfdist.strategies.engine import Engine
 from hfdist.strategies.held import state_tensors
@@ -45,6 +45,9 @@ from hfdist.strategies.pipelines import zero as pipelines_zero
 from hfdist.strategies.step_memory import MemoryUse
 from hfdist.strategies.traffic import Phase
 from hfdist.topology import Topology
+
+if TYPE_CHECKING:
+    from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
 
 _aten = torch.ops.aten
 _MICROBATCHES = 2
@@ -178,11 +181,11 @@ def name_what_is_held(engine: Engine, prepared: deepspeed.DeepSpeedEngine, trace
     weights = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
     zero = prepared.optimizer
     trace.hold_rest(BUFFERS)
-    trace.hold((*pieces_zero.stepped(zero), *state_tensors(zero.optimizer)), OPTIMIZER)
+    trace.hold((*stepped_buffers(zero), *state_tensors(zero.optimizer)), OPTIMIZER)
     trace.hold((*weights, *engine.model.buffers()), WEIGHTS)
 
 
-def _name_buckets(zero: pieces_zero.ZeroOptimizer, trace: Trace) -> None:
+def _name_buckets(zero: ZeroOptimizer, trace: Trace) -> None:
     """Tell the trace of the buckets that ZeRO-1 and 2 make anew in each backward, and of gradients that are kept."""
     if not hasattr(zero, "setup_buckets"):
         return

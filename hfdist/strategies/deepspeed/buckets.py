@@ -11,7 +11,7 @@ import torch
 from hfdist.models.partitioning import whole_shape
 
 if TYPE_CHECKING:
-    from hfdist.strategies.deepspeed.pieces_zero import ZeroOptimizer
+    from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
 
 BUCKET_ELEMENTS = 50_000_000
 """As fast as DeepSpeed's 500M on one node, at a tenth of the memory; small models have fewer."""

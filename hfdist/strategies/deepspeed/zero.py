@@ -30,6 +30,8 @@ from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
 from hfdist.strategies.deepspeed.expert_modules import gather_experts_together, let_gradients_reach
+from hfdist.strategies.deepspeed.flat_buffers import stepped_buffers
+from hfdist.strategies.deepspeed.step_hooks import hook_steps
 from hfdist.strategies.engine import Engine
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
     from deepspeed import DeepSpeedEngine
 
-    from hfdist.strategies.deepspeed.pieces_zero import ZeroOptimizer
+    from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
 
 _GENERATION = object()
 """Stands among the modules that use a parameter."""
@@ -270,7 +272,7 @@ class ZeroEngine(Engine):
         if loss_scaler is not None and hasattr(loss_scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.
             loss_scaler.raise_error_at_min_scale = False
-        self._whole_steps = pieces_zero.hook_steps(self.model, cast(PreTrainedModel, self.model), own)
+        self._whole_steps = hook_steps(self.model, cast(PreTrainedModel, self.model), own)
         fit_buckets(own, self.model.parameters())
         return optimizer
 
@@ -318,7 +320,7 @@ class ZeroEngine(Engine):
             return found
         zero = self._engine.optimizer
         in_weights = {tensor.untyped_storage().data_ptr() for tensor in weights}
-        stepped = [flat for flat in pieces_zero.stepped(zero) if flat.untyped_storage().data_ptr() not in in_weights]
+        stepped = [flat for flat in stepped_buffers(zero) if flat.untyped_storage().data_ptr() not in in_weights]
         return found | {"optimizer": storage_bytes([*stepped, *state_tensors(zero.optimizer)], device)}
 
     def extra_state(self) -> dict[str, dict[str, float]]:

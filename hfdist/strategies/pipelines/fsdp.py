@@ -18,7 +18,8 @@ from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.split import SplitModel
 from hfdist.strategies.base import check_no_scalars
 from hfdist.strategies.engine import Batch, TrainerHooks, Value
-from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
+from hfdist.strategies.fsdp import ShardedEngine
+from hfdist.strategies.fsdp_units import shard_by_blocks
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import RankSizes, ShardFractions

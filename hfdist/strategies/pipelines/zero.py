@@ -20,6 +20,7 @@ from hfdist.errors import PartitionError
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import generate
+from hfdist.strategies.deepspeed.step_hooks import hook_steps
 from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed, with_master_weights
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
@@ -28,7 +29,7 @@ from hfdist.strategies.traffic import Axes, Sent, cut_elements
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
 
-    from hfdist.strategies.deepspeed.pieces_zero import ZeroOptimizer
+    from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
 
 
 class PipelineZeroEngine(PipelineEngine):
@@ -57,7 +58,7 @@ class PipelineZeroEngine(PipelineEngine):
             config=self._strategy.deepspeed_config,
             dist_init_required=False,
         )
-        self._whole_steps = pieces_zero.hook_steps(self.model, self._split.model, self._engine.optimizer)
+        self._whole_steps = hook_steps(self.model, self._split.model, self._engine.optimizer)
         fit_buckets(self._engine.optimizer, self.model.parameters())
         self._norm = torch.zeros(())
         return DeepSpeedOptimizerWrapper(self._engine.optimizer)

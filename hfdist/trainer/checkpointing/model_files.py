@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_file
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import CheckpointError, ConfigError, first_line
 from hfdist.models.adapter import NAME
+from hfdist.models.cache_use import set_use_cache
 from hfdist.models.probing import scores_sequences
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
         # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
         config.architectures = [type(model).__name__]
         config.dtype = next(model.parameters()).dtype
-        config.use_cache = True
+        set_use_cache(config, True)
         if scores_sequences(model) and tokenizer is not None and config.pad_token_id == tokenizer.eos_token_id:
             # transformers would read the score in front of the end, and it is trained at the end.
             config.pad_token_id = None

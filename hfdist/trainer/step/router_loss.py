@@ -37,6 +37,18 @@ class RouterLoss:
     def __init__(self, training: Training, weighted_loss: WeightedLoss, *, sums_targets: bool) -> None:
         self._training, self._weighted_loss, self._sums_targets = training, weighted_loss, sums_targets
         self._routers: Routers | None = None
+        self._is_counting = False
+        """Whether forwards run beforehand, to count choices alone."""
+        self._is_agreed = False
+        """Whether all ranks know how many experts there are: a stage may have no router."""
+        self._batches: list[Batch] = []
+        """Micro batches of the step, until they are counted."""
+        self._counted: torch.Tensor | None = None
+        """Which tokens of the present forward count; None: all."""
+        self._weights: torch.Tensor | None = None
+        """Weight of each expert in this step's loss; None: not known yet."""
+        self._num_steps = 0
+        """Steps since the last reading."""
         self.options: dict[str, object] = {}
         """Options with which the class calls the model; empty: none, and the model needs no labels."""
 
@@ -50,16 +62,13 @@ class RouterLoss:
             return
         self._loss = routers.loss if self._sums_targets else replace(routers.loss, coefficient=0.0)
         self._is_counting = self._is_agreed = False
-        self._batches: list[Batch] = []
-        self._counted: torch.Tensor | None = None
-        self._weights: torch.Tensor | None = None
-        """Weight of each expert in this step's loss; None: not known yet."""
+        self._batches, self._counted, self._weights = [], None, None
         self._own = self._zeros(0)
         """What this rank has counted, and not told the others; rows as in `RoutingSums`."""
         self._all = self._zeros(0)
         """What all have counted since the last reading."""
         self._num_steps, self._sum = 0, torch.zeros((), device=self._training.args.device)
-        """The steps since then, and the sum of their losses before they are multiplied by the coefficient."""
+        """Sum of the steps' losses since then, before they are multiplied by the coefficient."""
 
     def begin_step(self, batches: list[Batch]) -> None:
         """Take the micro batches of a step of this rank, and note in them which tokens count."""
@@ -177,7 +186,6 @@ class RouterLoss:
     def _reduce(self) -> torch.Tensor:
         """Add up what ranks have counted; a tensor group has counted the same."""
         if not self._is_agreed and dist.is_initialized():
-            # A stage may have no router.
             width = torch.tensor(self._own.shape[1], device=self._own.device)
             dist.all_reduce(width, op=dist.ReduceOp.MAX)
             self._own = _widened(self._own, int(width))

@@ -111,8 +111,9 @@ class Throughput:
         self._flops: Callable[[int], float] = float
         self._sequence_length = self._last_step = self._last_tokens = 0
         self._squares: float | torch.Tensor = 0.0
+        """Sum of the squares of the lengths of documents that this rank has read since the last reading."""
         self._placed_tokens = 0
-        """Squares of lengths of documents that this rank has read since the last reading, and their tokens."""
+        """Tokens of these documents."""
         self.clock = StepClock(device)
         self.of_rank = StepTimes(0.0, 0.0, None, None)
         """This rank's own times of the steps of the last reading."""

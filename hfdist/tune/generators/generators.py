@@ -22,13 +22,13 @@ from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, PeerError
 from hfdist.processes.child_python import module
 from hfdist.strategies.engine import Batch
-from hfdist.topology import read_launcher
+from hfdist.topology import Topology, read_launcher
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
 from hfdist.tune.generators.broker import Broker
 from hfdist.tune.generators.lookahead import Lookahead
-from hfdist.tune.generators.messages import RANK, connect, make_folder, open_broker, pack, unpack
+from hfdist.tune.generators.messages import RANK, Socket, connect, make_folder, open_broker, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
 from hfdist.tune.generators.settings import Settings
@@ -47,6 +47,17 @@ class Generators(TrainerCallback):
         seeds_of: gives a seed for each completion of a prompt, by the prompt's number.
     """
 
+    # What `begin` sets.
+    _training: Training
+    _topology: Topology
+    _ahead: Lookahead
+    _sockets: Path
+    """Folder of the broker's socket."""
+    _socket: Socket
+    """This rank's connection to the broker."""
+    _processes: Processes
+    """Processes of the generators, on rank 0."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -61,6 +72,10 @@ class Generators(TrainerCallback):
         self._files = PolicyFiles(self._folder / "policy")
         self._broker: Broker | None = None
         """Broker on rank 0, from the first step on; None elsewhere."""
+        self._rollback, self._step, self._published = 0, -1, -1
+        """How often the run has gone back; the last step; the version that was published last."""
+        self._asked: set[int] = set()
+        """Numbers of the prompts that generators have got."""
         self._used = [0.0, 0.0, 0.0]
         """Prompts with answers since the last reading, the sum of their staleness, and the most of it."""
         self._wait_seconds = 0.0
@@ -73,7 +88,7 @@ class Generators(TrainerCallback):
             what = "generators run on one machine, with all ranks, in this version"
             raise ConfigError(what, where="task.generators", found=self._task.generators, hint="task.generators=0")
         self._rollback, self._step, self._published = 0, -1, -1
-        self._asked: set[int] = set()
+        self._asked = set()
         assert training.stream is not None
         self._ahead = Lookahead(training.stream, data_rank=self._topology.data_rank, data_size=self._topology.data)
         self._sockets = Path(on_rank_zero(lambda: self._start(limits)))
@@ -101,7 +116,8 @@ class Generators(TrainerCallback):
         """End the generators."""
         if self._broker is not None:
             self._broker.stop()
-            self._broker = None
+            # That of another training counts anew.
+            self._broker, self._read_tokens, self._read_thrown_away = None, 0, 0
         elif self._topology.is_main:
             # A training that is over at its start.
             self._processes.end()

@@ -66,3 +66,17 @@ def test_it_ends_where_the_data_end(tmp_path):
     ahead = Lookahead(stream, data_rank=0, data_size=1)
     assert [number for number, _ in ahead.read(0, 9)] == [1, 2]
     assert list(ahead.read(0, 9)) == []
+
+
+def test_figures_of_a_second_training_begin_anew():
+    generators = Generators.__new__(Generators)
+    generators._topology, generators._files = SimpleNamespace(is_main=False), None
+    generators._used, generators._wait_seconds = [0.0, 0.0, 0.0], 0.0
+    generators._read_seconds, generators._read_tokens, generators._read_thrown_away = 0.0, 0, 0
+    for num_tokens, thrown_away in ((90, 2), (40, 1)):
+        broker = SimpleNamespace(num_tokens=num_tokens, num_thrown_away=thrown_away, stop=lambda: None)
+        generators._broker = broker
+        figures = generators.figures()
+        assert figures["generator_tokens_per_second"] > 0
+        assert figures["answers_thrown_away"] == thrown_away
+        generators.on_train_end(None, None, None)

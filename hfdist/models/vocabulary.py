@@ -1,0 +1,60 @@
+"""The vocabulary of a model, fitted to its tokenizer."""
+
+from __future__ import annotations
+
+import shlex
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from hfdist.config.model import Init, ModelConfig
+from hfdist.errors import ConfigError
+
+
+def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+    """Check the model's vocabulary against the tokenizer; random weights take its size, unless one is given, and ids.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens than the model has embeddings, or lacks one that the type must have.
+    """
+    text = architecture.get_text_config()
+    size = len(tokenizer)
+    is_random = config.init is Init.random
+    is_trained_for_it = config.tokenizer.name is None
+    if is_random and "vocab_size" not in config.config and (is_trained_for_it or text.vocab_size < size):
+        text.vocab_size = size
+    if text.vocab_size < size:
+        what = "the tokenizer has more tokens than the model has embeddings"
+        where, hint = "model.config.vocab_size", f"model.config.vocab_size={size}"
+        if not is_random and "vocab_size" in config.config:
+            hint = "without model.config.vocab_size: it is that of the model's files"
+        elif not is_random:
+            # Its embeddings are in a file, so that another number of them is another model.
+            where, hint = "model.tokenizer.name", _give_embeddings(config, size)
+        found = f"{text.vocab_size} embeddings, {size} tokens"
+        raise ConfigError(what, where=where, found=found, allowed=f">= {size} embeddings", hint=hint)
+    if is_random:
+        # Of a model for text and images the part for text has ids of its own.
+        _take_special_ids(architecture, tokenizer)
+        _take_special_ids(text, tokenizer)
+
+
+def _take_special_ids(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        try:
+            setattr(architecture, name, getattr(tokenizer, name))
+        except StrictDataclassError as error:
+            what = f"models of this type have a {name}, and the tokenizer has none"
+            hint = "model.tokenizer.name=ID of a tokenizer that has one, or another model.type"
+            raise ConfigError(what, where="model.type", found=architecture.model_type, hint=hint) from error
+
+
+def _give_embeddings(config: ModelConfig, size: int) -> str:
+    """Say how a model with more embeddings is made of this one and its tokenizer: a command, and what to start then."""
+    code = (
+        "from transformers import AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer; "
+        f"model = Model.from_pretrained({config.name!r}, dtype='auto'); model.resize_token_embeddings({size}); "
+        "model.save_pretrained('resized'); "
+        f"Tokenizer.from_pretrained({config.tokenizer.name!r}).save_pretrained('resized')"
+    )
+    return f"python -c {shlex.quote(code)}, then model.name=resized; or a tokenizer of no more tokens"

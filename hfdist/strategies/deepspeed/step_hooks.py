@@ -1,0 +1,119 @@
+"""Hooks of the inner optimizer of DeepSpeed's ZeRO, by which it steps as on one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.checkpoint.piece import WEIGHT, Piece
+from hfdist.collectives import device_of
+from hfdist.models.partitioning import whole_shape
+from hfdist.models.probing import kind_of_name, unused_parameters
+from hfdist.optim.probe import needs_whole_parameters
+from hfdist.strategies.deepspeed.flat_buffers import FlatBuffer, Run, list_flat_buffers
+from hfdist.strategies.whole import Place, Places, ShardedParameter, WholeSteps
+
+if TYPE_CHECKING:
+    from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
+
+
+def hook_steps(model: nn.Module, whole: PreTrainedModel, zero: ZeroOptimizer) -> WholeSteps | None:
+    """Let the optimizer step as on one process: whole parameters where it needs them, and none that is unused.
+
+    By hooks of the inner optimizer: its gradients are reduced, unscaled and clipped then.
+
+    Args:
+        model: of this rank; its names are used.
+        whole: tells what may be unused.
+        zero: of DeepSpeed.
+
+    Returns:
+        The steps of whole parameters; None: the optimizer needs none.
+    """
+    unused = _Unused(whole, zero)
+    # It looks at what DeepSpeed steps, before whole parameters stand there, and has the last word.
+    zero.optimizer.register_step_pre_hook(unused.keep)
+    wholes = _step_wholes(model, zero)
+    zero.optimizer.register_step_post_hook(unused.put_back)
+    return wholes
+
+
+def _step_wholes(model: nn.Module, zero: ZeroOptimizer) -> WholeSteps | None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    asked: dict[int, bool] = {}
+    places: dict[ShardedParameter, Places] = {}
+    for flat in list_flat_buffers(zero):
+        options = flat.options
+        if id(options) not in asked:
+            asked[id(options)] = needs_whole_parameters(zero.optimizer, options)
+        # Once: experts that are modules are thousands of parameters.
+        runs = {id(run.parameter): run for run in flat.runs}
+        for parameter in flat.parameters if asked[id(options)] else ():
+            one = _sharded(flat, parameter, runs.get(id(parameter)), names[id(parameter)])
+            places[one] = [[Place(*span)] * (span[0] < span[1]) for span in flat.spans(parameter)]
+    return WholeSteps(zero.optimizer, places) if places else None
+
+
+def _sharded(flat: FlatBuffer, parameter: nn.Parameter, run: Run | None, name: str) -> ShardedParameter:
+    shape = whole_shape(parameter)
+
+    def own_pieces(held: torch.Tensor) -> list[Piece]:
+        if run is None or not run.weight.numel():
+            return []
+        view = held.detach()[run.offset : run.offset + run.weight.numel()]
+        return [Piece(name=name, key=WEIGHT, shape=shape, start=run.start, view=view)]
+
+    return ShardedParameter(
+        name=name,
+        held=flat.stepped,
+        options=flat.options,
+        shape=shape,
+        group=flat.group,
+        own_pieces=own_pieces,
+    )
+
+
+class _Unused:
+    """Lets the optimizer change no parameter that no rank has a gradient for, as in one process.
+
+    A flat buffer has zeros there, with which weight decay would move it. What may be unused a small model tells
+    (`unused_parameters`); an optimizer's state of such zeros stays zeros by itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, zero: ZeroOptimizer) -> None:
+        self._suspects: list[tuple[FlatBuffer, list[nn.Parameter]]] = []
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        kinds = unused_parameters(model) or frozenset()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for flat in list_flat_buffers(zero) if kinds else ():
+            suspected = [p for p in flat.parameters if kind_of_name(names[id(p)]) in kinds]
+            if suspected:
+                self._suspects.append((flat, suspected))
+
+    def keep(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Keep what is unused of the flat buffers that are stepped now. A collective where there may be any."""
+        now = {id(held) for group in optimizer.param_groups for held in group["params"] if held.grad is not None}
+        for flat, suspected in self._suspects:
+            stepped, group = flat.stepped, flat.group
+            # Offloaded, those that are not stepped now have gradients, too.
+            if id(stepped) not in now:
+                continue
+            assert stepped.grad is not None
+            parts = {id(run.parameter): slice(run.offset, run.offset + run.weight.numel()) for run in flat.runs}
+            counts = [stepped.grad[parts.get(id(p), slice(0))].count_nonzero() for p in suspected]
+            used = torch.stack(counts).to(device_of(group))
+            dist.all_reduce(used, group=group)
+            for parameter, count in zip(suspected, used.tolist(), strict=True):
+                if not count and id(parameter) in parts:
+                    part = stepped.data[parts[id(parameter)]]
+                    self._kept.append((part, part.clone()))
+
+    def put_back(self, *_: object) -> None:
+        """Undo what the step has done to it."""
+        for part, before in self._kept:
+            part.copy_(before)
+        self._kept.clear()
