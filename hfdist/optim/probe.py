@@ -69,18 +69,30 @@ def ask(optimizer: torch.optim.Optimizer) -> Answer:
     return Answer(reach=widest.reach, why=widest.why, not_saved=not_saved)
 
 
-def needs_whole_parameters(optimizer: torch.optim.Optimizer, group: Group) -> bool:
-    """Whether an update of this group depends on all of its parameter."""
-    return _ask_group(optimizer, group).reach is Reach.parameter
+def groups_of_wholes(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> list[Group]:
+    """List those of its groups of which an update depends on all of its parameter; one of each kind is asked."""
+    asked: dict[str, bool] = {}
+    found = []
+    for group in groups:
+        if (kind := _kind_of(group)) not in asked:
+            asked[kind] = _ask_group(optimizer, group).reach is Reach.parameter
+        if asked[kind]:
+            found.append(group)
+    return found
 
 
 def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[Group]:
-    """One of each kind: rates and decays alone do not make another."""
+    """One of each kind."""
     kinds: dict[str, Group] = {}
     for group in optimizer.param_groups:
-        named = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "weight_decay")}
-        kinds.setdefault(repr(sorted(named.items(), key=lambda item: item[0])), group)
+        kinds.setdefault(_kind_of(group), group)
     return list(kinds.values())
+
+
+def _kind_of(group: Group) -> str:
+    """The settings of a group as text: rates and decays alone do not make another kind."""
+    named = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "weight_decay")}
+    return repr(sorted(named.items(), key=lambda item: item[0]))
 
 
 @contextlib.contextmanager

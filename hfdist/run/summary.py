@@ -75,15 +75,15 @@ def _describe(run: RunState, steps_done: int) -> str:
     assert strategy is not None
     assert engine is not None
     batch, optimizer = strategy.batch, make_small(config.optimizer)
-    model = cast(PreTrainedModel, engine.model)
+    model, size = cast(PreTrainedModel, engine.model), engine.size
     parts = f"{batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
     a_step, in_all = _describe_size(config.task, config.data.packing, batch, trainer.args.max_steps)
-    what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
+    what = f"{size.num_trained:,} parameters, {100 * size.num_trained / size.num_parameters:.3g} %"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
     what_of_batch = "prompts" if config.task.name.traits.is_reinforcement else "sequences"
     done = f", of which {steps_done:,} are done" if steps_done else ""
     rows = {
-        "model": f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, "
+        "model": f"{model.config.model_type}, {size.num_parameters:,} parameters, "
         f"{config.model.init.value} weights, {engine.description}"
         + (f"; packed documents not one by one, since {run.why_together}" if run.why_together else ""),
         "trained": f"{what} of all" + (f": {adapter}" if config.adapter.is_used else ""),

@@ -26,7 +26,7 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.quantize import packed_shapes
 from hfdist.optim.joined import Group
-from hfdist.optim.probe import Reach, needs_whole_parameters
+from hfdist.optim.probe import Reach, groups_of_wholes
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients.reduction import total_norm
 from hfdist.strategies.held import state_tensors, storage_bytes
@@ -194,7 +194,7 @@ class Engine:
         self._whole_steps = WholeSteps(inner, gather_places(shared)) if shared else None
 
     def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[Group]:
-        return [g for g in optimizer.param_groups if g["params"] and needs_whole_parameters(optimizer, g)]
+        return groups_of_wholes(optimizer, (group for group in optimizer.param_groups if group["params"]))
 
     def _shared(self, optimizer: torch.optim.Optimizer) -> Iterator[ShardedParameter]:
         """List the parameters of which ranks have parts, and which the optimizer must see whole."""

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.distributed
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}  # fmt: skip
 WEIGHT_BYTES = 4 * Model.of(SIZES).parameters
-NUM_RANKS, NUM_STEPS, SHARE, RANK = 4, 5, 0.01, 2
+NUM_RANKS, NUM_STEPS, SHARE, RANK = 3, 4, 0.01, 2
 EARLY = {"compression_warmup_steps": 2}
 KEYS = {
     "none": {},

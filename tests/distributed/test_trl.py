@@ -82,7 +82,6 @@ def test_sft_in_pipelines(tmp_path, start, plain):
         "text": {"pipeline": 2, "schedule": "gpipe"},
         "prompt": {"pipeline": 2, "schedule": "zbv"},
         "chat": {"pipeline": 2, "schedule": "interleaved_1f1b"},
-        "packed": {"pipeline": 2},
         "flat": {"pipeline": 2},
         "sft_adapter": {"pipeline": 2},
     }

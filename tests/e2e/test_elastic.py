@@ -75,7 +75,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_a_lost_machine_leaves_the_losses_as_they_are(tmp_path, cache_dir, short_library):
+def test_a_lost_machine_leaves_the_losses_as_they_are(tmp_path, cache_dir):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

@@ -66,10 +66,7 @@ def fork_ranks(patch):
 
 
 def test_two_processes_train_and_resume(tmp_path, cache_dir, monkeypatch):
-    """The ranks of the second start are new processes, which get the command pickled.
-
-    Those of a real `accelerate launch` are in test_preemption.py.
-    """
+    """The ranks of the second start are new processes, which get the command pickled."""
     settings = ("strategy=zero2", "run.name=first", *SMALL)
     with monkeypatch.context() as patch:
         fork_ranks(patch)

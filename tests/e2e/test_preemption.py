@@ -1,4 +1,4 @@
-"""Signals under real launchers: a launcher passes its own on, and starts ranks that were stopped again."""
+"""Signals under real launchers, whose ranks are forks: a launcher passes its own on, and starts stopped ranks again."""
 
 import os
 import signal
@@ -7,8 +7,10 @@ from contextlib import suppress
 
 import psutil
 import pytest
+import torch.distributed.run
 
 from hfdist import __main__ as command
+from hfdist.processes.stop_signals import STOP_SIGNALS
 from hfdist.records import RunFolder, State, read_lines, read_run
 from proofs.kills import newest_whole
 from tests.e2e.forked import end, run_script, start_forked
@@ -22,9 +24,9 @@ ENDLESS = (*SMALL, "train.max_steps=100000", "checkpoint=default", "checkpoint.e
 class Launched:
     """A launcher in a fork, and the run that it has started."""
 
-    def __init__(self, folder, script, *arguments):
+    def __init__(self, folder, run, *arguments):
         self.log, self.run_dir = folder / "log", folder / "runs" / "stopped"
-        self.process = start_forked(run_script, script, *arguments, cwd=folder, said=(self.log, self.log))
+        self.process = start_forked(run, *arguments, cwd=folder, said=(self.log, self.log))
 
     @property
     def said(self):
@@ -41,9 +43,7 @@ class Launched:
 
     def ranks(self):
         """The processes that run the recipe; loader processes are their children."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        named = [child for child in children if str(RECIPE) in child.cmdline()]
-        return [child for child in named if child.ppid() not in {other.pid for other in named}]
+        return psutil.Process(self.process.pid).children()
 
     def kill(self):
         """Leave nothing of a test that failed: the run has no end of its own."""
@@ -75,7 +75,7 @@ def launch(tmp_path, cache_dir):
 
 
 def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(launch, forked_ranks):  # noqa: F811
-    run = launch(command.__file__, "pretrain", "launch.processes=2", "strategy=zero1", *ENDLESS)
+    run = launch(run_script, command.__file__, "pretrain", "launch.processes=2", "strategy=zero1", *ENDLESS)
     run.wait_for_steps(3)
     os.kill(run.process.pid, signal.SIGTERM)
     assert end(run.process) == 75, run.said
@@ -87,10 +87,32 @@ def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(launch, forked_ranks
     assert run.events == [(1, "start"), (1, "save"), (1, "end")]
 
 
+def run_rank(*arguments):
+    # A fork has its launcher's handlers; a new process has none.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    run_script(*arguments)
+
+
+def launch_forks(*arguments):
+    """Run `accelerate launch` with `arguments` in this process; only its ranks are no new processes."""
+    read = torch.distributed.run.config_from_args
+
+    def read_for_forks(parsed):
+        # By this the script's name and arguments are those of a function.
+        parsed.run_path = True
+        config, _, words = read(parsed)
+        config.start_method = "fork"
+        return config, run_rank, words
+
+    torch.distributed.run.config_from_args = read_for_forks
+    run_script(LAUNCHER, *arguments)
+
+
 def test_ranks_save_and_a_launcher_with_restarts_goes_on(launch):
     """First a rank is told to stop, then the launcher."""
     options = ("--config_file", ROOT / "conf" / "launch" / "cpu_2.yaml", "--max_restarts", 1)
-    run = launch(LAUNCHER, *options, RECIPE, "strategy=ddp", *ENDLESS)
+    run = launch(launch_forks, *options, RECIPE, "strategy=ddp", *ENDLESS)
     run.wait_for_steps(3)
     run.ranks()[1].send_signal(signal.SIGTERM)
     while "resuming from" not in run.said:

@@ -68,7 +68,7 @@ def trackio_is_imported_anew():
 
 
 @pytest.fixture(scope="module")
-def run_of_two_starts(tmp_path_factory, cache_dir, short_library):
+def run_of_two_starts(tmp_path_factory, cache_dir):
     """Killed after step 5, and started again by its launcher from step 3."""
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "program.py").write_text(PROGRAM)
@@ -180,7 +180,7 @@ BROKEN = {
 
 
 @pytest.mark.skipif(not INSTALLED, reason="without any tracker")
-def test_trackers_that_fail_do_not_fail_the_run(tmp_path, cache_dir, short_library):
+def test_trackers_that_fail_do_not_fail_the_run(tmp_path, cache_dir):
     (tmp_path / "file").touch()
     environment = {k: v.format(file=tmp_path / "file") for name in INSTALLED for k, v in BROKEN[name].items()}
     settings = (*SMALL, "strategy=single", "run.name=broken", f"report.to=[{','.join(INSTALLED)}]")

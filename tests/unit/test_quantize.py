@@ -127,19 +127,16 @@ def test_layers_whose_weight_the_model_reads_stay(tmp_path):
 
 @pytest.mark.parametrize("shape", [(4, 64, 32), (2, 128, 256), (3, 5, 7), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("kind", list(Quantization))
+@torch.compiler.set_stance("force_eager")  # bitsandbytes compiles what it has no kernel for: nine seconds
 def test_a_stack_is_packed_as_bitsandbytes_packs_each_expert(shape, kind):
     torch.manual_seed(0)
     weights = torch.randn(shape)
+    expected = []
+    for expert in weights:
+        codes, state = bitsandbytes.functional.quantize_4bit(expert, compress_statistics=True, quant_type=kind.value)
+        expected.append(bitsandbytes.functional.dequantize_4bit(codes, state))
     stack = PackedStack(shape, torch.float32, kind, make_levels())
     packed = stack.pack(weights)
-    expected = []
-    # It compiles what it has no kernel for: nine seconds.
-    with torch.compiler.set_stance("force_eager"):
-        for expert in weights:
-            codes, state = bitsandbytes.functional.quantize_4bit(
-                expert, compress_statistics=True, quant_type=kind.value
-            )
-            expected.append(bitsandbytes.functional.dequantize_4bit(codes, state))
     assert torch.equal(stack.dequantize(packed), torch.stack(expected))
     # Whatever share of the experts a rank holds.
     own = PackedStack((1, *shape[1:]), torch.float32, kind, make_levels())

@@ -12,7 +12,7 @@ from typing import Any
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
@@ -100,11 +100,10 @@ def compose_request(request: Request) -> RunConfig:
         ConfigError: see `compose_config`; a missing value, a dead interpolation, or a failed check.
     """
     config = compose_untyped(request)
-    for key, text in _texts(config):
-        if text == "???":
-            raise missing_value(key)
     try:
         values = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        raise missing_value(next(key for key, text in _texts(config) if text == "???")) from error
     except OmegaConfBaseException as error:
         raise explain_interpolation(error) from error
     except RecursionError as error:

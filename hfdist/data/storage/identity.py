@@ -20,7 +20,8 @@ from hfdist.data.threads import thread_map
 
 def identify_all(files: Sequence[DataFile], column: str) -> list[str]:
     """Identify files, several at once: see `identify`."""
-    return list(thread_map(lambda file: identify(file, column), files))
+    least_chunk = _QUICK_CHUNK if all(isinstance(file, LocalFile) for file in files) else 1
+    return list(thread_map(lambda file: identify(file, column), files, least_chunk=least_chunk))
 
 
 def identify(file: DataFile, column: str) -> str:
@@ -62,7 +63,7 @@ MOST_BYTES = 64 << 30
 _LEAST_PART_BYTES, _LEAST_PART_ROWS, _MOST_PARTS = 1 << 12, 1 << 4, 1 << 10
 _READ_BYTES = 1 << 22
 _QUICK_CHUNK = 32
-"""Files that a thread reads at a time, of small ones and of those whose hashes are kept."""
+"""Files that a thread reads at a time: ends of local ones, small ones, and those whose hashes are kept."""
 _RECENT_NS = 2 * 10**9
 """A file that was changed so lately could be changed once more without another time of change."""
 

@@ -38,12 +38,14 @@ def _sum_up(run: RunState) -> Ending:
     assert trainer.strategy is not None
     assert trainer.engine is not None
     model: Any = trainer.engine.model
+    size = trainer.engine.size
     example = None
     with warning_of_failure("prompt of the held-out data"):
         example = held_out_example(run)
     left_out, num_trained, graded = None, None, {}
     with warning_of_failure("report of the documents that were read"):
-        lanes = [read_records(config.run.folder.ledger, lane) for lane in range(config.data.lanes)]
+        ledger = config.run.folder.ledger
+        lanes = [read_records(ledger, lane) for lane in range(config.data.lanes)]
         left_out, num_trained = describe_losses(lanes, config.data), count_trained(lanes)
     with warning_of_failure("comparison with the plan"):
         graded = _read_grade(config.run.folder.grade) if config.report.plan else {}
@@ -52,8 +54,8 @@ def _sum_up(run: RunState) -> Ending:
         record=run.usage.totals(),
         layout=trainer.strategy.topology.describe(),
         model_type=model.config.model_type,
-        num_parameters=trainer.engine.size.num_parameters,
-        num_trained=trainer.engine.size.num_trained,
+        num_parameters=size.num_parameters,
+        num_trained=size.num_trained,
         folder=found.folder,
         loss=found.loss,
         step=found.step,

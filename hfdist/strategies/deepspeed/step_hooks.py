@@ -13,7 +13,7 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import device_of
 from hfdist.models.partitioning import whole_shape
 from hfdist.models.probing import kind_of_name, unused_parameters
-from hfdist.optim.probe import needs_whole_parameters
+from hfdist.optim.probe import groups_of_wholes
 from hfdist.strategies.deepspeed.flat_buffers import FlatBuffer, Run, list_flat_buffers
 from hfdist.strategies.whole import Place, Places, ShardedParameter, WholeSteps
 
@@ -44,15 +44,12 @@ def hook_steps(model: nn.Module, whole: PreTrainedModel, zero: ZeroOptimizer) ->
 
 def _step_wholes(model: nn.Module, zero: ZeroOptimizer) -> WholeSteps | None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    asked: dict[int, bool] = {}
+    of_wholes = set(map(id, groups_of_wholes(zero.optimizer, zero.optimizer.param_groups)))
     places: dict[ShardedParameter, Places] = {}
     for flat in list_flat_buffers(zero):
-        options = flat.options
-        if id(options) not in asked:
-            asked[id(options)] = needs_whole_parameters(zero.optimizer, options)
         # Once: experts that are modules are thousands of parameters.
         runs = {id(run.parameter): run for run in flat.runs}
-        for parameter in flat.parameters if asked[id(options)] else ():
+        for parameter in flat.parameters if id(flat.options) in of_wholes else ():
             one = _sharded(flat, parameter, runs.get(id(parameter)), names[id(parameter)])
             places[one] = [[Place(*span)] * (span[0] < span[1]) for span in flat.spans(parameter)]
     return WholeSteps(zero.optimizer, places) if places else None

@@ -1,0 +1,10 @@
+"""Forked commands read a small part of the standard library, as forked ranks do: seconds of most files here."""
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reads_little(request):
+    # There, forked commands and fresh processes leave files that are compared.
+    if not request.module.__name__.endswith("test_launch"):
+        request.getfixturevalue("short_library")
