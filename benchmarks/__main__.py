@@ -41,6 +41,7 @@ LINES = {
     "packed documents": "benchmarks.packed",
     "checkpoint": "benchmarks.checkpoint",
     "replicas": "benchmarks.replicas",
+    "mirror": "benchmarks.mirror",
     "loss head": "benchmarks.head",
     "LoRA of experts": "benchmarks.experts",
     "evaluation": "benchmarks.evaluation",

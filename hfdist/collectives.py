@@ -1,7 +1,7 @@
 """What ranks tell each other: small JSON values and failures, never pickle; and on which device tensors travel.
 
 Every local action runs through `on_all_ranks`, so that a rank that fails takes the others along at once instead of
-leaving them in a collective that it never joins. What runs beside the training speaks in a group of its own.
+leaving them in a collective that it never joins. What runs beside the training speaks in a `ControlGroup`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,30 @@ from hfdist.open_files import TOO_MANY, too_many_open
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 1016
 """Bytes of a text that travel with its length."""
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 # torch 2.11 has them under their old names alone, of which later ones warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_gloo_groups: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
-"""Groups of all ranks that take tensors of the host: by the default group, and by who speaks in them."""
-
 TRAVELLING_ERRORS = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, DataError, NumericsError, PeerError, ResourceError)
 }
 """Errors that the other ranks raise as what they are, by name."""
+
+
+class Texts(Protocol):
+    """A group of all ranks that carries texts in its own way: `ControlGroup`."""
+
+    def gather(self, text: bytes) -> list[bytes]:
+        """Give the texts of all ranks, in order of rank. A collective."""
+
+    def broadcast(self, text: bytes) -> bytes:
+        """Give all ranks the text of rank 0. A collective."""
+
+
+Group = dist.ProcessGroup | Texts | None
+"""Who speaks with each other; None: all ranks, in the default group."""
 
 
 def rank() -> int:
@@ -52,27 +64,6 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def control_group() -> dist.ProcessGroup | None:
-    """Give the group of all ranks for small values of the CPU that travel beside the training; None: one process.
-
-    The first call is a collective, which makes the group. Only the thread that trains speaks in it.
-    """
-    return gloo_group("the training")
-
-
-def gloo_group(speaker: str) -> dist.ProcessGroup | None:
-    """Give the group of all ranks in which `speaker` sends tensors of the host; None: one process.
-
-    The first call is a collective, which makes the group. Two threads must not speak in one group.
-    """
-    default = dist.group.WORLD if dist.is_initialized() else None
-    if default is None:
-        return None
-    if (default, speaker) not in _gloo_groups:
-        _gloo_groups[default, speaker] = dist.new_group(backend="gloo")
-    return _gloo_groups[default, speaker]
-
-
 def is_planned(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the other ranks of a group exist in a plan only (hfdist/planning): nothing comes from them."""
     return dist.is_initialized() and dist.get_backend(group) == "fake"
@@ -84,12 +75,12 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
 
 
-def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_json(value: object, group: Group = None) -> list[Any]:
     """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them.
 
     Where ranks say the same they may get one object: do not change what is given.
     """
-    return _read(_gather_texts(json.dumps(value).encode(), group))
+    return _read(gather_texts(json.dumps(value).encode(), group))
 
 
 def _read(texts: Sequence[bytes]) -> list[Any]:
@@ -98,39 +89,57 @@ def _read(texts: Sequence[bytes]) -> list[Any]:
     return [read[text] for text in texts]
 
 
-def exchange_json(values: Sequence[object]) -> list[Any]:
-    """Give what each rank has for this one, in order of rank: `values` are JSON, one for each rank. A collective.
+def swap_texts(texts: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
+    """Give what each rank of a group of the host has for this one; `texts`: one for each. A collective over them.
 
-    What a rank sends and gets grows with its own values alone, and not with those between other ranks.
+    What a rank sends and gets grows with its own texts alone, and not with those between other ranks.
     """
-    if world_size() == 1:
-        return [json.loads(json.dumps(value)) for value in values]
-    return [json.loads(text) for text in _swap_bytes([json.dumps(value).encode() for value in values])]
-
-
-def _swap_bytes(texts: Sequence[bytes]) -> list[bytes]:
-    # Of the host: over NCCL each pair of devices would get a connection of its own.
-    group = gloo_group("checkpoints") if "nccl" in dist.get_backend() else None
     lengths = torch.tensor([len(text) for text in texts])
     arriving = torch.empty_like(lengths)
     dist.all_to_all_single(arriving, lengths, group=group)
-    sent = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8) if any(texts) else _NO_BYTES
     received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
     dist.all_to_all_single(received, sent, arriving.tolist(), lengths.tolist(), group=group)
     content = received.numpy().tobytes()
     return [content[begin:end] for begin, end in pairwise(accumulate(arriving.tolist(), initial=0))]
 
 
-def _gather_texts(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+def broadcast_text(text: bytes, group: Group) -> bytes:
+    """Give all ranks of a group the text of the first. A collective over them."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return group.broadcast(text)
+    if world_size() == 1 or is_planned(group):
+        return text
+    head = torch.frombuffer(bytearray(_head(text)), dtype=torch.uint8).to(device_of(group))
+    dist.broadcast(head, group=group, group_src=0)
+    begun = head.cpu().numpy().tobytes()
+    length = int.from_bytes(begun[:_LENGTH_BYTES], "little")
+    if length <= _HEAD_BYTES:
+        return begun[_LENGTH_BYTES:][:length]
+    rest = torch.frombuffer(bytearray(text[_HEAD_BYTES:].ljust(length - _HEAD_BYTES)), dtype=torch.uint8)
+    rest = rest.to(device_of(group))
+    dist.broadcast(rest, group=group, group_src=0)
+    return begun[_LENGTH_BYTES:] + rest.cpu().numpy().tobytes()
+
+
+def gather_texts(text: bytes, group: Group) -> list[bytes]:
+    """Give the text of every rank of `group`, or of all, in order of rank. A collective over them."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return group.gather(text)
     if world_size() == 1 or is_planned(group):
         # In a plan all ranks say the same.
         return [text] * (dist.get_world_size(group) if is_planned(group) else 1)
     # The length travels with what comes first, so that short texts take one exchange.
-    heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)
+    heads = _gather_bytes(_head(text), group)
     lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
     longest = max(lengths) - _HEAD_BYTES
     rests = [b""] * len(heads) if longest <= 0 else _gather_bytes(text[_HEAD_BYTES:].ljust(longest, b" "), group)
     return [(head[_LENGTH_BYTES:] + rest)[:length] for head, rest, length in zip(heads, rests, lengths, strict=True)]
+
+
+def _head(text: bytes) -> bytes:
+    """Give the length of a text and what of it travels with the length, filled up."""
+    return (len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES]).ljust(_LENGTH_BYTES + _HEAD_BYTES)
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
@@ -142,9 +151,7 @@ def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes
     return [row.tobytes() for row in gathered.cpu().numpy()]
 
 
-def on_all_ranks(
-    action: Callable[[], object], group: dist.ProcessGroup | None = None, *, is_told: bool = True
-) -> list[Any]:
+def on_all_ranks(action: Callable[[], object], group: Group = None, *, is_told: bool = True) -> list[Any]:
     """Run `action` on every rank and give what each returned (JSON values), in order of rank. A collective.
 
     A rank that is not told hears of failures alone, and gets nothing: of thousands of ranks that saves it time.
@@ -160,7 +167,7 @@ def on_all_ranks(
     except Exception as error:
         own = _to_readable(error)
         report = json.dumps({"error": _describe(own)})
-    texts = _gather_texts(report.encode(), group)
+    texts = gather_texts(report.encode(), group)
     if own is not None:
         raise own
     for failed_rank, text in enumerate(texts):
@@ -169,7 +176,7 @@ def on_all_ranks(
     return [report["value"] for report in _read(texts)] if is_told else []
 
 
-def on_rank_zero(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> Any:
+def on_rank_zero(action: Callable[[], object], group: Group = None) -> Any:
     """Run `action` on rank 0 alone and give its value on all ranks. A collective; failures as in `on_all_ranks`."""
     text = b""
 
@@ -181,12 +188,8 @@ def on_rank_zero(action: Callable[[], object], group: dist.ProcessGroup | None =
     told = on_all_ranks(act, group)[0]
     if isinstance(told, list):
         return told[0]
-    if world_size() == 1 or is_planned(group):
-        return json.loads(text)
     # One text to all, where a gather would fill up those of all ranks to its length.
-    content = torch.frombuffer(bytearray(text.ljust(told)), dtype=torch.uint8).to(device_of(group))
-    dist.broadcast(content, 0, group=group)
-    return json.loads(content.cpu().numpy().tobytes())
+    return json.loads(broadcast_text(text, group))
 
 
 def _to_readable(error: Exception) -> Exception:

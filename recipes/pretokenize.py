@@ -11,7 +11,7 @@ from hfdist.config.run import RunConfig
 def main(config: RunConfig) -> None:
     """Open the corpus, find or train its tokenizer, and write the token files."""
     # Imported here, so that --help and a misspelt key need no torch.
-    from hfdist.config.data import cache_dir
+    from hfdist.config.data import cache_dir, read_shard
     from hfdist.data import open_corpus
     from hfdist.data.pretokenize import pretokenize, report_tokenized
     from hfdist.data.tokenization.chat_template import adopt_template
@@ -20,7 +20,7 @@ def main(config: RunConfig) -> None:
     from hfdist.topology import Topology
 
     set_up_logging(Topology())
-    corpus = open_corpus(config.data)
+    corpus = open_corpus(config.data, reads_all=True)
     tokenizer = load_tokenizer(
         config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
     )
@@ -33,9 +33,11 @@ def main(config: RunConfig) -> None:
         workers=config.data.workers,
         on_bad_rows=config.data.on_bad_rows,
         chat=config.data.chat,
+        share=read_shard(config.data.shard),
         progress=config.report.progress,
     )
-    report_tokenized(made, folder, vocab_size=len(tokenizer) if config.model.tokenizer.name is None else None)
+    if made is not None:
+        report_tokenized(made, folder, vocab_size=len(tokenizer) if config.model.tokenizer.name is None else None)
 
 
 if __name__ == "__main__":

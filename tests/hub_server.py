@@ -60,10 +60,10 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
 
-    def commit(self, changes: dict[str, bytes], message: str = "", branch: str = "main") -> str:
+    def commit(self, changes: dict[str, bytes | None], message: str = "", branch: str = "main") -> str:
         before = self.files(branch) if branch in self.branches else {}
         commit = hashlib.sha1(f"{self.name} {branch} {len(self.commits)}".encode()).hexdigest()
-        self.commits[commit] = {**before, **changes}
+        self.commits[commit] = {path: content for path, content in {**before, **changes}.items() if content is not None}
         self.branches[branch] = commit
         self.messages.append(message)
         return commit
@@ -436,6 +436,8 @@ class Handler(BaseHTTPRequestHandler):
             value = operation["value"]
             if operation["key"] == "file":
                 changes[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "deletedFile":
+                changes[value["path"]] = None
             else:
                 assert operation["key"] == "lfsFile", operation["key"]
                 changes[value["path"]] = self.store.large[value["oid"]]

@@ -1,4 +1,4 @@
-"""How costs grow with ranks, with layers, with the size of the corpus, and a save's with thousands of ranks.
+"""How costs grow with ranks, layers, the corpus and its files; a save and control with thousands of ranks.
 
 python -m benchmarks.growth --write
 """
@@ -10,9 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.growth import runs, saves
+from benchmarks.growth import control, runs, saves
 from benchmarks.growth.plots import draw_ranks
-from benchmarks.growth.tables import corpora_section, layers_section, ranks_section, saves_section
+from benchmarks.growth.tables import (
+    control_section,
+    corpora_section,
+    files_section,
+    layers_section,
+    ranks_section,
+    saves_section,
+)
 from benchmarks.table import Measure, describe_run, publish, read_options
 
 _PICTURE = Path(__file__).with_name("ranks.png")
@@ -41,15 +48,27 @@ def _run_corpora(options: argparse.Namespace) -> runs.ByTimes:
     return runs.run_by_times(runs.QUICK_TIMES if options.quick else runs.TIMES)
 
 
+def _run_files(options: argparse.Namespace) -> runs.ByFiles:
+    return runs.run_by_files(runs.QUICK_FILES if options.quick else runs.FILES)
+
+
 def _run_saves(options: argparse.Namespace) -> runs.BySaves:
     return runs.run_saves(saves.LAYOUTS, runs.QUICK_SAVE_RANKS if options.quick else runs.SAVE_RANKS)
+
+
+def _run_control(options: argparse.Namespace) -> runs.ByControl:
+    if options.quick:
+        return runs.run_control(runs.QUICK_CONTROL_RANKS, runs.QUICK_WATCH_RANKS, machine_ranks=2)
+    return runs.run_control(runs.CONTROL_RANKS, runs.WATCH_RANKS, control.MACHINE_RANKS)
 
 
 PARTS = {
     "ranks": Part(_run_ranks, ranks_section),
     "layers": Part(_run_layers, layers_section),
     "corpora": Part(_run_corpora, corpora_section),
+    "files": Part(_run_files, files_section),
     "saves": Part(_run_saves, saves_section),
+    "control": Part(_run_control, control_section),
 }
 
 

@@ -11,12 +11,15 @@ from typing import Any
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 import hfdist.trainer.trainer  # noqa: F401
-from benchmarks.growth import corpora, saves, training
+from benchmarks.growth import control, corpora, files, saves, training
 from hfdist.testing import run_ranks
 
 GLOBAL_BATCH_SIZE, SEQUENCE_TOKENS = 8, 32
 RANKS, LAYERS, TIMES = (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 10, 100)
+CONTROL_RANKS, QUICK_CONTROL_RANKS = (8, 16, 32, 64), (4, 8)
+WATCH_RANKS, QUICK_WATCH_RANKS = (64, 1024, 4096, 16_384), (64, 1024)
 SAVE_RANKS, QUICK_SAVE_RANKS = (64, 256, 1024, 4096, 16_384), (8, 16)
+FILES, QUICK_FILES = (1_000, 10_000, 100_000), (100, 200)
 QUICK_RANKS, QUICK_LAYERS, QUICK_TIMES = (1, 2), (2, 4), (1, 10)
 QUICK_LAYOUTS = ("ddp", "zero2", "pipeline")
 NUM_LAYER_RANKS = 2
@@ -24,7 +27,7 @@ SIZES = {"vocab_size": 2048, "hidden_size": 192, "intermediate_size": 640, "num_
          "num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": False}  # fmt: skip
 THIN_SIZES = SIZES | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2,
                       "num_key_value_heads": 2}  # fmt: skip
-_SECONDS = 600
+_SECONDS, _FILES_SECONDS = 600, 3600
 
 NOTHING_KEPT: dict[str, Any] = {
     "stage3_max_live_parameters": 0,
@@ -51,6 +54,8 @@ QUICK_LAYER_LAYOUTS = ("pipeline",)
 ByRanks = dict[str, dict[int, list[training.Costs]]]
 ByLayers = dict[str, dict[int, list[training.Costs]]]
 ByTimes = dict[str, dict[int, corpora.Costs]]
+ByControl = dict[str, dict[int, control.GroupCosts | control.WatchCosts]]
+ByFiles = dict[str, dict[int, files.Costs]]
 BySaves = dict[str, dict[int, saves.Costs]]
 
 
@@ -99,6 +104,36 @@ def run_by_times(times: Sequence[int]) -> ByTimes:
                     corpora.measure, 1, folder, tokenizer, kind, group=False, timeout_seconds=_SECONDS
                 )
     return costs
+
+
+def run_control(ranks: Sequence[int], watched: Sequence[int], machine_ranks: int) -> ByControl:
+    """More and more ranks: real ones in control groups, faked ones in the watch; and in one mesh, and in one star."""
+
+    def group(num_ranks: int, of_machine: int) -> control.GroupCosts:
+        costs = run_ranks(control.measure_group, num_ranks, of_machine, timeout_seconds=_SECONDS)
+        assert isinstance(costs[0], control.GroupCosts)
+        return costs[0]
+
+    return {
+        "control group": {n: group(n, machine_ranks) for n in ranks},
+        "one mesh of all ranks": {n: group(n, n) for n in ranks},
+        "watch": {n: control.measure_watch(n, machine_ranks) for n in watched},
+        "watch, rank 0 hears each": {n: control.measure_watch(n, n) for n in watched},
+    }
+
+
+def run_by_files(counts: Sequence[int]) -> ByFiles:
+    """More and more files."""
+
+    def measure(kind: str, num_files: int) -> files.Costs:
+        with tempfile.TemporaryDirectory() as root:
+            [costs] = run_ranks(
+                files.measure, 1, Path(root), kind, num_files, group=False, timeout_seconds=_FILES_SECONDS
+            )
+        assert isinstance(costs, files.Costs)
+        return costs
+
+    return {kind: {num_files: measure(kind, num_files) for num_files in counts} for kind in files.WRITERS}
 
 
 def run_saves(layouts: Iterable[str], ranks: Sequence[int]) -> BySaves:

@@ -1,7 +1,8 @@
 """What the plan of a save costs one rank of thousands: the others are faked, by what they would send to it.
 
 The model has the shapes of a Llama of 405 billion parameters, and Adam's two moments. Its tensors have no memory, and
-no other rank is started: only the transport of `hfdist.collectives` is replaced, so all that a rank computes is real.
+no other rank is started: only the transport of `hfdist.collectives` and of control groups is replaced, so all that a
+rank computes is real.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from itertools import cycle, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from hfdist import collectives
-from hfdist.checkpoint.holders import answers_of, asked_rank
+from hfdist import collectives, control_group
+from hfdist.checkpoint.holders import answers_by_holder, directory_rank
 from hfdist.checkpoint.manifest import Manifest, Part
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region, split_tensors
@@ -60,7 +62,7 @@ class Costs:
 def measure(layout: str, num_ranks: int) -> Costs:
     """Plan a first save and a later one, as the rank of the first that is asked about most tensors."""
     shapes = dict(_shapes())
-    asked = [asked_rank(piece_id, num_ranks) for piece_id in _ids(shapes)]
+    asked = [directory_rank(piece_id, num_ranks) for piece_id in _ids(shapes)]
     own = max(range(num_ranks), key=asked.count)
     others = _Others(shapes, LAYOUTS[layout], num_ranks, own)
     pieces = list(others.pieces(own, shapes))
@@ -130,18 +132,18 @@ class _Others:
 
     def __init__(self, shapes: Shapes, tensor_ranks: int, num_ranks: int, own: int) -> None:
         self._shapes, self._tensor_ranks, self._num_ranks, self._own = shapes, tensor_ranks, num_ranks, own
-        asked = {name for name, key in _ids(shapes) if asked_rank((name, key), num_ranks) == own}
+        asked = {name for name, key in _ids(shapes) if directory_rank((name, key), num_ranks) == own}
         of_asked = {name: shape for name, shape in shapes.items() if name in asked}
         questions = [
-            [region for region in self._declare(rank, of_asked) if asked_rank(region.spec.id, num_ranks) == own]
+            [region for region in self._declare(rank, of_asked) if directory_rank(region.spec.id, num_ranks) == own]
             for rank in range(num_ranks)
         ]
         specs: list[list[object]] = [[] for _ in range(num_ranks)]
         for region in self._declare(own, shapes):
-            specs[asked_rank(region.spec.id, num_ranks)].append(region.spec)
+            specs[directory_rank(region.spec.id, num_ranks)].append(region.spec)
         answers: list[list[object]] = [[] for _ in range(num_ranks)]
         for answer in self._answers():
-            answers[asked_rank(tuple(answer[0]), num_ranks)].append(answer)
+            answers[directory_rank(tuple(answer[0]), num_ranks)].append(answer)
         self._swapped = [_texts(questions), _texts(answers)]
         self._gathered = _texts([{"value": of_rank} for of_rank in specs])
         self.received_bytes = sum(len(text) for texts in (*self._swapped, self._gathered) for text in texts)
@@ -189,13 +191,11 @@ class _Others:
                 if stop < start:
                     held.append((self._num_ranks, Region(spec, stop, start)))
         segments = split_tensors({region.spec.id: region.spec for _, region in held}, held)
-        return (answer for holder, answer in answers_of(segments) if holder == self._own)
+        return (answer for holder, answer in answers_by_holder(segments) if holder == self._own)
 
     @contextmanager
     def faked(self) -> Iterator[None]:
-        """Replace what is below `hfdist.collectives`; ranks say what this one says where nothing else is known."""
-        names = ("dist", "_swap_bytes", "_gather_texts")
-        real = [getattr(collectives, name) for name in names]
+        """Replace what carries texts; ranks say what this one says where nothing else is known."""
         swapped, own_text = cycle(self._swapped), self._gathered[self._own]
         ranks = SimpleNamespace(
             is_initialized=lambda: True,
@@ -210,13 +210,13 @@ class _Others:
             # Each a text of its own, as they would arrive; the others name their own files.
             return [bytes(bytearray(text)).replace(_RANK, b"%05d" % number) for number in range(self._num_ranks)]
 
-        for name, fake in zip(names, (ranks, lambda texts: next(swapped), gather), strict=True):
-            setattr(collectives, name, fake)
-        try:
+        group = SimpleNamespace(swap=lambda texts: next(swapped))
+        with (
+            patch.object(collectives, "dist", ranks),
+            patch.object(collectives, "gather_texts", gather),
+            patch.object(control_group, "control_group", lambda: group),
+        ):
             yield
-        finally:
-            for name, function in zip(names, real, strict=True):
-                setattr(collectives, name, function)
 
 
 def _texts(values: Sequence[object]) -> list[bytes]:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import TypeVar
 
-from benchmarks.growth import corpora, runs, saves, theory
+from benchmarks.growth import control, corpora, files, runs, saves, theory
 from benchmarks.growth.plots import activation_bytes, mean, ring_bytes, state_bytes
 from benchmarks.growth.training import Costs
 from benchmarks.table import Measure, markdown
 
 _MOST_FIRST_SECONDS, _MOST_LATER_SECONDS, _MOST_SAVE_MB = 2.0, 0.2, 200
+_MOST_INDEXED_SECONDS = 0.1
 _MOST_OF_FORMULA, _MOST_EXPONENT_OF_LAYERS, _MOST_EXPONENT_OF_CORPUS = 1.05, 1.1, 0.2
+_CONTROL_GOALS = {
+    ("control group", "descriptors"): 0.3,
+    ("control group", "reduce_bytes"): 0.3,
+    ("watch", "messages"): 0.3,
+    ("watch", "cpu_seconds"): 0.3,
+}
 _MB = 1e6
 
 Of = TypeVar("Of")
@@ -98,6 +106,43 @@ def corpora_section(costs: runs.ByTimes) -> Described:
     return text, measures
 
 
+def files_section(costs: runs.ByFiles) -> Described:
+    """By the number of files."""
+    figures: dict[str, Callable[[files.Costs], float]] = {
+        "hfdist index, CPU s": lambda one: one.index_cpu_seconds,
+        "a start that opens the files, CPU s": lambda one: one.opened_cpu_seconds,
+        "a start with the index, CPU s": lambda one: one.indexed_cpu_seconds,
+        "its heap, MB": lambda one: one.indexed_heap_bytes / _MB,
+        "the index, MB": lambda one: one.index_bytes / _MB,
+    }
+    rows, measures = [], []
+    for kind, by_files in costs.items():
+        for what, value in figures.items():
+            points = {num_files: value(one) for num_files, one in by_files.items()}
+            slope = theory.exponent(points)
+            rows.append([kind, what, *(f"{figure:.3g}" for figure in points.values()), f"{slope:.2f}"])
+        last = max(by_files)
+        seconds = by_files[last].indexed_cpu_seconds
+        measures.append(
+            Measure(
+                what=f"a start with an index of {last:,} files, {kind}",
+                unit="CPU s",
+                ours=seconds,
+                goal=f"<= {_MOST_INDEXED_SECONDS:g}",
+                is_met=seconds <= _MOST_INDEXED_SECONDS,
+            )
+        )
+    counts = list(next(iter(costs.values())))
+    text = (
+        "More and more files of four rows on a local disk. A start is that of each rank: the corpus open, and the "
+        "first documents of a lane known; without an index it finds what an earlier start has left in the cache. Heap: "
+        "what C and C++ hold after it, without what is mapped. Both ways have one fingerprint. The last column is the "
+        "fitted exponent; linear is 1.\n\n"
+        + markdown(["files", "what", *(f"{count:,} files" for count in counts), "exponent"], rows)
+    )
+    return text, measures
+
+
 def saves_section(costs: runs.BySaves) -> Described:
     """By thousands of ranks."""
     figures: dict[str, tuple[Callable[[saves.Costs], float], float]] = {
@@ -128,6 +173,33 @@ def saves_section(costs: runs.BySaves) -> Described:
         "linear is 1.\n\n" + markdown(["layout", "what", *(f"{n:,} ranks" for n in ranks), "exponent"], rows)
     )
     return text, measures
+
+
+def control_section(costs: runs.ByControl) -> Described:
+    """By ranks, and by thousands of them."""
+    units = {"cpu_seconds": ("CPU ms", 1e3)}
+    text = (
+        f"Rank 0 of ranks with {control.MACHINE_RANKS} on a machine; machines are names of hosts. In a control group: "
+        "connections and other descriptors once it was used in each way, the flags of a step, a gather of short texts. "
+        "Of the watch: what comes in a second in which all is well, and the CPU time for that, without transport; the "
+        "other ranks are faked. Beside each what a mesh and a star cost. The last column is the fitted exponent."
+    )
+    tables, measures = [], []
+    for name, by_ranks in costs.items():
+        rows = []
+        for field in fields(next(iter(by_ranks.values()))):
+            unit, times = next((units[end] for end in units if field.name.endswith(end)), ("", 1))
+            points = {n: times * getattr(one, field.name) for n, one in by_ranks.items()}
+            slope = theory.exponent(points)
+            words = field.name.removesuffix("_cpu_seconds").replace("_", " ").replace("cpu seconds", "a second")
+            what = f"{words}{f', {unit}' if unit else ''}"
+            rows.append([what, *(f"{figure:.3g}" for figure in points.values()), f"{slope:.2f}"])
+            if (name, field.name) in _CONTROL_GOALS:
+                goal = _CONTROL_GOALS[name, field.name]
+                what = f"exponent: {what} by ranks, {name}"
+                measures.append(Measure(what=what, unit="", ours=slope, goal=f"<= {goal:g}", is_met=slope <= goal))
+        tables.append(markdown([name, *(f"{n:,} ranks" for n in by_ranks), "exponent"], rows))
+    return "\n\n".join([text, *tables]), measures
 
 
 def _cells(ranks: list[Costs], expected_bytes: float, expected_state: float) -> list[str]:

@@ -18,7 +18,6 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from hfdist.checkpoint.folder import Keep, commit, prune, remove_unfinished, temporary
 from hfdist.checkpoint.manifest import FORMAT, Part, write_json
@@ -28,6 +27,7 @@ from hfdist.checkpoint.replicas import Replicas
 from hfdist.checkpoint.save_plan import MODEL_STEM, STATE_FILE, Planner, numbers_as_json
 from hfdist.checkpoint.write import Contents, write_folder
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
+from hfdist.control_group import ControlGroup
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.models.names.hub_names import HubNames
 
@@ -140,7 +140,7 @@ class Saver:
         """Where each save leaves a replica; None: nowhere, or not any more, as the memory has become full."""
         self._planner = Planner(stem=stem, names=names)
         self._copy = _HostCopy() if in_background else None
-        self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
+        self._group = ControlGroup() if in_background and world_size() > 1 else None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_done = threading.Event()
         self._is_done.set()

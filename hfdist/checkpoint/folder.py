@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,20 @@ class Keep:
     """Whether the checkpoint with the lowest held-out loss stays."""
     named: frozenset[str] = frozenset()
     """Checkpoints with these names stay; they count among the newest."""
+    held: frozenset[str] = frozenset()
+    """Checkpoints with these names stay, too, as something reads them; they count for nothing."""
+
+    def choose(self, names: Sequence[str], best: str | None) -> set[str]:
+        """Give the names that stay of the whole checkpoints, which are given with the oldest first; `best` is one."""
+        kept = {name for name in names if name in self.named}
+        # As many as there is room for beside them, and the newest in any case: the run goes on from it.
+        newest_first = [name for name in reversed(names) if name not in kept]
+        kept |= {*newest_first[: max(self.newest - len(kept), 0)], *names[-1:]}
+        if self.best and best is not None:
+            kept.add(best)
+        if self.every is not None:
+            kept |= {name for name in names if step_of(name) % self.every == 0}
+        return kept | self.held
 
 
 def step_name(step: int) -> str:
@@ -293,19 +307,14 @@ def prune(folder: Path, keep: Keep) -> None:
         return
     try:
         whole = _list_whole(folder)
-        best = {path for path, _ in by_held_out_loss(folder)[:1]} if keep.best else set()
+        best = [path.name for path, _ in by_held_out_loss(folder)[:1]] if keep.best else []
     except OSError as error:
         # The checkpoint that was just saved is whole, and the next save tries again.
         logger.warning("the checkpoints in %s cannot be listed, and none is removed: %s", folder, error)
         return
-    kept = {path for path in whole if path.name in keep.named}
-    # As many as there is room for beside them, and the newest in any case: the run goes on from it.
-    newest_first = [path for path in reversed(whole) if path not in kept]
-    kept |= set(newest_first[: max(keep.newest - len(kept), 0)]) | set(whole[-1:]) | best
-    if keep.every is not None:
-        kept |= {path for path in whole if step_of(path.name) % keep.every == 0}
+    kept = keep.choose([path.name for path in whole], next(iter(best), None))
     for path in whole:
-        if path not in kept:
+        if path.name not in kept:
             remove(path)
 
 

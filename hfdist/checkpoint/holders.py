@@ -11,24 +11,24 @@ What a rank sends, gets and computes grows with what it holds, and not with that
 
 from __future__ import annotations
 
-import gc
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 from hfdist.checkpoint.piece import STEP, is_number
 from hfdist.checkpoint.regions import Column, Region, Segment, merge_specs, split_tensors
 from hfdist.checkpoint.safetensors_io import TensorId, TensorSpec
-from hfdist.collectives import exchange_json, on_all_ranks, world_size
+from hfdist.collectives import on_all_ranks, world_size
+from hfdist.control_group import exchange_json
 from hfdist.errors import CheckpointError
+from hfdist.garbage_collector import collector_paused
 
 _Runs = list[list[int]]
 """Ranks as JSON: the first, the last, and the distance of each run of equally distant ones; 0: there is one."""
 
 
-def merge_all_specs(own: Iterable[Region]) -> dict[TensorId, TensorSpec]:
+def gather_specs(own: Iterable[Region]) -> dict[TensorId, TensorSpec]:
     """Give all tensors that any rank holds, in order of their ids, from this rank's regions. A collective.
 
     It is a `CheckpointError` on all ranks if some disagree about a tensor, or hold a region outside of it.
@@ -38,11 +38,11 @@ def merge_all_specs(own: Iterable[Region]) -> dict[TensorId, TensorSpec]:
 
 
 def find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], list[Segment]]:
-    """Give all tensors, as `merge_all_specs`, and the segments of which this rank holds a part. A collective.
+    """Give all tensors, as `gather_specs`, and the segments of which this rank holds a part. A collective.
 
     Numbers have no segments. Elements of a tensor that no rank holds are a `CheckpointError`, too.
     """
-    with _without_collector():
+    with collector_paused():
         return _find_holders(own)
 
 
@@ -57,7 +57,7 @@ def _find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], li
 
     specs = _tell(split)
     answers: list[list[object]] = [[] for _ in range(world_size())]
-    for holder, answer in answers_of(found):
+    for holder, answer in answers_by_holder(found):
         answers[holder].append(answer)
     # Ranks that hold one tensor alike hold others alike: their numbers are kept once.
     known: dict[str, tuple[int, ...]] = {}
@@ -68,19 +68,7 @@ def _find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], li
     return specs, segments
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause Python's collector of cycles: of many small values none is free yet, and it would look at each again."""
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
-
-
-def answers_of(segments: Iterable[Segment]) -> Iterator[tuple[int, list[object]]]:
+def answers_by_holder(segments: Iterable[Segment]) -> Iterator[tuple[int, list[object]]]:
     """Give what each holder hears of each segment, as JSON."""
     for segment in segments:
         (spec, start, stop, *_), columns = segment
@@ -89,7 +77,7 @@ def answers_of(segments: Iterable[Segment]) -> Iterator[tuple[int, list[object]]
             yield holder, answer
 
 
-def asked_rank(tensor_id: TensorId, num_ranks: int) -> int:
+def directory_rank(tensor_id: TensorId, num_ranks: int) -> int:
     """Give the rank that is asked about a tensor."""
     return zlib.crc32("/".join(tensor_id).encode()) % num_ranks
 
@@ -117,7 +105,7 @@ def _send(items: Iterable[tuple[TensorId, object]]) -> list[tuple[int, Any]]:
     """Send each item to the rank that is asked about its tensor; give those that this one gets, and from which rank."""
     sent: list[list[object]] = [[] for _ in range(world_size())]
     for tensor_id, item in items:
-        sent[asked_rank(tensor_id, world_size())].append(item)
+        sent[directory_rank(tensor_id, world_size())].append(item)
     return [(sender, item) for sender, of_rank in enumerate(exchange_json(sent)) for item in of_rank]
 
 

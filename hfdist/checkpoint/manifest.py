@@ -29,7 +29,7 @@ FORMATS = (2, FORMAT)
 """Formats that can be read. In format 2 the manifest itself holds the hashes of all parts."""
 HASHES_STEM = "training_state/hashes-"
 
-_MAX_JSON_BYTES = 64 * 2**20
+MAX_JSON_BYTES = 64 * 2**20
 """Most bytes of a JSON file, written or read: nobody's file takes more memory than that."""
 _READ_BYTES = 4 * 2**20
 _MAX_NAME_BYTES = 255
@@ -38,7 +38,7 @@ _MAX_NAME_BYTES = 255
 class DamagedError(CheckpointError):
     """A checkpoint that is not what was once written. `reason` is short enough for a file name."""
 
-    def __init__(self, reason: str, what: str, *, where: Path, found: object = None) -> None:
+    def __init__(self, reason: str, what: str, *, where: Path | str, found: object = None) -> None:
         super().__init__(
             what,
             where=str(where),
@@ -125,7 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(NO_MANIFEST, "an unfinished checkpoint, or none at all", where=folder)
     content = read_json(path)
     try:
-        version, own_hash = _count(content["format"]), content.pop("xxh128", None)
+        version, own_hash = count_of(content["format"]), content.pop("xxh128", None)
         written_as = [known for known in FORMATS if own_hash == hash_of_content(content | {"format": known})]
         if written_as and version not in written_as:
             raise DamagedError("format", "the number of the format has changed", where=path, found=f"format {version}")
@@ -133,16 +133,17 @@ def read_manifest(folder: Path) -> Manifest:
             raise FormatError(version, where=path, written_by=content.get("hfdist"))
         if not written_as:
             raise ValueError("its own hash does not fit")
-        files = {name: _count(record["bytes"]) for name, record in content["files"].items()}
+        files = {name: count_of(record["bytes"]) for name, record in content["files"].items()}
         if not files:
             raise ValueError("it lists no files")
         parts = [part for name, record in content["files"].items() for part in _parse_record(name, record)]
-        return Manifest(step=_count(content["step"]), files=files, parts=parts, digest=own_hash)
+        return Manifest(step=count_of(content["step"]), files=files, parts=parts, digest=own_hash)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("bad-manifest", "the manifest is damaged", where=path, found=error) from error
 
 
-def _count(value: object) -> int:
+def count_of(value: object) -> int:
+    """Give a number of bytes or steps as it stands in a file; a ValueError: it is none."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"not a number of bytes or steps: {str(value)[:40]}")
     return value
@@ -154,7 +155,7 @@ def _parse_record(file: str, record: dict[str, Any]) -> list[Part]:
         return [Part(file, 0, record["bytes"], str(record["xxh128"]))] if "xxh128" in record else []
     parts: list[Part] = []
     for num_bytes, xxh128 in record["parts"]:
-        parts.append(Part(file, _end(parts), _count(num_bytes), str(xxh128)))
+        parts.append(Part(file, _end(parts), count_of(num_bytes), str(xxh128)))
     if record["bytes"] != _end(parts):
         raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {_end(parts)}")
     return parts
@@ -186,7 +187,7 @@ def read_hashes(folder: Path, file: Part) -> list[Part]:
     path = inside(folder, file.file)
     try:
         return [
-            Part(name, _count(begin), _count(num_bytes), str(xxh128))
+            Part(name, count_of(begin), count_of(num_bytes), str(xxh128))
             for name, of_file in read_json(path).items()
             for begin, num_bytes, xxh128 in of_file
         ]
@@ -212,12 +213,12 @@ def list_parts(folder: Path, manifest: Manifest) -> list[Part]:
 def write_json(path: Path, text: str) -> None:
     """Write a JSON file of a checkpoint; a CheckpointError: it is larger than `read_json` takes."""
     content = text.encode()
-    if len(content) > _MAX_JSON_BYTES:
+    if len(content) > MAX_JSON_BYTES:
         raise CheckpointError(
             "a file of a checkpoint is too large to be read again, so the checkpoint is not written",
             where=path.name,
             found=f"{len(content):,} bytes",
-            allowed=f"{_MAX_JSON_BYTES:,} bytes",
+            allowed=f"{MAX_JSON_BYTES:,} bytes",
             hint="the checkpoints before it stay; state.json grows with data.lanes times the number of sources",
         )
     path.write_bytes(content)
@@ -226,11 +227,16 @@ def write_json(path: Path, text: str) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file of a checkpoint; one that is not JSON, or far too large, is a `DamagedError`."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"larger than {_MAX_JSON_BYTES} bytes")
-        return json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
+        return parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DamagedError("bad-json", "a JSON file of the checkpoint is damaged", where=path, found=error) from error
+
+
+def parse_json(content: bytes) -> Any:
+    """Give the values of a JSON text; a ValueError or RecursionError: it is none, or a name stands in it twice."""
+    return json.loads(content, object_pairs_hook=_without_repetition)
 
 
 def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:

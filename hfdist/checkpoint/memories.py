@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hfdist.checkpoint.manifest import Part
 from hfdist.collectives import gather_json, on_all_ranks, rank, world_size
+from hfdist.control_group import ControlGroup
 
 _CHUNK_BYTES = 4 * 2**20
 _MOST_UNDER_WAY = 16
@@ -106,19 +107,20 @@ class Memories:
         return transfers
 
 
-def move_parts(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup | None) -> None:
+def move_parts(folder: Path, transfers: Sequence[Transfer], group: ControlGroup | None) -> None:
     """Copy parts between the ranks' folders, which hold all files at their full size. A collective.
 
     Args:
         folder: of this rank.
         transfers: of all ranks, in the same order on each.
-        group: of all ranks, and of gloo; None: there is one process.
+        group: None: there is one process.
     """
     on_all_ranks(lambda: _move(folder, transfers, group), group)
 
 
-def _move(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup | None) -> None:
+def _move(folder: Path, transfers: Sequence[Transfer], group: ControlGroup | None) -> None:
     failure: OSError | None = None
+    pairs = None if group is None else group.pairs
     number = 0
     # Begun in the same order on both sides, so that the oldest of all transfers is always under way on both.
     under_way: deque[tuple[dist.Work, torch.Tensor, Path | None, int]] = deque()
@@ -147,9 +149,9 @@ def _move(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup 
                 except OSError as error:
                     # The peer waits for what was announced: the failure is told when all has travelled.
                     failure = failure or error
-                work = dist.isend(data, receiver, group, tag)
+                work = dist.isend(data, receiver, pairs, tag)
             else:
-                work = dist.irecv(data, sender, group, tag)
+                work = dist.irecv(data, sender, pairs, tag)
             assert work is not None  # this rank is in the group
             under_way.append((work, data, folder / part.file if rank() == receiver else None, begin))
             if len(under_way) >= _MOST_UNDER_WAY:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hfdist.checkpoint import safetensors_io
-from hfdist.checkpoint.holders import merge_all_specs
+from hfdist.checkpoint.holders import gather_specs
 from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.manifest import FORMATS, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, OPTIONAL, STEP, WEIGHT, Piece, is_number
@@ -27,6 +27,7 @@ from hfdist.checkpoint.save_plan import (
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.errors import CheckpointError
 from hfdist.models.names.hub_names import HubNames
+from hfdist.whole_numbers import whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def read_checkpoint(
     reading = _Reading(saved, names)
     own: list[Region] = []
     on_all_ranks(lambda: own.extend(reading.declare(pieces)))
-    wanted = merge_all_specs(own)
+    wanted = gather_specs(own)
     left_out = {(name, key) for name, key in wanted if key.startswith(OPTIONAL)} - _usable(saved, wanted)
     if left_out:
         logger.warning("%s is not read: the checkpoint has none of this layout", _list_keys(left_out))
@@ -155,11 +156,11 @@ def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], 
     content = read_json(_listed(path, manifest, STATE_FILE))
     try:
         numbers: dict[TensorId, float] = {
-            (str(name), STEP): _whole_number(step) for name, step in content["steps"].items()
+            (str(name), STEP): whole_number(step) for name, step in content["steps"].items()
         }
         for key, by_name in content.get("numbers", {}).items():
             numbers |= {(str(name), f"{NUMBER}{key}"): _number(value) for name, value in by_name.items()}
-        state, version = dict(content["state"]), _whole_number(content["format"])
+        state, version = dict(content["state"]), whole_number(content["format"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("state", "the training state is damaged", where=path / STATE_FILE, found=error) from error
     if version not in FORMATS:
@@ -170,13 +171,6 @@ def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], 
 def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"not a number: {str(value)[:40]}")
-    return value
-
-
-def _whole_number(value: object) -> int:
-    # What a step count in float64 holds exactly.
-    if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"not a whole number: {str(value)[:40]}")
     return value
 
 

@@ -177,7 +177,7 @@ def split_tensors(specs: Mapping[TensorId, TensorSpec], declared: Iterable[tuple
     return segments
 
 
-def share_out(segments: Iterable[Segment]) -> Iterator[tuple[int, Segment]]:
+def assign_writers(segments: Iterable[Segment]) -> Iterator[tuple[int, Segment]]:
     """Give each element of segments one writer: the ranks that hold the same segments write equally many bytes of them.
 
     Of `n` ranks that hold the same, each writes an `n`-th in order of tensors. So all that hold a segment agree on its

@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import torch.distributed as dist
 
 from hfdist.atomic_write import write_atomically
 from hfdist.checkpoint import folder as folders
@@ -40,7 +39,8 @@ from hfdist.checkpoint.random_state import RANDOM_STEM, random_file
 from hfdist.checkpoint.read import ByteRange
 from hfdist.checkpoint.regions import balance_by_bytes, list_first
 from hfdist.checkpoint.write import Contents, write_folder
-from hfdist.collectives import control_group, gather_json, on_all_ranks, on_rank_zero, rank
+from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
+from hfdist.control_group import ControlGroup, control_group
 from hfdist.errors import CheckpointError, ConfigError, HfdistError, ResourceError
 from hfdist.units import size
 
@@ -139,7 +139,7 @@ class Replicas:
 
     # ---- writing ----
 
-    def write(self, step: int, contents: Contents, group: dist.ProcessGroup | None) -> int:
+    def write(self, step: int, contents: Contents, group: ControlGroup | None) -> int:
         """Write a replica, and remove the one before; give its bytes. May be called in a thread, with its own group.
 
         Raises:

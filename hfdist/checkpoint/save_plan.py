@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from hfdist.checkpoint.columns import WINDOW_BYTES, ColumnTransfer
 from hfdist.checkpoint.holders import find_holders, merge_numbers
 from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, view_rows
-from hfdist.checkpoint.regions import Column, Region, Segment, share_out
+from hfdist.checkpoint.regions import Column, Region, Segment, assign_writers
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, TensorId, TensorSpec
 from hfdist.collectives import on_all_ranks, rank
 from hfdist.errors import CheckpointError, NumericsError
@@ -94,6 +94,8 @@ class SavePlan:
     """What this rank gives, to itself and to others."""
     transfers: list[ColumnTransfer]
     """The columns that this rank gives or gets; `rows` are places among the items."""
+    numbers: list[TensorId]
+    """All numbers of the optimizer that any rank holds: they are in no file."""
 
     @property
     def header_bytes(self) -> int:
@@ -136,8 +138,6 @@ class Planner:
         self._plan: SavePlan | None = None
         self._held: list[Region] = []
         """What this rank held when the plan was made."""
-        self._numbered: list[TensorId] = []
-        """All numbers that any rank held then."""
 
     def plan(self, pieces: Iterable[Piece]) -> tuple[SavePlan, list[torch.Tensor], _Numbers]:
         """Give the plan, the live elements of each of its sources, and the optimizer's numbers. A collective.
@@ -166,7 +166,7 @@ class Planner:
         if self._plan is None or not all(is_as_before for is_as_before, _ in looked):
             self._plan, self._held = self._make(held), held
         elements = [source.of(own[source.piece]) for source in self._plan.sources]
-        return self._plan, elements, self._merge_numbers(numbers, [values for _, values in looked])
+        return self._plan, elements, _merge_numbers(self._plan.numbers, numbers, [values for _, values in looked])
 
     def _is_of_model(self, name: str, key: str) -> bool:
         """Whether it is a tensor of the files of weights: transformers leaves out what a constructor computes."""
@@ -174,42 +174,14 @@ class Planner:
 
     def _make(self, held: list[Region]) -> SavePlan:
         specs, segments = find_holders(held)
-        self._numbered = [tensor_id for tensor_id in specs if is_number(tensor_id[1])]
+        numbers = [tensor_id for tensor_id in specs if is_number(tensor_id[1])]
         files, index, places = self._plan_files(spec for spec in specs.values() if not is_number(spec.key))
-        trained = {name for name, _ in self._numbered}
+        trained = {name for name, _ in numbers}
         trained |= set() if self._names is None else self._names.names_of(trained)
-        sources = _Sources(held)
-        items: list[WriteItem] = []
-        transfers: list[ColumnTransfer] = []
-        of_pair: Counter[tuple[int, int]] = Counter()
         # In one order on all ranks: that of the files.
-        before = dict(zip(files, accumulate((file.num_bytes for file in files.values()), initial=0), strict=False))
-        for (file, begin), writer, segment in sorted(
-            (_place(segment, places), writer, segment) for writer, segment in share_out(segments)
-        ):
-            spec, is_joined = segment.region.spec, len(segment.columns) > 1
-            for column in segment.columns if is_joined else ():
-                sender = column.sender(writer)
-                if rank() in (sender, writer):
-                    transfer = ColumnTransfer(
-                        number=of_pair[sender, writer],
-                        window=(before[file] + begin) // WINDOW_BYTES,
-                        sender=sender,
-                        writer=writer,
-                        rows=len(items),
-                        num_rows=segment.num_rows,
-                        column=column,
-                        pitch=segment.pitch,
-                        dtype=DTYPES[spec.dtype],
-                        source=sources.add(segment, column) if sender == rank() else None,
-                    )
-                    transfers.append(transfer)
-                    of_pair[sender, writer] += 1
-            if writer == rank():
-                source = None if is_joined else sources.add(segment, segment.columns[0])
-                end = begin + segment.region.num_bytes
-                items.append(WriteItem(file, begin, end, spec.id, spec.name in trained, source))
-        return SavePlan(files=files, index=index, items=items, sources=sources.found, transfers=transfers)
+        writes = sorted((_place(segment, places), writer, segment) for writer, segment in assign_writers(segments))
+        items, sources, transfers = _split_writes(writes, files, _Sources(held), trained)
+        return SavePlan(files=files, index=index, items=items, sources=sources, transfers=transfers, numbers=numbers)
 
     def _plan_files(
         self, specs: Iterable[TensorSpec]
@@ -240,20 +212,6 @@ class Planner:
         total_parameters = {} if self._names is None else {"total_parameters": self._names.num_parameters}
         return files, {"metadata": total_parameters | split.metadata, "weight_map": split.tensor_to_filename}, places
 
-    def _merge_numbers(self, own: Mapping[TensorId, float], of_ranks: list[dict[str, float | None]]) -> _Numbers:
-        of_keys: dict[str, set[float | None]] = {}
-        for key, value in (item for values in of_ranks for item in values.items()):
-            of_keys.setdefault(key, set()).add(value)
-        if all(len(values) == 1 and None not in values for values in of_keys.values()):
-            alike = {key: value for key, values in of_keys.items() for value in values if value is not None}
-            merged = {(name, key): alike[key] for name, key in self._numbered}
-        else:
-            merged = merge_numbers(own)
-        numbers: _Numbers = {}
-        for (name, key), value in sorted(merged.items(), key=lambda item: (item[0][1], item[0][0])):
-            numbers.setdefault(key, {})[name] = value
-        return numbers
-
 
 def _place(segment: Segment, places: Mapping[TensorId, tuple[str, int]]) -> tuple[str, int]:
     """The file of a segment, and its first byte there."""
@@ -280,6 +238,61 @@ class _Sources:
                 self.found.append(PieceRows(number, first, segment.num_rows, length, region.run or segment.pitch))
                 return len(self.found) - 1
         raise AssertionError(f"{segment.region} is given by a rank that does not hold it")
+
+
+def _split_writes(
+    writes: Sequence[tuple[tuple[str, int], int, Segment]],
+    files: Mapping[str, FilePlan],
+    sources: _Sources,
+    trained: Collection[str],
+) -> tuple[list[WriteItem], list[PieceRows], list[ColumnTransfer]]:
+    """Give what this rank writes, gives and transfers; `writes`: the file, first byte and writer of each segment."""
+    items: list[WriteItem] = []
+    transfers: list[ColumnTransfer] = []
+    of_pair: Counter[tuple[int, int]] = Counter()
+    before = dict(zip(files, accumulate((file.num_bytes for file in files.values()), initial=0), strict=False))
+    for (file, begin), writer, segment in writes:
+        spec, is_joined = segment.region.spec, len(segment.columns) > 1
+        for column in segment.columns if is_joined else ():
+            sender = column.sender(writer)
+            if rank() in (sender, writer):
+                transfer = ColumnTransfer(
+                    number=of_pair[sender, writer],
+                    window=(before[file] + begin) // WINDOW_BYTES,
+                    sender=sender,
+                    writer=writer,
+                    rows=len(items),
+                    num_rows=segment.num_rows,
+                    column=column,
+                    pitch=segment.pitch,
+                    dtype=DTYPES[spec.dtype],
+                    source=sources.add(segment, column) if sender == rank() else None,
+                )
+                transfers.append(transfer)
+                of_pair[sender, writer] += 1
+        if writer == rank():
+            source = None if is_joined else sources.add(segment, segment.columns[0])
+            end = begin + segment.region.num_bytes
+            items.append(WriteItem(file, begin, end, spec.id, spec.name in trained, source))
+    return items, sources.found, transfers
+
+
+def _merge_numbers(
+    ids: Iterable[TensorId], own: Mapping[TensorId, float], of_ranks: Sequence[Mapping[str, float | None]]
+) -> _Numbers:
+    """Give the numbers of all ranks. A collective where those of a key differ."""
+    of_keys: dict[str, set[float | None]] = {}
+    for key, value in (item for values in of_ranks for item in values.items()):
+        of_keys.setdefault(key, set()).add(value)
+    if all(len(values) == 1 and None not in values for values in of_keys.values()):
+        alike = {key: value for key, values in of_keys.items() for value in values if value is not None}
+        merged = {(name, key): alike[key] for name, key in ids}
+    else:
+        merged = merge_numbers(own)
+    numbers: _Numbers = {}
+    for (name, key), value in sorted(merged.items(), key=lambda item: (item[0][1], item[0][0])):
+        numbers.setdefault(key, {})[name] = value
+    return numbers
 
 
 def numbers_as_json(numbers: _Numbers) -> dict[str, object]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from hfdist.atomic_write import sync
@@ -23,7 +22,8 @@ from hfdist.checkpoint.manifest import Manifest, Part, hash_file, read_hashes, w
 from hfdist.checkpoint.memories import Memories, move_parts
 from hfdist.checkpoint.random_state import RandomState, random_file
 from hfdist.checkpoint.save_plan import INDEX_FILE, TRAINING_STATE, SavePlan, WriteItem
-from hfdist.collectives import gloo_group, on_all_ranks, rank
+from hfdist.collectives import on_all_ranks, rank
+from hfdist.control_group import ControlGroup, control_group
 from hfdist.errors import NumericsError, ResourceError
 from hfdist.failures import is_full_disk
 
@@ -63,7 +63,7 @@ def write_folder(
     parent: Path,
     start: Callable[[], Path],
     finish: Callable[[Path, list[Part]], None],
-    group: dist.ProcessGroup | None = None,
+    group: ControlGroup | None = None,
     memories: Memories | None = None,
 ) -> None:
     """Write a folder, complete or not at all: the ranks lay its files out, and then fill them. A collective.
@@ -74,7 +74,7 @@ def write_folder(
         start: gives the folder's name while it is unfinished, in `parent`; called on the first rank of each memory.
         finish: gets that folder, and the hashes of the files that a single process has written; puts it into its
             place; called on the first rank of each memory.
-        group: another group of all ranks than the default one.
+        group: in which the thread that calls it speaks; None: the one that trains.
         memories: which ranks share `parent`; None: all.
 
     Raises:
@@ -83,9 +83,7 @@ def write_folder(
         ResourceError: the disk is full; on all ranks alike.
     """
     plan, memories = contents.plan, memories or Memories.shared()
-    between = group
-    if group is None and dist.is_initialized() and "nccl" in dist.get_backend():
-        between = gloo_group("checkpoints")
+    group = group or control_group()
 
     def begin() -> list[object]:
         num_bytes = sum(item.end - item.begin for item in plan.items)
@@ -99,7 +97,7 @@ def write_folder(
 
     def write_own() -> list[Part]:
         given = contents.elements
-        joined = join_columns(plan.transfers, given, between)
+        joined = join_columns(plan.transfers, given, None if group is None else group.pairs)
         elements = [joined[n] if item.source is None else given[item.source] for n, item in enumerate(plan.items)]
         with _room_for(num_bytes, parent):
             return _write_own(unfinished, contents, elements, _laid_out(plan, memories))
@@ -116,7 +114,7 @@ def write_folder(
         # Who writes no manifest, and sends nothing on, needs no hashes.
         of_ranks = _parts(on_all_ranks(write_own, group, is_told=memories.leads or memories.count > 1))
         if memories.count > 1:
-            _spread(unfinished, small, of_ranks, memories, between)
+            _spread(unfinished, small, of_ranks, memories, group)
         on_all_ranks(lambda: finish(unfinished, [*small, *chain(*of_ranks)]) if memories.leads else None, group)
 
 
@@ -131,7 +129,7 @@ def _spread(
     small: list[Part],
     of_ranks: list[list[Part]],
     memories: Memories,
-    group: dist.ProcessGroup | None,
+    group: ControlGroup | None,
 ) -> None:
     """Give each folder what it keeps: the small files and all hashes, and then what these say of others' shares."""
     for_all = [[hashes] for _, hashes in of_ranks]

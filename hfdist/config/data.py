@@ -122,6 +122,24 @@ def are_columns(value: object) -> bool:
     return bool(names) and all(isinstance(name, str) and name for name in names)
 
 
+def read_shard(text: str) -> tuple[int, int]:
+    """Read i/N; ValueError: it is none."""
+    number, _, count = text.partition("/")
+    if not (number.isascii() and number.isdigit() and count.isascii() and count.isdigit() and int(number) < int(count)):
+        raise ValueError(text)
+    return int(number), int(count)
+
+
+def _is_shard(value: object) -> bool:
+    try:
+        return int(read_shard(str(value))[1]) <= _MOST_SHARDS
+    except ValueError:
+        return False
+
+
+WHOLE = "0/1"
+_MOST_SHARDS = 100_000
+SHARD = Limit("i/N, such as 0/4 to 3/4", _is_shard)
 _COLUMN = Limit("a column, or a list such as [content,raw_text]", are_columns)
 
 
@@ -154,6 +172,8 @@ class SourceConfig:
     """
     format: RowFormat | None = None
     """What the source's rows hold; null: as data.format says."""
+    index: str | None = None
+    """files: folder of an index that hfdist index wrote; null: each start opens every file."""
     subset: str | None = None
     """hub: the dataset's configuration."""
     split: str = "train"
@@ -251,6 +271,11 @@ class DataConfig:
     """Rows and files that cannot be read: error | skip | quarantine (skip, and write them down)."""
     quarantine: list[str] = field(default_factory=list)
     """Rows to take out, as SOURCE:FILE:ROW; everything else stays where it was."""
+    shard: str = field(default=WHOLE, metadata={LIMIT: SHARD})
+    """index, pretokenize: i/N, the share of the files that this process does, counted from 0.
+
+    Whoever comes last of the N finishes the whole.
+    """
     cache_dir: str | None = None
     """Folder of remote files, tokens, indexes and tokenizers; null: $HFDIST_CACHE or ~/.cache/hfdist."""
     file_cache_bytes: int = limited(100 * 2**30, at_least=2**20)

@@ -55,6 +55,11 @@ class IslandsConfig:
     """Which of the islands this launch is."""
     address: str | None = None
     """HOST:PORT of `hfdist serve`."""
+    port: int | None = limited(None, at_least=1, at_most=65535)
+    """First port at which ranks hear those of other islands, for a firewall; null: any free ones.
+
+    Local rank n takes this port + n, so that islands on one machine need ports apart.
+    """
     every: int = limited(100, at_least=1)
     """Steps of a round, at whose end islands exchange what they have learned.
 

@@ -152,11 +152,19 @@ class CheckpointConfig:
     """Folder in memory, with room for two copies of what this machine and the one before hold."""
     background: bool = True
     """Whether a copy in memory is written while training goes on; false: no copy, and training waits."""
+    mirror: str | None = None
+    """Address of a folder in a store, such as s3://bucket/runs, that gets each checkpoint, too; null: none.
+
+    s3://, gs://, hf:// or file://. The run's own folder there has the name `run.name`. Credentials are those of the
+    store's own variables and files.
+    """
+    mirror_minutes: float = limited(60.0, at_least=0)
+    """Longest time that the end of a run waits for the mirror, in minutes."""
     resume: str = "auto"
     """auto: the newest that verifies | never | the path of one to begin from (again: from its own).
 
-    `auto` begins at step 0 if there are none; `never` refuses a folder that has checkpoints; one of another run counts
-    until this run has checkpoints of its own.
+    `auto` takes that of the mirror where it is newer, and begins at step 0 if there are none; `never` refuses a folder
+    that has checkpoints; one of another run counts until this run has checkpoints of its own.
     """
     allow_changes: bool = False
     """Whether a run goes on though keys or data files have changed that change the training, such as the batch size."""

@@ -1,4 +1,4 @@
-"""Tokenize a corpus once, into token files, in several processes; what was interrupted resumes where it stopped."""
+"""Tokenize a corpus once into token files, on one machine or on many; what was interrupted goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -79,9 +79,13 @@ def pretokenize(
     workers: int,
     on_bad_rows: BadRows,
     chat: ChatConfig | None = None,
+    share: tuple[int, int] = (0, 1),
     progress: bool = False,
-) -> Meta:
+) -> Meta | None:
     """Write token files of all documents, and give what meta.json says; files of an interrupted call are kept.
+
+    Several calls may share the files, each in a process of its own, on any machine that sees the folder. Who comes last
+    writes meta.json. None: others have not written all of theirs.
 
     Args:
         shards: with the names of their sources, in canonical order.
@@ -90,11 +94,12 @@ def pretokenize(
         workers: processes that read and tokenize; 0: this one.
         on_bad_rows: `error` stops; else they become empty documents, and meta.json lists them.
         chat: `data.chat`; None: its defaults.
+        share: number of this call, and how many share the files: `data.shard`.
         progress: show a bar.
 
     Raises:
-        ConfigError: the folder holds tokens of another corpus or tokenizer, or another process writes it.
-        DataError: a file or a row cannot be read.
+        ConfigError: the folder holds tokens of another corpus or tokenizer, or another process has the same share.
+        DataError: a file or a row cannot be read, or another share was made of other files, or by another tokenizer.
         ResourceError: the disk is full, or a worker has died.
     """
     for source, shard in shards:
@@ -102,10 +107,16 @@ def pretokenize(
             raise ConfigError("the source holds tokens already", where=f"data.sources.{source}.kind", found="tokens")
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", timeout=0):
+        number, count = share
+        with FileLock(folder / (".lock" if count == 1 else f".lock-{number}-of-{count}"), timeout=0):
             job = _Job(shards, tokenizer, folder, chat or ChatConfig())
             if not job.is_done():
-                job.run(workers, on_bad_rows, progress)
+                job.write_files(range(number, job.num_files, count), workers, on_bad_rows, progress)
+                with FileLock(folder / ".lock-end"):
+                    missing = job.finish()
+                if missing:
+                    logger.info("%s: share %d of %d is done; %d files of others are missing", folder, *share, missing)
+                    return None
     return read_meta(folder)
 
 
@@ -157,19 +168,21 @@ class _Job:
         hint = "another run.name, or delete the folder"
         raise ConfigError(what, where="run.dir", found=str(self._folder), hint=hint)
 
-    def run(self, workers: int, on_bad_rows: BadRows, progress: bool) -> None:
-        """Write the missing files, then meta.json."""
-        self._save_tokenizer()
-        records = {number: record for number in range(len(self._files)) if (record := self._find(number)) is not None}
+    @property
+    def num_files(self) -> int:
+        """Number of token files."""
+        return len(self._files)
+
+    def write_files(self, numbers: Sequence[int], workers: int, on_bad_rows: BadRows, progress: bool) -> None:
+        """Write those of some files that are missing."""
+        records = {number: record for number in numbers if (record := self._find(number)) is not None}
         missing = {
-            number: _split([shard for _, shard in shards])
-            for number, shards in enumerate(self._files)
-            if number not in records
+            number: _split([shard for _, shard in self._files[number]]) for number in numbers if number not in records
         }
         chunks = [chunk for chunks in missing.values() for chunk in chunks]
         made = _make_tokens(chunks, self._encoders, self.dtype, workers, on_bad_rows)
         with tqdm(
-            total=sum(_num_rows(shards) for shards in self._files),
+            total=sum(_num_rows(self._files[number]) for number in numbers),
             initial=sum(record.rows for record in records.values()),
             desc="tokenize",
             unit="doc",
@@ -179,13 +192,43 @@ class _Job:
         ) as bar:
             shown = _show(made, bar)
             for number, of_file in missing.items():
-                records[number] = self._write(number, islice(shown, len(of_file)))
-        meta = Meta(self._digest, self.dtype, [records[number] for number in range(len(self._files))], self._encoding)
-        _write_json(self._folder / META, {"version": VERSION, **asdict(meta)})
-        for number in records:
-            self._record_path(number).unlink(missing_ok=True)
+                self._write(number, islice(shown, len(of_file)))
 
-    def _write(self, number: int, chunks: Iterator[_Made]) -> FileRecord:
+    def finish(self) -> int:
+        """Write the tokenizer and meta.json, unless files are missing; give how many are.
+
+        DataError: another share has made a file of something else.
+        """
+        if (self._folder / META).is_file():
+            return 0
+        records = []
+        for number in range(len(self._files)):
+            if (record := self._find(number)) is not None:
+                records.append(record)
+            elif self._record_path(number).is_file():
+                raise self._of_another(number)
+        if len(records) == len(self._files):
+            self._save_tokenizer()
+            meta = Meta(self._digest, self.dtype, records, self._encoding)
+            _write_json(self._folder / META, {"version": VERSION, **asdict(meta)})
+            for number in range(len(records)):
+                self._record_path(number).unlink(missing_ok=True)
+        return len(self._files) - len(records)
+
+    def _of_another(self, number: int) -> DataError:
+        """Make the error of a file that is there, but not as this process would make it."""
+        theirs, ours = read_json(self._record_path(number)).get("made_by"), self._made_by(number)
+        names = ("version", "tokenizer", "type of the tokens", "data.chat or chat template", "contents of its files")
+        pairs = zip(names, ours, theirs if isinstance(theirs, list) else [None] * len(ours), strict=False)
+        others = [name for name, our, their in pairs if our != their] or ["names or sizes of its files"]
+        return DataError(
+            "another share has made this token file of something else",
+            where=str(self._folder / name_of(number)),
+            found=f"other: {', '.join(others)}",
+            hint="the same overrides, files and hfdist for all shares; those that differ again, or another run.name",
+        )
+
+    def _write(self, number: int, chunks: Iterator[_Made]) -> None:
         """Write one token file, and last its record."""
         tokens_path, index_path, digests_path = paths_of(self._folder, name_of(number))
         lengths, digests, bad_rows = array("q", [0]), array("Q"), list[int]()
@@ -207,10 +250,9 @@ class _Job:
         origins = _origins(self._files[number])
         record = FileRecord(name_of(number), len(digests), int(offsets[-1]), digest.hexdigest(), origins, bad_rows)
         _write_json(self._record_path(number), {"made_by": self._made_by(number), "record": asdict(record)})
-        return record
 
     def _find(self, number: int) -> FileRecord | None:
-        """The record of a file that an interrupted call has completed."""
+        """The record of a file that another call has completed."""
         path = self._record_path(number)
         try:
             values = read_json(path)
@@ -286,7 +328,10 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except Timeout as error:
         raise ConfigError(
-            "another process writes these token files", where="run.dir", found=str(folder), hint="another run.name"
+            "another process writes these token files",
+            where="run.dir",
+            found=str(folder),
+            hint="another run.name, or a data.shard of its own for each process",
         ) from error
     except OSError as error:
         reason = error.strerror or error

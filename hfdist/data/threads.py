@@ -18,8 +18,8 @@ def thread_map(function: Callable[..., T], *columns: Sequence[object], least_chu
     """Call `function` for each item as `map` does, in 16 threads; give the results in order, or raise what it raises.
 
     `columns` are the arguments, one sequence for each. A thread takes at least `least_chunk` items at a time: several
-    of quick ones, since it takes longer to start, on a busy machine milliseconds. Who takes no more results need not
-    wait for calls that have begun: these end by themselves, and no other one begins.
+    of quick ones, since it takes longer to start, on a busy machine milliseconds; and so few items need no thread. Who
+    takes no more results need not wait for calls that have begun: these end by themselves, and no other one begins.
     """
     is_over = threading.Event()
 
@@ -28,7 +28,10 @@ def thread_map(function: Callable[..., T], *columns: Sequence[object], least_chu
         return [function(*item) for item in chunk if not is_over.is_set()]
 
     items = list(zip(*columns, strict=True))
-    length = min(max(len(items) // (_THREADS * _CHUNKS_A_THREAD), least_chunk), _LARGEST_CHUNK)
+    length = max(min(len(items) // (_THREADS * _CHUNKS_A_THREAD), _LARGEST_CHUNK), least_chunk)
+    if len(items) <= length:
+        yield from map(function, *columns)
+        return
     pool = ThreadPoolExecutor(_THREADS)
     try:
         for results in pool.map(run, (items[start : start + length] for start in range(0, len(items), length))):

@@ -47,14 +47,15 @@ class Participants:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Participants:
-        """Read what the server has sent."""
+        """Read what `Member.arrive` has given."""
+        addresses = {int(index): list(own) for index, own in value["addresses"].items()}
         return cls(
             number=int(value["round"]),
-            members={int(index): list(addresses) for index, addresses in value["members"].items()},
+            members={int(index): addresses[int(index)] for index in value["members"]},
             weights={int(index): float(weight) for index, weight in value["weights"].items()},
             resting=[int(index) for index in value["resting"]],
             there=[int(index) for index in value["there"]],
-            sources={int(index): (int(source), list(own)) for index, (source, own) in value["sources"].items()},
+            sources={int(index): (int(source), addresses[int(index)]) for index, source in value["sources"].items()},
         )
 
 
@@ -132,7 +133,12 @@ class Member:
     def arrive(self, arrival: Arrival) -> Message | None:
         """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended."""
         self.send({"at": arrival.to_json()})
-        return self.wait_for("round")
+        answer = self.wait_for("round")
+        if answer is None or self._connection is None:
+            return None
+        known = self._connection.addresses
+        named = (*answer.list("members"), *answer.by_number("sources"))
+        return Message(answer | {"addresses": {index: known[index] for index in named}})
 
     def send(self, message: Mapping[str, object], payload: bytes = b"") -> None:
         """Tell the server, if there is a connection."""
@@ -205,6 +211,8 @@ class _Connection:
         self.is_broken = threading.Event()
         self.aborted: set[int] = set()
         """Meetings that do not count."""
+        self.addresses: dict[int, object] = {}
+        """Addresses of the ranks of each island, as the server has told them once."""
         self.ended: str | None = None
         """Why the server lets this island take part no more."""
         # Its time-out is that of the server's beats.
@@ -273,7 +281,9 @@ class _Connection:
                     self.aborted.add(message.integer("aborted"))
                 if "ended" in message:
                     self.ended = message.text("ended")
-                if "beat" not in message:
+                if "addresses" in message:
+                    self.addresses |= message.by_number("addresses")
+                elif "beat" not in message:
                     self._messages.put(message)
         self.is_broken.set()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakSet
 
 from hfdist.messages.message import MOST_BYTES, Message, write_message
 
@@ -48,6 +49,8 @@ class Island:
     """Connections of the island's ranks, by rank."""
     since: float = field(default_factory=time.monotonic)
     """Time on the clock at which its first rank has come."""
+    _introduced: WeakSet[Island] = field(default_factory=WeakSet)
+    """Islands whose addresses this one has been told."""
 
     @property
     def is_complete(self) -> bool:
@@ -58,6 +61,18 @@ class Island:
         """Tell all of its ranks."""
         for connection in self.connections.values():
             connection.send(message)
+
+    def tell_first(self, message: Mapping[str, object]) -> None:
+        """Tell rank 0, which speaks for the island and tells the others."""
+        if 0 in self.connections:
+            self.connections[0].send(message)
+
+    def introduce(self, islands: Iterable[Island]) -> None:
+        """Tell the addresses of islands, each once: they grow with the ranks of all, and a rendezvous names indices."""
+        new = [island for island in islands if island not in self._introduced]
+        if new:
+            self.tell_first({"addresses": {island.index: island.addresses for island in new}})
+            self._introduced.update(new)
 
 
 class Coordinator(Protocol):

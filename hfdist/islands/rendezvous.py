@@ -199,7 +199,7 @@ class Rendezvous:
         if starting:
             # They have nothing to exchange yet. All others wait for them.
             self._there = dealt
-            nobody: dict[str, object] = {"members": {}, "sources": {}, "weights": {}, "there": dealt}
+            nobody: dict[str, object] = {"members": [], "sources": {}, "weights": {}, "there": dealt}
             self._tell(starting, {"round": self._number, "resting": self._draw_resting(starting)} | nobody)
             return
         last = max(arrival.step for arrival in alike.values())
@@ -210,11 +210,12 @@ class Rendezvous:
         read = {index: arrivals[index].read for index in members}
         self._under_way = _Rendezvous(self._number, members, sources, set(members), read, sorted(arrivals))
         self._until = math.inf
-        addresses = {index: self._islands[index].addresses for index in (*members, *others)}
-        message = {"round": self._number, "members": {index: addresses[index] for index in members}}
+        for index in (*members, *others):
+            self._islands[index].introduce(self._islands[one] for one in (*members, *others))
+        message: dict[str, object] = {"round": self._number, "members": members, "sources": sources}
         message |= {"weights": {index: arrivals[index].weight for index in members}}
         message |= {"resting": self._draw_resting([*members, *others]), "there": sorted(arrivals)}
-        self._tell([*members, *others], message | {"sources": {j: [s, addresses[j]] for j, s in sources.items()}})
+        self._tell([*members, *others], message)
         text = f"step {last}: islands {', '.join(map(str, members))} exchange"
         self._say(text + (f"; {', '.join(map(str, others))} will get their state" if others else ""))
 
@@ -279,9 +280,10 @@ class Rendezvous:
         self._tell([*under_way.members, *under_way.sources], {"aborted": under_way.number})
 
     def _tell(self, indices: list[int], message: Mapping[str, object]) -> None:
-        """Tell all ranks of some islands. Who is told of a rendezvous or its end has to come again for the next one."""
+        """Tell some islands. Who is told of a rendezvous or its end has to come again for the next one."""
         for index in indices:
             if "commit" not in message:
                 self._arrivals.pop(index, None)
             if (island := self._islands.get(index)) is not None:
-                island.tell(message)
+                # Each rank waits for what others send in an exchange.
+                (island.tell if "aborted" in message else island.tell_first)(message)

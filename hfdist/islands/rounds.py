@@ -23,6 +23,7 @@ from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.transport import MOST_PART_BYTES, AbortedError, BadPartError, Transport
 from hfdist.launch.address import find_route
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, read_message
+from hfdist.topology import read_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,14 @@ class Rounds:
         assert config.address is not None
         host, state = _own_host(config.address, config.timeout_seconds), [piece.view.nbytes for piece in list_pieces()]
         most_bytes = max(MOST_PART_BYTES, sum(state) + MOST_BYTES)
-        self._transport = Transport(host, config.codec, most_bytes=most_bytes, silent_seconds=config.timeout_seconds)
-        addresses = gather_json(self._transport.address)
+        opened: list[Transport] = []
+
+        def open_own() -> str:
+            opened.append(open_transport(config, host, most_bytes))
+            return opened[0].address
+
+        addresses = on_all_ranks(open_own)
+        (self._transport,) = opened
         self._member = make_member(config, job, addresses)
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="islands")
         self._exchange: _Exchange | None = None
@@ -309,6 +316,17 @@ def _misfit(header: Message, contents: Sequence[bytes], pieces: Sequence[Piece])
 
 def _has_finite(piece: Piece, content: bytes) -> bool:
     return not piece.view.is_floating_point() or is_finite(_values_of(piece, content))
+
+
+def open_transport(config: IslandsConfig, host: str, most_bytes: int) -> Transport:
+    """Open the connections of this rank, which hears others at its own port; ConfigError: it is taken."""
+    port = 0 if config.port is None else config.port + read_launcher().local_rank
+    try:
+        return Transport(host, config.codec, port=port, most_bytes=most_bytes, silent_seconds=config.timeout_seconds)
+    except (OSError, OverflowError) as error:
+        what, found = "this rank cannot hear other islands", f"{host}, port {port}: {error}"
+        hint = "islands.port=null, which takes free ports, or another first port: each rank of a machine has its own"
+        raise ConfigError(what, where="islands.port", found=found, allowed="free ports", hint=hint) from error
 
 
 def _own_host(address: str, wait_seconds: float) -> str:

@@ -67,13 +67,24 @@ class Transport:
 
     Args:
         host: the own address, as other islands reach it.
+        port: at which this rank hears others; 0: a free one.
         codec: how vectors travel.
         most_bytes: of one message.
         silent_seconds: after which a part is missed of which nothing comes.
+
+    Raises:
+        OSError: the port is taken, or the host is no address of this machine.
+        OverflowError: no port has this number.
     """
 
     def __init__(
-        self, host: str, codec: Codec, *, most_bytes: int = MOST_PART_BYTES, silent_seconds: float = 60.0
+        self,
+        host: str,
+        codec: Codec,
+        *,
+        port: int = 0,
+        most_bytes: int = MOST_PART_BYTES,
+        silent_seconds: float = 60.0,
     ) -> None:
         self._codec, self._most_bytes, self._silent_seconds = codec, most_bytes, silent_seconds
         self._nonce = ""
@@ -87,7 +98,7 @@ class Transport:
         """Number of the oldest rendezvous whose messages are still taken."""
         # Until it is told which server's islands may speak to it, none may.
         self._door = Door(secrets.token_hex(16), self._hear)
-        listener = listen(host, 0)
+        listener = listen(host, port)
         self._served = DoorThread(self._door, listener, "islands-inbox")
         in_url = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{in_url}:{self._served.port}"

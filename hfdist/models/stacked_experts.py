@@ -157,12 +157,17 @@ def set_product(experts: nn.Module, product: Callable[..., torch.Tensor]) -> Non
     vars(experts)[_PRODUCT] = product
 
 
-def use_products(model: PreTrainedModel) -> None:
-    """Let stacked experts run by their products, in place, where they run as transformers does by default."""
-    # A model that is not of transformers may hold one that is.
-    has_stacks = isinstance(model, PreTrainedModel) and any(map(is_stacked, model.modules()))
-    if has_stacks and DEFAULT in model.get_experts_implementation().values():
-        run_by_products(model)
+def use_products(model: nn.Module) -> None:
+    """Let stacked experts run by their products, in place, where they run as transformers does by default.
+
+    They compute in autocast's type then; without autocast, an adapter or packed weights, as before.
+    """
+    # PEFT's model holds that of transformers.
+    base = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if base is None or not any(map(is_stacked, base.modules())):
+        return
+    if DEFAULT in base.get_experts_implementation().values():
+        run_by_products(base)
 
 
 def run_by_products(model: PreTrainedModel) -> bool:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import PartitionError
+from hfdist.kept_generators import keeping_generators
 from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
 
 Standing = TypeVar("Standing", bound=nn.Module)
@@ -348,8 +349,7 @@ def _put(container: Container, key: str | int, value: object) -> None:
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore the random states and all buffers after an extra forward, which may have changed them."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    # Parameters may be offloaded, so their device does not tell where dropout draws.
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+    with keeping_generators():
         try:
             yield
         finally:

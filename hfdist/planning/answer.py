@@ -144,6 +144,7 @@ _STEPS = (
     "checkpoint.every=null",
     "checkpoint.keep_best=false",
     "checkpoint.replicate_every=null",
+    "checkpoint.mirror=null",
     "checkpoint.resume=auto",
     "evaluate.at_start=false",
     "evaluate.patience=null",

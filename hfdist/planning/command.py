@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from hfdist.config.checks.preflight import check_model_paths, plan_run
+from hfdist.config.checks.paths import check_model_paths
+from hfdist.config.checks.preflight import plan_run
 from hfdist.config.cli.about_run import MEANINGS, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline, quick_imports

@@ -21,6 +21,9 @@ class Event(Enum):
     """step: where the run begins, found: what is wrong with a replica in memory that was passed over"""
     save = "save"
     """step, bytes, seconds, stall_seconds"""
+    mirror = "mirror"
+    """step: of the upload, bytes, sent_bytes: what was not there, seconds; failed: 1, if it has; failures: so far;
+    newest_step: that of the mirror, if it has one"""
     skip = "skip"
     """step: one whose loss or gradient was not finite"""
     rollback = "rollback"

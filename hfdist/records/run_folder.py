@@ -52,6 +52,8 @@ class RunFolder:
         self.mlflow = path / "mlruns"
         self.proof = path / "prove"
         """Folder of the runs that `hfdist prove` compares."""
+        self.index = path / "index"
+        """Folder of the indexes of `hfdist index`, one for each source."""
         self.tokens = path / "tokens"
         """Folder of the token files of `hfdist pretokenize`."""
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from datetime import timedelta
 
 from transformers import PrinterCallback, TrainerCallback, default_data_collator
 
+from hfdist.collectives import world_size
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.run import RunConfig
+from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
 from hfdist.models.peft_config import check_adapter
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
 from hfdist.processes.startup import reporting
 from hfdist.run.data import build_data, count_max_steps
-from hfdist.run.end_of_run import finish
+from hfdist.run.end_of_run import finish, stop
 from hfdist.run.logs import set_up_logging
 from hfdist.run.model import check_packing, find_model, save_memory, speed_up
 from hfdist.run.options import make_options, own_optimizer, own_train
@@ -30,6 +33,9 @@ from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
 from hfdist.tune.choose import make_objective
 from hfdist.tune.fit_model import fit_model
+
+_LONGEST_WAIT = timedelta(days=7)
+"""The longest time that ranks with nothing left to do wait; a rank that dies ends the wait: its connection breaks."""
 
 
 class Run(RunState):
@@ -49,6 +55,9 @@ class Run(RunState):
         self.config = config
         self.parts = [part() for part in PARTS]
         self.topology, batch = check_run(config)
+        if device_type_here() == "cpu":
+            # gloo connects each two ranks, and NCCL only those that speak.
+            raise_limit(self.topology.world_size)
         check_further_arguments(config, batch)
         check_optimizer(config)
         for part in self.parts:
@@ -106,6 +115,8 @@ class Run(RunState):
         check_weights(self._here.model, self.architecture, TrainableParameters.of(self.config), scores=self._scores)
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
+        # Now, as all ranks are here.
+        self.patient = ControlGroup(_LONGEST_WAIT) if world_size() > 1 else None
 
     @reporting("making the model")
     def build_model(self) -> None:
@@ -173,6 +184,8 @@ class Run(RunState):
             if replicas is not None:
                 # All that a later start needs is on the disk.
                 replicas.remove()
+            if self.preemption.stopped_by is not None:
+                stop(self, self.parts)
             self.preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()

@@ -70,7 +70,9 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
         adopt_template(tokenizer, config.data.chat)
-        Encoders(tokenizer, config.data.chat).check(corpus.shards)
+        Encoders(tokenizer, config.data.chat).check(
+            shard for source in corpus.sources.values() if source.gives_examples for shard in source
+        )
         if config.data.eval_sources:
             held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -19,9 +18,6 @@ from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_WAIT = timedelta(days=7)
-"""The longest time that ranks with nothing left to do wait; a rank that dies ends the wait: its connection breaks."""
-
 
 def finish(run: RunState, parts: Sequence[Part]) -> None:
     """Evaluate and export, then let each part finish on rank 0. All ranks call it."""
@@ -34,20 +30,31 @@ def finish(run: RunState, parts: Sequence[Part]) -> None:
         loss = float(trainer.evaluate()["eval_loss"]) if loss is None else loss
     if run.config.evaluate.export is Export.best:
         loss, step = _take_best(trainer, loss)
-    patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
-    folder = deliver(trainer, run.config, patient)
+    folder = deliver(trainer, run.config, run.patient)
     run.outcome = Outcome(folder, step, loss, reports, peaks)
     run.usage.read()
     if trainer.is_world_process_zero():
         for part in parts:
             part.finish(run)
-    if patient is not None:
+    _wait_for_rank_zero(run)
+
+
+def stop(run: RunState, parts: Sequence[Part]) -> None:
+    """Let each part do on rank 0 what a run that a signal has stopped must not leave undone. All ranks call it."""
+    if run.trainer.is_world_process_zero():
+        for part in parts:
+            part.stop(run)
+    _wait_for_rank_zero(run)
+
+
+def _wait_for_rank_zero(run: RunState) -> None:
+    if run.patient is not None:
         # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.
-        dist.barrier(patient)
-        if "nccl" in dist.get_backend():
-            # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
-            # process closes them as well.
-            trainer.end()
+        run.patient.gather(b"")
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
+        # process closes them as well.
+        run.trainer.end()
 
 
 def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None, int]:

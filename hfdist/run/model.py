@@ -23,7 +23,6 @@ from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.models.resolve import resolve_model
-from hfdist.models.stacked_experts import use_products
 from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import device_type_here
@@ -74,9 +73,7 @@ def check_packing(model: PreTrainedModel, stream: TokenStream, strategy: Strateg
 
 
 def speed_up(config: RunConfig, model: PreTrainedModel, strategy: Strategy) -> None:
-    """Let experts compute in half precision and linear layers in float8, and compile the blocks, as the config says."""
-    if config.train.precision is not Precision.fp32:
-        use_products(model)
+    """Let linear layers compute in float8, and compile the blocks, as the config says."""
     if config.train.precision is Precision.fp8:
         use_float8(model)
     if compiles_blocks(config, model):

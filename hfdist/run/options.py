@@ -50,6 +50,7 @@ def make_options(run: RunState) -> RunOptions:
     return RunOptions(
         run_values=to_values(config),
         keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
+        uploader=run.uploader,
         replicas=open_replicas(config),
         replicate_every=checkpoint.replicate_every,
         save_in_background=checkpoint.background,

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
+from hfdist.checkpoint.mirror import Uploader
 from hfdist.config.run import RunConfig
+from hfdist.control_group import ControlGroup
 from hfdist.data import PoolReport
 from hfdist.errors import HfdistError
 from hfdist.planning.plan import Plan
@@ -56,8 +58,12 @@ class RunState:
     """Set by `open_data`."""
     recorder: RunRecorder | None = None
     """Set by `open_folder`, on rank 0."""
+    uploader: Uploader | None = None
+    """Sends checkpoints to the mirror; set by `open_folder`, on rank 0."""
     arguments: TrainingArguments
-    """Set by `start_ranks`, as the next one."""
+    """Set by `start_ranks`, as the next two."""
+    patient: ControlGroup | None
+    """In which ranks with nothing left to do wait for the end of the run; None: there is one process."""
     own_plan: OwnPlan | None = None
     """A plan that is being made, on rank 0."""
     model: PreTrainedModel

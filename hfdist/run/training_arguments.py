@@ -9,7 +9,7 @@ import torch
 from transformers import TrainingArguments
 
 from hfdist.config.batch import BatchPlan, num_warmup_steps
-from hfdist.config.composition.hydra_errors import refuse_own
+from hfdist.config.composition.unknown_keys import refuse_own
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision

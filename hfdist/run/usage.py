@@ -7,12 +7,12 @@ import time
 from dataclasses import asdict, replace
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from hfdist.collectives import control_group, gather_json, rank
+from hfdist.collectives import gather_json, rank
 from hfdist.config.checks.budgets import find_used
 from hfdist.config.run import CostConfig
+from hfdist.control_group import ControlGroup, control_group
 from hfdist.energy import EnergySources, RankMeter, describe_sources, is_known, name_sources, num_devices
 from hfdist.records import RunRecord, RunRecorder
 from hfdist.records.run_file import SUMMED
@@ -43,7 +43,7 @@ class Usage(TrainerCallback):
     def __init__(self, recorder: RunRecorder | None, cost: CostConfig, device: torch.device) -> None:
         self._recorder, self._cost = recorder, cost
         self._meter = RankMeter(_uuid(device), device_watts=cost.device_watts, host_watts=cost.host_watts)
-        self._group: dist.ProcessGroup | None = None
+        self._group: ControlGroup | None = None
         self._sources: list[EnergySources] = []
         self._begin_seconds = self._read_seconds = time.monotonic()
         self._joules: float | None = None

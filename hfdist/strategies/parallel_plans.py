@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hfdist.collectives import broadcast, gather_json
 from hfdist.errors import ConfigError
 from hfdist.models.probing import small_with_adapters
-from hfdist.strategies.experts import make_expert_plan, spread_experts
+from hfdist.strategies.experts import list_dispatching, make_expert_plan, spread_experts
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import Groups, ModelParts
 from hfdist.strategies.self_check import BatchSharding, LayoutHooks, find_problem
@@ -122,7 +122,9 @@ def _apply(model: PreTrainedModel, mesh: DeviceMesh, plans: Plans, groups: Group
         shards[EXPERT] = spread_experts(model, mesh[EXPERT], mesh[TENSOR], plans.expert)
     if plans.tensor is not None:
         shards[TENSOR] = apply_plan(model, mesh[TENSOR], plans.tensor)
-    return ModelParts(groups, shards, frozenset() if plans.tensor is None else plans.tensor.partial)
+    partial = frozenset() if plans.tensor is None else plans.tensor.partial
+    dispatching = [] if plans.expert is None else list_dispatching(model, plans.expert)
+    return ModelParts(groups, shards, partial, dispatching)
 
 
 @unset_fake_temporarily()

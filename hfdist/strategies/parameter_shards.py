@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
@@ -37,6 +37,10 @@ class ParameterShard:
         size = sum(stop - start for start, stop in self.parts)
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Copy what this rank holds of a whole tensor."""
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.parts], self.dim)
+
     def pieces(self, piece: Piece) -> Iterator[Piece]:
         """Give pieces of the whole tensor, from a piece of rows of what the rank holds as if that were whole."""
         row, local_row = math.prod(self.shape[1:]), math.prod(self.local_shape[1:])
@@ -52,6 +56,12 @@ class ParameterShard:
                     yield replace(piece, shape=self.shape, start=(start + low - begin) * row, view=view)
         else:
             inner = math.prod(self.shape[self.dim + 1 :])
+            if (period := self._period()) is not None:
+                # One part of each row of a matrix with rows so long.
+                (start, stop), start_of_rows = self.parts[0], first * row
+                run, pitch = (stop - start) * inner, period * inner
+                yield replace(piece, shape=self.shape, start=start_of_rows + start * inner, run=run, pitch=pitch)
+                return
             for begin, (start, stop) in zip(begins, self.parts, strict=False):
                 yield replace(
                     piece,
@@ -62,6 +72,12 @@ class ParameterShard:
                     view=piece.view.narrow(self.dim, begin, stop - start),
                 )
 
+    def _period(self) -> int | None:
+        """Give how far apart along `dim` parts begin that are alike in equal shares of it; None: they are not alike."""
+        period, (first, last) = self.shape[self.dim] // len(self.parts), self.parts[0]
+        alike = tuple((number * period + first, number * period + last) for number in range(len(self.parts)))
+        return period if self.parts == alike and period * len(self.parts) == self.shape[self.dim] else None
+
 
 def check_is_of_transformers(model: nn.Module, axis: str) -> None:
     """Refuse what is no model of transformers, such as one that PEFT has wrapped."""
@@ -71,26 +87,15 @@ def check_is_of_transformers(model: nn.Module, axis: str) -> None:
         raise ConfigError(what, where=f"strategy.{axis}", found=found, hint=hint)
 
 
-def transformers_plan(model: PreTrainedModel, axis: str, num_ranks: int) -> dict[str, str]:
-    """Give the style of each module or parameter that ranks of TENSOR or EXPERT share, by name.
-
-    Raises:
-        ConfigError: transformers has no plan for this type of model.
-    """
-    is_tensor = axis == TENSOR
-    degrees: dict[str, Any] = {"tp_size": num_ranks} if is_tensor else {"fsdp_size": num_ranks, "ep_size": num_ranks}
-    try:
-        # Private: the public way is `from_pretrained`, which would load and shard by itself.
-        of_tensor, of_experts, _ = model._resolve_parallel_plans(DistributedConfig(**degrees))
-    except (ValueError, TypeError) as error:
-        shared = "this type of model" if is_tensor else "experts of this type of model"
-        raise ConfigError(
-            f"transformers has no plan by which {shared} could be sharded over {axis} ranks",
-            where=f"strategy.{axis}",
-            found=model.config.model_type,
-            hint=f"strategy.{axis}=1; strategy=fsdp2 shards any model",
-        ) from error
-    return of_tensor if is_tensor else of_experts
+def no_plan_error(model: PreTrainedModel, axis: str) -> ConfigError:
+    """Give the error for a type of model for which transformers has no plan, or none that is known here."""
+    shared = "this type of model" if axis == TENSOR else "experts of this type of model"
+    return ConfigError(
+        f"transformers has no plan by which {shared} could be sharded over {axis} ranks",
+        where=f"strategy.{axis}",
+        found=model.config.model_type,
+        hint=f"strategy.{axis}=1; strategy=fsdp2 shards any model",
+    )
 
 
 def indivisible_error(axis: str, num_ranks: int, size: int, *, what: str, found: str) -> ConfigError:

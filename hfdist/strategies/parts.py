@@ -7,7 +7,7 @@ has other tokens, and what leads to an expert is sent to the rank that holds it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +45,18 @@ class ModelParts:
         groups: the groups of this rank.
         shards: what this rank holds of parameters, by the axis that shares them and by name; the others are whole.
         partial: parameters that are whole on each tensor rank, and whose gradient is the sum of those of the ranks.
+        experts: names of the modules whose parameters expert ranks share.
     """
 
     def __init__(
-        self, groups: Groups, shards: Mapping[str, Mapping[str, ParameterShard]], partial: frozenset[str] = frozenset()
+        self,
+        groups: Groups,
+        shards: Mapping[str, Mapping[str, ParameterShard]],
+        partial: frozenset[str] = frozenset(),
+        experts: Sequence[str] = (),
     ) -> None:
         self.groups = groups
+        self._experts = experts
         self.description = ""
         """How parameters are shared, for people."""
         self._shards = {name: shard for of_axis in shards.values() for name, shard in of_axis.items()}
@@ -141,8 +147,7 @@ class ModelParts:
 
     def list_experts(self, model: nn.Module) -> Iterator[nn.Module]:
         """List the modules whose parameters are shared out over expert ranks."""
-        for name in dict.fromkeys(n.rpartition(".")[0] for n, axis in self._axes.items() if axis == EXPERT):
-            yield model.get_submodule(name)
+        return map(model.get_submodule, self._experts)
 
     def after_load(self) -> None:
         """Let the next step draw alike in each tensor group."""

@@ -11,6 +11,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.adapter import check_adapted
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.routers import leave_out_router_loss
+from hfdist.models.stacked_experts import use_products
 from hfdist.open_files import raise_limit
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Engine
@@ -101,6 +102,7 @@ def distribute(kind: type, strategy: Strategy, model: nn.Module) -> Engine:
     if not has_adapter(model):
         # While it is whole.
         find_hub_names(model)
+    use_products(model)
     return strategy.build(model)
 
 

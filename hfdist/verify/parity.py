@@ -274,7 +274,7 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
         ),
         evaluate=EvaluateConfig(),
         checkpoint=replace(
-            config.checkpoint, every=1, keep=_NUM_STEPS, keep_every=None, keep_best=False, resume="auto"
+            config.checkpoint, every=1, keep=_NUM_STEPS, keep_every=None, keep_best=False, mirror=None, resume="auto"
         ),
         report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_tokens=0),
         export=ExportConfig(),

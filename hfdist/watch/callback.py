@@ -19,7 +19,7 @@ from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import ConfigError, HfdistError, PeerError, first_line
 from hfdist.records import Event, RunFolder, RunRecorder, add_event
 from hfdist.records.recorder import record_end_of_run
-from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
+from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress, beat_seconds
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 
@@ -157,7 +157,7 @@ class Watch(TrainerCallback):
         own_start = None if recorder is None else recorder.record.start
         started, self._start_number = gather_json([time.strftime("%Y%m%d-%H%M%S"), own_start])[0]
         try:
-            store = open_store()
+            store = open_store(beat_seconds(self._heartbeat_seconds))
         except OSError as error:
             logger.warning("the ranks are not watched: %s", error)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from hfdist.errors import PeerError
@@ -82,10 +83,15 @@ Read = TypeVar("Read", bound=NamedTuple)
 
 def as_tuple(kind: type[Read], values: Sequence[Any]) -> Read:
     """Make a named tuple of values that were read; TypeError: their number or a type is wrong."""
-    hints = get_type_hints(kind).values()
+    hints = _types_of(kind)
     if len(values) != len(hints) or not all(map(isinstance, values, hints)):
         raise TypeError(f"no {kind.__name__}")
     return kind(*values)
+
+
+@cache
+def _types_of(kind: type[NamedTuple]) -> list[Any]:
+    return list(get_type_hints(kind).values())
 
 
 class Progress:
@@ -172,6 +178,11 @@ def find_lost(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Diagn
     return None
 
 
+def is_too_long(idle_seconds: float, longest_idle_seconds: float, heartbeat_seconds: float) -> bool:
+    """Whether all ranks are without progress for longer than a heartbeat, and than their own pauses allow."""
+    return idle_seconds > max(heartbeat_seconds, IDLE_TIMES * longest_idle_seconds)
+
+
 def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Diagnosis | None:
     """Find who keeps all others waiting: no rank has made progress, and none is in a state that may take long.
 
@@ -185,9 +196,8 @@ def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Di
     beats = {rank: one.beat for rank, one in here.items()}
     if not beats or any(beat.exempt is not None for beat in beats.values()):
         return None
-    limit = max(heartbeat_seconds, IDLE_TIMES * max(beat.longest_idle_seconds for beat in beats.values()))
     idle_seconds = min(beat.idle_seconds for beat in beats.values())
-    if idle_seconds <= limit:
+    if not is_too_long(idle_seconds, max(beat.longest_idle_seconds for beat in beats.values()), heartbeat_seconds):
         return None
     # Marks of one that skipped a collective are ahead of those that wait in it: then who is in none comes first.
     busy = {rank: beat for rank, beat in beats.items() if beat.waits_in is None} or beats

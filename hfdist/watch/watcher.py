@@ -25,8 +25,10 @@ from hfdist.watch.diagnosis import (
     find_left,
     find_lost,
     find_stalled,
+    is_too_long,
 )
-from hfdist.watch.store import HostedStore, JoinedStore
+from hfdist.watch.store import Store
+from hfdist.watch.tree import Digest
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Watcher:
     def __init__(
         self,
         progress: Progress,
-        store: HostedStore | JoinedStore,
+        store: Store,
         folder: Path,
         heartbeat_seconds: float,
         record: Callable[[Diagnosis], None] = lambda verdict: None,
@@ -55,10 +57,12 @@ class Watcher:
         self._progress, self._store, self._folder, self._record = progress, store, folder, record
         self._heartbeat_seconds = heartbeat_seconds
         self._beat_seconds = beat_seconds(heartbeat_seconds)
-        self._heard: dict[int, Heartbeat] = {}
-        """Newest heartbeats of the ranks that this one follows."""
+        self._first = Heartbeat(number=0)
+        """The newest heartbeat of rank 0."""
+        self._asks_each = False
+        """Whether rank 0 wants to hear of each rank, and not of all together."""
         self._peers: dict[int, PeerState] = {}
-        """The same, as they were judged last."""
+        """What is known of the ranks that this one follows, as it was judged last."""
         self._asked: str | None = None
         """The newest request, of rank 0."""
         self._verdict: Diagnosis | None = None
@@ -96,9 +100,9 @@ class Watcher:
         self._over.set()
         self._wake.set()
         self._sent.wait(_LAST_WORDS_SECONDS)
-        if self._store.rank == 0:
-            # The store ends with this process: the others must have read it, or be leaving as well.
-            self._wait_for_others(1.5 * self._beat_seconds, lambda beat: beat.left is not None)
+        if len(self._store.below):
+            # The store ends with this process: those below must have read it, or be leaving as well.
+            self._wait(1.5 * self._beat_seconds, lambda: self._digest(time.monotonic()).num_ranks == 0)
         self._closed.set()
         # No thread of the watch outlives it, however long rank 0 has not answered.
         self._store.close()
@@ -115,7 +119,9 @@ class Watcher:
             number += 1
             own = self._own_beat(number)
             try:
-                self._heard, verdict = self._store.exchange(own, self._verdict)
+                self._first, verdict = self._store.exchange(
+                    own, self._verdict, self._beat_seconds, asks_each=self._asks_each
+                )
             except Exception:
                 # The others will find this rank silent, and this rank finds rank 0 silent. Nothing more can be sent.
                 self._sent.set()
@@ -124,8 +130,8 @@ class Watcher:
                 self._verdict = self._verdict or verdict
             if own.left is not None:
                 self._sent.set()
-            # Rank 0 goes on, to see the others leave.
-            if self._closed.is_set() or (own.left is not None and self._store.rank != 0):
+            # Who has ranks below it goes on, so that they can leave.
+            if self._closed.is_set() or (own.left is not None and not len(self._store.below)):
                 return
             is_hurried = self._verdict is not None or own.left is not None
             self._wake.wait(_HURRIED_BEAT_SECONDS if is_hurried else self._beat_seconds)
@@ -157,32 +163,44 @@ class Watcher:
     # ---- the thread that judges: it never touches the store ----
 
     def _judge(self) -> None:
-        came: dict[int, tuple[int, float]] = {}
+        came = -1, 0.0
         last, answered = time.monotonic(), None
         while not self._over.wait(self._beat_seconds / 2):
             now = time.monotonic()
             if now - last > 3 * self._beat_seconds:
                 # This rank itself was stopped, as in a suspended job: it must first hear the others again.
-                came = {}
-            last = now
-            followed = range(self._store.world_size) if self._store.rank == 0 else [0, self._store.rank]
-            heard = {}
-            for rank in followed:
-                beat = self._heard.get(rank) or Heartbeat(number=0)
-                if came.get(rank, (-1, 0.0))[0] != beat.number:
-                    came[rank] = beat.number, now
-                heard[rank] = PeerState(beat, now - came[rank][1])
+                came = -1, 0.0
+            last, first = now, self._first
+            if came[0] != first.number:
+                came = first.number, now
             # By its own clock, and not by what came back from a store that may be gone.
-            heard[self._store.rank] = PeerState(self._own_beat(0))
-            self._peers = heard
-            if (asked := heard[0].beat.asked) not in (None, answered):
+            own = PeerState(self._own_beat(0))
+            is_first = self._store.rank == 0
+            self._asks_each = is_first and self._is_suspect(own, now)
+            followed = self._below(now) if self._asks_each else {}
+            self._peers = {self._store.rank: own} | (followed if is_first else {0: PeerState(first, now - came[1])})
+            if (asked := first.asked) not in (None, answered):
                 answered = asked
                 folder = self._folder.with_name(str(asked))
                 threading.Thread(target=self._answer, args=(folder,), name="watch-answer", daemon=True).start()
-            verdict = self._verdict or self._find(heard)
+            verdict = self._verdict or (self._find(self._peers) if self._asks_each or not is_first else None)
             if verdict is not None:
-                self._silent = {rank for rank, one in heard.items() if one.silent_seconds > 3 * self._beat_seconds}
+                self._silent = {
+                    rank for rank, one in self._peers.items() if one.silent_seconds > 3 * self._beat_seconds
+                }
                 self._end(verdict)
+
+    def _is_suspect(self, own: PeerState, now: float) -> bool:
+        """Whether something may be wrong, for which rank 0 looks at each rank: thousands take their time."""
+        told = Digest.merged([Digest.of(own, self._beat_seconds), self._digest(now)])
+        is_idle = is_too_long(told.idle_seconds, told.longest_idle_seconds, self._heartbeat_seconds)
+        return told.is_noted or (is_idle and not told.is_exempt)
+
+    def _digest(self, now: float) -> Digest:
+        return self._store.below.digest(now, self._beat_seconds)
+
+    def _below(self, now: float) -> dict[int, PeerState]:
+        return self._store.below.states(now, self._beat_seconds)
 
     def _find_requests(self) -> None:
         while not self._over.wait(_REQUEST_SECONDS):
@@ -193,11 +211,13 @@ class Watcher:
         with contextlib.suppress(OSError):
             self._write_stacks(folder)
             if self._store.rank == 0:
-                snapshot.write_beats(folder, self._peers, self._own_beat(0), None)
+                own = self._own_beat(0)
+                heard = {0: PeerState(own)} | self._below(time.monotonic())
+                snapshot.write_beats(folder, heard, own, None)
 
     def _find(self, heard: dict[int, PeerState]) -> Diagnosis | None:
         found = find_left(heard, self._heartbeat_seconds) or find_lost(heard, self._heartbeat_seconds)
-        if found is None and self._store.rank == 0:
+        if found is None and self._store.rank == 0 and self._store.below.knows_each():
             found = find_stalled(heard, self._heartbeat_seconds)
         return found
 
@@ -222,18 +242,20 @@ class Watcher:
             return
         # Rank 0 says so once all have that still beat, and the others wait for it.
         self._has_written = not is_host
-        self._wait_for_others(_LAST_WORDS_SECONDS, lambda beat: beat.has_written or beat.left is not None)
+        self._wait(_LAST_WORDS_SECONDS, self._have_others_written if is_host else lambda: self._first.has_written)
         if is_host:
             self._has_written = True
+        if len(self._store.below):
+            # Those below hear of it by their next beat.
             time.sleep(4 * _HURRIED_BEAT_SECONDS)
 
-    def _wait_for_others(self, timeout_seconds: float, is_done: Callable[[Heartbeat], bool]) -> None:
-        """Wait for the latest heartbeats of the other ranks that this rank follows and that are not silent."""
-        ignored = (self._store.rank, *self._silent)
+    def _have_others_written(self) -> bool:
+        beats = [one.beat for rank, one in self._below(time.monotonic()).items() if rank not in self._silent]
+        return all(beat.has_written or beat.left is not None for beat in beats)
+
+    def _wait(self, timeout_seconds: float, is_done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            if all(is_done(beat) for rank, beat in self._heard.items() if rank not in ignored):
-                return
+        while time.monotonic() < deadline and not is_done():
             time.sleep(_HURRIED_BEAT_SECONDS)
 
     def _write_stacks(self, folder: Path) -> None:

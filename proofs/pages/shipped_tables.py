@@ -23,6 +23,7 @@ _PAGES = {
     "doctor": "doctor.md",
     "explain-hang": "doctor.md",
     "finetune": "fine-tuning.md",
+    "index": "data.md#index-once",
     "job": "jobs.md",
     "plan": "plan.md",
     "pretokenize": "data.md#tokenize-once",

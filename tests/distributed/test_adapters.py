@@ -52,6 +52,7 @@ HEAD = (*LORA, "adapter.modules_to_save=[lm_head]")
 LAYOUTS = {
     "zbv": ("strategy=pipeline", "strategy.schedule=zbv"),
     "pipeline_fsdp2": ("strategy=fsdp2", "strategy.pipeline=2", "strategy.schedule=zbv"),
+    "expert": ("strategy=ddp", "strategy.expert=2"),
     "fsdp2_tensor": ("strategy=fsdp2", "strategy.tensor=2"),
 }
 
@@ -115,7 +116,9 @@ def single(run, tmp_path_factory):
         ("fsdp2", 2, (*QLORA, "train.gradient_checkpointing=true")),
         ("zero2", 2, QLORA),
         many("zero3", 2, QLORA),
-        many("moe", 4, (*QLORA, "adapter.targets=[q_proj,v_proj]")),
+        # LoRA of the experts goes to the ranks that have them.
+        many("moe", 4, (*QLORA, "train.gradient_checkpointing=true")),
+        ("expert", 2, QLORA),
         many("zero3", 2, LOKR),
         many("zbv", 2, HEAD),
         many("tensor", 2, HEAD),
@@ -131,7 +134,7 @@ def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_process
     assert losses(reference)[-1] != losses(reference)[0]
 
 
-@pytest.mark.parametrize(("layouts", "choice"), [(("zero3", "pipeline"), LORA), many(("ddp", "fsdp2"), QLORA)])
+@pytest.mark.parametrize(("layouts", "choice"), [(("zero3", "pipeline"), LORA), many(("fsdp2", "expert"), QLORA)])
 def test_goes_on_in_any_other_layout(run, single, tmp_path, layouts, choice):
     """Three lives, each in another layout, make the steps of one.
 
@@ -139,7 +142,8 @@ def test_goes_on_in_any_other_layout(run, single, tmp_path, layouts, choice):
     reference = single(choice)
     for steps, strategy in enumerate([*layouts, "single"], start=1):
         num_processes = 1 if strategy == "single" else 2
-        run(tmp_path, num_processes, f"strategy={strategy}", *choice, f"train.max_steps={steps}")
+        layout = LAYOUTS.get(strategy, (f"strategy={strategy}",))
+        run(tmp_path, num_processes, *layout, *choice, f"train.max_steps={steps}")
     rows = compare_runs(tmp_path, reference, BOUNDS[Precision.fp32])
     assert all(row.passed for row in rows), rows
 
@@ -153,10 +157,11 @@ def test_noise_on_the_embedding_is_added_in_training_alone(run, single, tmp_path
     assert eval_losses(noisy) == pytest.approx(eval_losses(quiet), rel=1e-6)
 
 
-@pytest.mark.parametrize(("strategy", "choice"), [many("zero3", HEAD), ("fsdp2", QLORA)])
+@pytest.mark.parametrize(("strategy", "choice"), [many("zero3", HEAD), ("expert", QLORA)])
 def test_the_adapter_opens_in_peft_and_merges(run, bases, tmp_path, strategy, choice):
     base = bases(choice)
-    ours = run(tmp_path, 2, f"strategy={strategy}", *choice, "adapter.merge=true", "report.sample_prompt=def")
+    layout = LAYOUTS.get(strategy, (f"strategy={strategy}",))
+    ours = run(tmp_path, 2, *layout, *choice, "adapter.merge=true", "report.sample_prompt=def")
     checkpoint = ours / "checkpoints" / f"step-{NUM_STEPS:08d}"
     model = AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(32)[None]

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from hfdist.checkpoint import Keep, Saver, find_newest, prune, read_checkpoint, restore_random_state, verify
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
-from hfdist.collectives import exchange_json, gather_json, on_all_ranks, on_rank_zero
+from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.composition.compose import compose_config
+from hfdist.control_group import exchange_json
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.testing import run_ranks
 from recipes.pretrain import main

@@ -31,6 +31,7 @@ from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
 from hfdist.watch.diagnosis import Heartbeat
 from hfdist.watch.store import HostedStore, JoinedStore
+from hfdist.watch.tree import Below, Digest, find_parents
 from tests.unit.islands.servers import JOB, at, member, served, together
 
 FEW = 200
@@ -185,8 +186,10 @@ def to_rank(count, seed=0):
 def to_watch(count, seed=0):
     """To the heartbeats of rank 0."""
     rng = random.Random(seed)
-    host = HostedStore(3)
-    other = JoinedStore("localhost", host.port, host.token, 2, 3)
+    heard = Below(0, [Heartbeat(number=0)] * 5, find_parents([[0, 1, 2], [3, 4]]), time.monotonic())
+    said = {"beat": Heartbeat(number=1), "digest": Digest(), "each": [[4, Heartbeat(number=2), 0.5]]}
+    host = HostedStore(heard, 5, "1" * 32)
+    other = JoinedStore([("localhost", host.port)], host.token, 2, 1.0)
     for _ in range(count):
         if rng.random() < 0.3:
             throw(
@@ -195,13 +198,14 @@ def to_watch(count, seed=0):
         else:
             with suppress(RefusedError, OSError):
                 made, _ = knock(
-                    ("localhost", host.port), host.token, {"rank": rng.choice((1, 1, 0, -1, 9, "x"))}, {}, 20
+                    ("localhost", host.port), host.token, {"rank": rng.choice((1, 3, 3, 0, -1, 9, "x"))}, {}, 20
                 )
-                throw(made, hostile(rng, [{"beat": Heartbeat(number=1)}]))
-    assert other.exchange(Heartbeat(number=7), None)[0] == {0: Heartbeat(number=0)}
-    beats, _ = host.exchange(Heartbeat(number=1), None)
-    assert beats[2].number == 7
-    assert all(isinstance(one, Heartbeat) and type(one.number) is int for one in beats.values())
+                throw(made, hostile(rng, [said]))
+    assert other.tell(Heartbeat(number=7), Digest(), {}).beat == Heartbeat(number=0)
+    states = heard.states(time.monotonic(), 1.0)
+    assert states[2].beat.number == 7
+    assert all(isinstance(one.beat, Heartbeat) and type(one.beat.number) is int for one in states.values())
+    assert all(type(one.silent_seconds) is float for one in states.values())
     other.close()
     host.close()
 

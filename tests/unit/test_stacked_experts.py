@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainingArguments
 
+import hfdist
 from hfdist.models.stacked_experts import use_products
 from hfdist.planning.tracing.trace import Trace
 from tests.zoo.models import tiny_batch, tiny_model
@@ -65,6 +67,24 @@ def test_experts_compute_in_the_type_of_autocast(kind):
     by_layers = gradients(model, batch, half=True)
     assert abs(loss - whole[0]) < 2 * abs(by_layers[0] - whole[0]) + 1e-3
     assert distance(found, whole[1]) < 1.2 * distance(by_layers[1], whole[1]) + 1e-3
+
+
+def test_a_trainer_from_python_lets_them(tmp_path):
+    model = tiny_model("qwen3_moe")
+    rows = [{name: values[0].tolist() for name, values in tiny_batch(model).items()}]
+    args = TrainingArguments(
+        str(tmp_path),
+        bf16=True,
+        use_cpu=True,
+        max_steps=1,
+        per_device_train_batch_size=1,
+        report_to=[],
+        save_strategy="no",
+    )
+    trainer = hfdist.Trainer(model, args, train_dataset=rows, strategy="single")
+    with Products() as products:
+        trainer.train()
+    assert products.types == {torch.bfloat16}
 
 
 def test_experts_of_any_width_compute_under_autocast():

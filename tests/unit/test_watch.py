@@ -26,7 +26,8 @@ from hfdist.watch.diagnosis import (
     find_lost,
     find_stalled,
 )
-from hfdist.watch.store import HostedStore, JoinedStore, open_store
+from hfdist.watch.store import HostedStore, JoinedStore, Store, open_store
+from hfdist.watch.tree import Below, find_parents
 from hfdist.watch.watcher import Watcher
 
 HEARTBEAT_SECONDS = 60.0
@@ -152,7 +153,7 @@ def test_what_is_no_time_is_refused(seconds, tmp_path):
 
 def test_who_has_left_beats_no_more(tmp_path):
     """A thread that comes back from C++ while the interpreter ends aborts a process whose run ended well."""
-    watcher = Watcher(Progress(), open_store(), tmp_path, HEARTBEAT_SECONDS)
+    watcher = Watcher(Progress(), open_store(1.0), tmp_path, HEARTBEAT_SECONDS)
     assert sorted(watching()) == ["watch-beats", "watch-judge", "watch-requests", "watch-store"]
     watcher.leave(0)
     assert watching() == []
@@ -161,49 +162,97 @@ def test_who_has_left_beats_no_more(tmp_path):
 def test_a_store_that_never_answers_keeps_nobody_who_leaves(tmp_path):
     """Rank 0 is stopped: its machine takes what is sent, and nobody reads it."""
     with socket.create_server(("localhost", 0)) as stopped:
-        store = JoinedStore("localhost", stopped.getsockname()[1], "", 1, 2)
-        watcher = Watcher(Progress(), store, tmp_path, HEARTBEAT_SECONDS)
+        joined = JoinedStore([("localhost", stopped.getsockname()[1])], "", 1, 1.0)
+        watcher = Watcher(Progress(), Store(1, 2, below(1, 2), None, joined), tmp_path, HEARTBEAT_SECONDS)
         began = time.monotonic()
         watcher.leave(0)
         assert time.monotonic() - began < HEARTBEAT_SECONDS / 4
         assert watching() == []
 
 
+TOKEN = "1" * 32
+
+
+def below(own, num_ranks, known=None):
+    """Of a rank of one machine."""
+    known = known or [Heartbeat(number=0)] * num_ranks
+    return Below(own, known, find_parents([range(num_ranks)]), time.monotonic())
+
+
+def host_of(num_ranks, known=None):
+    """The store of rank 0."""
+    heard = below(0, num_ranks, known)
+    return Store(0, num_ranks, heard, HostedStore(heard, num_ranks, TOKEN), None)
+
+
+def joined_to(hosts, own, num_ranks):
+    addresses = [("localhost", host._hosted.port) for host in hosts]
+    return Store(own, num_ranks, below(own, num_ranks), None, JoinedStore(addresses, TOKEN, own, 1.0))
+
+
+def beats_of(host):
+    return {rank: one.beat for rank, one in host.below.states(time.monotonic(), 1.0).items()}
+
+
 def test_ranks_hear_rank_0_and_rank_0_hears_all():
-    host = HostedStore(3)
-    joined = [JoinedStore("localhost", host.port, host.token, rank, 3) for rank in (1, 2)]
+    host = host_of(3)
+    joined = [joined_to([host], rank, 3) for rank in (1, 2)]
     first = Heartbeat(number=1, mark="ä\n")
-    host.exchange(first, None)
-    assert [store.exchange(Heartbeat(number=7), None) for store in joined] == [({0: first}, None)] * 2
+    host.exchange(first, None, 1.0)
+    assert [store.exchange(Heartbeat(number=7), None, 1.0) for store in joined] == [(first, None)] * 2
     verdict = Diagnosis("rank 1 is lost")
-    heard, _ = host.exchange(Heartbeat(number=2), verdict)
-    assert [heard[rank].number for rank in range(3)] == [2, 7, 7]
-    assert joined[0].exchange(Heartbeat(number=8), None) == ({0: Heartbeat(number=2)}, verdict)
+    host.exchange(Heartbeat(number=2), verdict, 1.0)
+    assert {rank: beat.number for rank, beat in beats_of(host).items()} == {1: 7, 2: 7}
+    assert joined[0].exchange(Heartbeat(number=8), None, 1.0) == (Heartbeat(number=2), verdict)
     host.close()
     with pytest.raises(ConnectionError):
-        joined[1].exchange(Heartbeat(number=8), None)
+        joined[1].exchange(Heartbeat(number=8), None, 1.0)
 
 
 def test_a_rank_that_has_not_beaten_yet_has_a_name():
     known = [Heartbeat(number=0, host="a", pid=1), Heartbeat(number=0, host="b", pid=2)]
-    host = HostedStore(2, known)
-    assert host.exchange(known[0], None)[0] == dict(enumerate(known))
-    other = JoinedStore("localhost", host.port, host.token, 1, 2)
-    heard, _ = other.exchange(Heartbeat(number=1, host="b", pid=2), None)
-    assert heard == {0: known[0]}
+    host = host_of(2, known)
+    assert beats_of(host) == {1: known[1]}
+    host.exchange(known[0], None, 1.0)
+    other = joined_to([host], 1, 2)
+    assert other.exchange(Heartbeat(number=1, host="b", pid=2), None, 1.0) == (known[0], None)
     other.close()
     host.close()
 
 
+def test_who_loses_the_rank_above_goes_to_the_next_one():
+    """One that has ended, and one that is stopped."""
+    first, second = host_of(3), host_of(3)
+    with socket.create_server(("localhost", 0)) as stopped:
+        store = joined_to([first, second], 1, 3)
+        joined = store._joined
+        joined._above.insert(1, stopped.getsockname())
+        store.exchange(Heartbeat(number=1), None, 1.0)
+        assert beats_of(first)[1].number == 1
+        first.close()
+        store.exchange(Heartbeat(number=2), None, 1.0)
+        assert (beats_of(first)[1].number, beats_of(second)[1].number) == (1, 2)
+        # The first one is tried again, and this is not it.
+        joined._returns_at = 0.0
+        store.exchange(Heartbeat(number=3), None, 1.0)
+        assert beats_of(second)[1].number == 3
+        third = host_of(3)
+        joined._above[0], joined._returns_at = ("localhost", third._hosted.port), 0.0
+        store.exchange(Heartbeat(number=4), None, 1.0)
+        assert (beats_of(second)[1].number, beats_of(third)[1].number) == (3, 4)
+    for one in (store, second, third):
+        one.close()
+
+
 @pytest.mark.parametrize("first", [b"", b"1\n", b"\xff 1\n", b"x" * 100_000, b"wrong 1\n{}\n"])
 def test_who_is_no_rank_is_not_heard(first):
-    host = HostedStore(2)
-    stranger = socket.create_connection(("localhost", host.port), timeout=HEARTBEAT_SECONDS)
+    host = host_of(2)
+    stranger = socket.create_connection(("localhost", host._hosted.port), timeout=HEARTBEAT_SECONDS)
     with stranger, contextlib.suppress(ConnectionError):  # when it is turned away before all is sent
         stranger.sendall(first)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(1) == b""
-    assert host.exchange(Heartbeat(number=1), None)[0][1].number == 0
+    assert beats_of(host)[1].number == 0
     host.close()
 
 
@@ -213,7 +262,7 @@ def refused_by_rank_0():
 
     store.HostedStore = fails
     with pytest.raises(OSError, match="rank 0 cannot serve the others") as caught:
-        open_store()
+        open_store(1.0)
     return str(caught.value)
 
 
@@ -226,15 +275,16 @@ class SlowStore:
     """Of rank 1 of 2: an exchange begins before its rank leaves, and ends behind that."""
 
     rank, world_size = 1, 2
+    below = below(1, 2)
 
     def __init__(self):
         self.sent, self.has_begun, self.may_end = [], threading.Event(), threading.Event()
 
-    def exchange(self, own, verdict):
+    def exchange(self, own, verdict, beat_seconds, asks_each):
         self.has_begun.set()
         self.may_end.wait(HEARTBEAT_SECONDS)
         self.sent.append(own)
-        return {}, None
+        return Heartbeat(number=0), None
 
     def close(self):
         pass

@@ -65,9 +65,6 @@ def _check_parts(config: RunConfig, parts: Collection[AdapterPart]) -> None:
     """Check what an adapter beside certain parts of the blocks goes with."""
     if not parts:
         raise conflict(config, "adapter.target_parts", "no part is to be adapted", hint="adapter.target_parts=null")
-    if AdapterPart.experts in parts and config.strategy.expert > 1:
-        what = "an adapter changes the experts themselves, so they cannot be spread over ranks"
-        raise conflict(config, "adapter.target_parts strategy.expert", what, hint="strategy.expert=1")
 
 
 def _check_quantization(config: RunConfig) -> None:

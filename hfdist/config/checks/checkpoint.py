@@ -6,13 +6,16 @@ import os
 from pathlib import Path
 
 from hfdist.config.checks.conflict import conflict
+from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
 from hfdist.config.override_text import in_shell
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import OFF
-from hfdist.errors import nearest
+from hfdist.errors import ConfigError, nearest
 
 _WORDS = ("auto", "never")
 """Values of checkpoint.resume that are no paths."""
+_MIRRORS = ("s3", "gs", "hf", "file")
+"""Schemes of stores that can be written, and that are there after the process."""
 
 
 def check_checkpoints(config: RunConfig) -> None:
@@ -21,6 +24,8 @@ def check_checkpoints(config: RunConfig) -> None:
         _check_kept(config, config.checkpoint.every)
     if config.checkpoint.replicate_every is not None:
         _check_replicas(config)
+    if config.checkpoint.mirror is not None:
+        _check_mirror(config, config.checkpoint.mirror)
     if config.checkpoint.resume not in _WORDS:
         _check_resume(config)
 
@@ -42,9 +47,34 @@ def _check_kept(config: RunConfig, every: int) -> None:
         raise conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)
 
 
+def _check_mirror(config: RunConfig, address: str) -> None:
+    key, scheme = "checkpoint.mirror", scheme_of(address)
+    allowed = f"null, or {', '.join(f'{known}://...' for known in _MIRRORS)}"
+    if config.checkpoint.every is None:
+        what, hint = "a mirror gets what a run saves, and this run saves nothing", "checkpoint.every=100"
+        raise conflict(config, f"{key} checkpoint.every", what, hint=f"{hint}, or {key}=null")
+    if scheme is None:
+        what, hint = (
+            "a mirror is an address, and this is a path",
+            in_shell(key, Path(address or ".").absolute().as_uri()),
+        )
+        raise conflict(config, key, what, allowed=allowed, hint=hint)
+    if scheme not in _MIRRORS:
+        what, hint = "nothing can be stored at such an address", f"{key}=s3://BUCKET/runs"
+        raise ConfigError(what, where=key, found=redact(address), allowed=allowed, hint=hint)
+    if without_query(address) != address or redact(address) != address:
+        what, hint = "the address of a mirror has neither a user nor a query", in_shell(key, redact(address))
+        raise ConfigError(what, where=key, found=redact(address), hint=hint)
+    check_address(address, key=key)
+
+
 def _check_resume(config: RunConfig) -> None:
     """Check a path: it is the folder of a checkpoint, if there is one."""
     path, key = config.checkpoint.resume, "checkpoint.resume"
+    if scheme_of(path) is not None:
+        what = "a run goes on from a mirror by its own keys, and not by the address of a checkpoint"
+        hint = f"{key}=auto {in_shell('checkpoint.mirror', redact(path))}, where run.name is the folder below it"
+        raise ConfigError(what, where=key, found=redact(path), hint=hint)
     folder = Path(path)
     for holder, what in (
         (folder / "checkpoints", "this is the folder of a run, and not one of its checkpoints"),

@@ -90,6 +90,9 @@ def check_source(key: str, source: SourceConfig) -> None:
         raise ConfigError("the source has no path", where=f"{key}.path", found="null", allowed=allowed, hint=hint)
     if source.kind is SourceKind.files and source.path is not None and scheme_of(source.path) is not None:
         check_address(source.path, key=f"{key}.path")
+    if source.index is not None and source.kind is not SourceKind.files:
+        what, hint = "only files have an index", f"{key}.index=null"
+        raise ConfigError(what, where=f"{key}.index", found=source.index, allowed="null", hint=hint)
     for name in ("subset", "revision"):
         value = getattr(source, name)
         if value is not None and source.kind is not SourceKind.hub:

@@ -15,7 +15,9 @@ from hfdist.topology import PARTS
 
 _ROUNDS = (IslandMethod.diloco, IslandMethod.federated)
 _METHODS_OF_KEYS = (
-    dict.fromkeys(("every", "outer_optimizer", "outer_lr", "outer_momentum", "outer_beta2", "outer_eps"), _ROUNDS)
+    dict.fromkeys(
+        ("port", "every", "outer_optimizer", "outer_lr", "outer_momentum", "outer_beta2", "outer_eps"), _ROUNDS
+    )
     | dict.fromkeys(("fragments", "overlap", "mix"), _ROUNDS[:1])
     | dict.fromkeys(("participation", "proximal"), _ROUNDS[1:])
     | {"staleness": (IslandMethod.parameter_server,)}

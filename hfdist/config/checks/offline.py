@@ -28,6 +28,10 @@ def check_offline(config: RunConfig) -> None:
             what = f"the data lie on a network, which {OFFLINE_FLAG} rules out"
             allowed, hint = "a path on this machine", f"copy them here first, or leave {OFFLINE_FLAG} out"
             raise ConfigError(what, where=f"{key}.path", found=redact(path), allowed=allowed, hint=hint)
+    mirror = config.checkpoint.mirror or ""
+    if scheme_of(mirror) not in (None, "file"):
+        what, hint = f"the mirror lies on a network, which {OFFLINE_FLAG} rules out", "checkpoint.mirror=null"
+        raise ConfigError(what, where="checkpoint.mirror", found=redact(mirror), allowed="null, file://", hint=hint)
     for name in config.report.to:
         if name not in _LOCAL_TRACKERS:
             what = f"this tracker needs a connection, which {OFFLINE_FLAG} rules out"

@@ -28,10 +28,11 @@ from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
 from hfdist.config.composition.files import searching
 from hfdist.config.composition.help import describe
-from hfdist.config.composition.hydra_errors import Request
+from hfdist.config.composition.request import Request
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
 from hfdist.errors import ConfigError, nearest
+from hfdist.garbage_collector import collector_paused
 from hfdist.processes.startup import reporting, switch_reports
 from hfdist.records import record_ranks, recording_end
 from hfdist.topology import read_launcher
@@ -85,16 +86,14 @@ def quick_imports() -> Iterator[None]:
 
     They stay as long as the process, and torch and transformers make millions of them.
     """
-    was_enabled, is_first = gc.isenabled(), "transformers" not in sys.modules
-    gc.disable()
-    try:
-        yield
-    finally:
-        # Later there may be garbage that was not collected yet, such as a model, and it would stay.
-        if is_first:
-            gc.freeze()
-        if was_enabled:
-            gc.enable()
+    is_first = "transformers" not in sys.modules
+    with collector_paused():
+        try:
+            yield
+        finally:
+            # Later there may be garbage that was not collected yet, such as a model, and it would stay.
+            if is_first:
+                gc.freeze()
 
 
 def go_offline() -> None:

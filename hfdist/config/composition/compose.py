@@ -18,8 +18,10 @@ from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
 from hfdist.config.composition.defaults_list import check_defaults_list
 from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching
-from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
+from hfdist.config.composition.hydra_errors import explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
+from hfdist.config.composition.request import Request
+from hfdist.config.composition.unknown_keys import check_keys
 from hfdist.config.composition.yaml_text import to_yaml_text
 from hfdist.config.conf_folder import shipped_folder
 from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hfdist.config.composition.aliases import override_for, override_for_option
 from hfdist.config.composition.files import display, read_config
-from hfdist.config.composition.hydra_errors import Request, no_option
+from hfdist.config.composition.options import no_option
 from hfdist.config.composition.overrides import in_yaml
+from hfdist.config.composition.request import Request
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.override_text import in_shell
 from hfdist.config.schema import ANY_NAME, all_keys, members

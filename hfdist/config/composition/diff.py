@@ -22,12 +22,20 @@ _SAFE = (
     *("run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge"),
     *("train.eval_*", "data.eval_sources*", "data.eval_sequences", "task.answer_seconds"),
     *("train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps"),
-    *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.timeout_seconds"),
+    *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.port"),
+    "islands.timeout_seconds",
     # The layout, and how a step is computed.
     *("launch.*", "strategy.*", "model.loss", "model.attention", "optimizer.fused", "train.micro_batch_size"),
     *("train.compile", "train.gradient_checkpointing", "train.recompute", "train.activation_offload"),
     # Where the data lie, as their cursor compares the content of files; and how they are read ahead.
-    *("data.sources.*.path", "data.chat.template", "data.cache_dir", "data.file_cache_bytes"),
+    *(
+        "data.sources.*.path",
+        "data.sources.*.index",
+        "data.shard",
+        "data.chat.template",
+        "data.cache_dir",
+        "data.file_cache_bytes",
+    ),
     *("data.token_cache_bytes", "data.workers", "data.prefetch"),
     # Rows are quarantined while a run goes on, and leave the others where they were.
     *("data.quarantine", "data.on_bad_rows"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from hfdist.config.composition.hydra_errors import Request
+from hfdist.config.composition.request import Request
 from hfdist.config.schema import find_key
 
 _HEAD = """\

@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
-from hfdist.config.checks.preflight import mixture_hint
+from hfdist.config.checks.paths import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import refuse_target

@@ -15,15 +15,17 @@ from numpy.typing import NDArray
 
 from hfdist.config.checks.data import check_mixture
 from hfdist.config.data import BadRows, DataConfig, SourceConfig, cache_dir
-from hfdist.data.cache import digest_of
+from hfdist.data.cache import digest_of, digest_of_pieces
 from hfdist.data.documents.bad_rows import find_all_bad, find_rows_in_text
 from hfdist.data.documents.inventory import Inventory
-from hfdist.data.order.shuffle import cut_runs, permutation
+from hfdist.data.order.runs import Runs
+from hfdist.data.order.shuffle import permutation
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
 from hfdist.data.sources.formats import split_columns, texts_in
 from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.shards import NamedShards, OpenShards, Shards, joined
 from hfdist.data.tokenization.text_encoder import text_digest
 from hfdist.errors import ConfigError, DataError
 from hfdist.topology import read_launcher
@@ -52,43 +54,52 @@ class Pool:
 
     name: str
     first_document: int
-    shards: tuple[Shard, ...]
+    sources: tuple[Shards, ...]
     epochs: int | None
     """Passes at the most."""
 
     @cached_property
+    def runs(self) -> Runs:
+        """Runs of all its shards."""
+        return Runs.join([source.runs for source in self.sources])
+
+    @cached_property
     def num_documents(self) -> int:
         """Number of its documents."""
-        return sum(sum(shard.runs) for shard in self.shards)
+        return int(self.runs.rows.sum())
 
     @property
     def holds_tokens(self) -> bool:
         """Whether all of it is in token files."""
-        return all(hasattr(shard, "token_columns") for shard in self.shards)
+        return all(source.holds_tokens for source in self.sources)
 
 
 class Corpus:
     """Documents in canonical order: sources by name, shards by path, rows as they stand. Open it with `open_corpus`."""
 
-    def __init__(self, shards_by_source: Mapping[str, Sequence[Shard]], config: DataConfig) -> None:
-        self.source_names = sorted(shards_by_source)
-        self.shards = [(name, shard) for name in self.source_names for shard in shards_by_source[name]]
+    def __init__(self, shards_by_source: Mapping[str, Shards], config: DataConfig) -> None:
+        self.sources = {name: shards_by_source[name] for name in sorted(shards_by_source)}
+        """Shards of each source, in canonical order."""
+        self.source_names = [*self.sources]
+        self.shards = NamedShards(self.sources)
         """Each with the name of its source, in canonical order."""
-        rows = np.array([sum(shard.runs) for _, shard in self.shards], dtype=np.int64)
-        self._ends = np.cumsum(rows)
-        self.num_documents = int(rows.sum())
-        self.pools = self._make_pools(shards_by_source, config)
+        self._runs = Runs.join([source.runs for source in self.sources.values()])
+        self._ends = np.cumsum(self._runs.rows_per_shard)
+        self.num_documents = int(self._runs.rows.sum())
+        self.pools = self._make_pools(config)
         self._eval_fraction = config.eval_fraction
         self.quarantined = self._find(config.quarantine)
         """Documents that `data.quarantine` names."""
-        self.has_examples = any(shard.gives_examples for _, shard in self.shards)
+        self.has_examples = any(source.gives_examples for source in self.sources.values())
         """Whether only some tokens of some documents are targets."""
-        identities = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self.shards]
-        self.fingerprint = digest_of([identities, config.eval_fraction])
+        identities = (one for name, source in self.sources.items() for one in source.identities_as_json(name))
+        self.fingerprint = digest_of_pieces(joined("[[", identities, f"], {json.dumps(config.eval_fraction)}]"))
         """Changes when a file's size, ends or rows, the column, or the split changes."""
-        self.inventory = Inventory(self.shards)
+        self.inventory = Inventory(self.sources)
         """What the files hold."""
-        self.local_fingerprint = digest_of([self.fingerprint, *(shard.local_identity for _, shard in self.shards)])
+        self.local_fingerprint = digest_of(
+            [self.fingerprint, *(source.local_digest for source in self.sources.values())]
+        )
         """Digest for this machine's caches: it also changes with a file's time of change, or its version."""
 
     def text(self, document: int) -> str:
@@ -156,7 +167,7 @@ class Corpus:
         Blocks are mixed, since some files give neighbouring rows for the price of one. Small corpora: blocks of one.
         """
         most_rows = min(max(self.num_documents // _MIXED_BLOCKS, 1), _LARGEST_MIXED_BLOCK_ROWS)
-        sizes = np.array(cut_runs([rows for _, shard in self.shards for rows in shard.runs], most_rows), dtype=np.int64)
+        sizes = self._runs.cut(most_rows).rows
         firsts = np.cumsum(sizes) - sizes
         for block in permutation(len(sizes), "mixed"):
             yield range(int(firsts[block]), int(firsts[block] + sizes[block]))
@@ -222,34 +233,47 @@ class Corpus:
         shard = int(np.searchsorted(self._ends, document, side="right"))
         return shard, document - self._first_of(shard)
 
-    def _make_pools(self, shards_by_source: Mapping[str, Sequence[Shard]], config: DataConfig) -> list[Pool]:
+    def _make_pools(self, config: DataConfig) -> list[Pool]:
         sources = config.sources
         if any(source.weight is None for source in sources.values()):
             (epochs,) = {source.epochs for source in sources.values()}
-            return [Pool("all", 0, tuple(shard for _, shard in self.shards), epochs)]
+            return [Pool("all", 0, tuple(self.sources.values()), epochs)]
         pools, first_document = [], 0
-        for name in self.source_names:
-            pools.append(Pool(name, first_document, tuple(shards_by_source[name]), sources[name].epochs))
+        for name, shards in self.sources.items():
+            pools.append(Pool(name, first_document, (shards,), sources[name].epochs))
             first_document += pools[-1].num_documents
         return pools
 
     def _find(self, entries: Sequence[str]) -> frozenset[int]:
-        numbers = {(source, shard.name): number for number, (source, shard) in enumerate(self.shards)}
         found = set()
         for entry in entries:
             source, _, rest = entry.partition(":")
             name, _, row = rest.rpartition(":")
-            number = numbers.get((source, name))
-            num_rows = 0 if number is None else sum(self.shards[number][1].runs)
+            number = self._number_of(source, name)
+            num_rows = 0 if number is None else int(self._ends[number]) - self._first_of(number)
             if number is None or int(row) >= num_rows:
                 allowed = "SOURCE:FILE:ROW, as messages and recipes/audit.py name it; rows are counted from 0"
                 raise ConfigError("there is no such row", where="data.quarantine", found=entry, allowed=allowed)
             found.add(int(self._ends[number]) - num_rows + int(row))
         return frozenset(found)
 
+    def _number_of(self, source: str, name: str) -> int | None:
+        """Give the number of a shard; None: there is none."""
+        before = 0
+        for one, shards in self.sources.items():
+            if one == source:
+                number = shards.number_of(name)
+                return None if number is None else before + number
+            before += len(shards)
+        return None
+
 
 def open_corpus(
-    config: DataConfig, given: Mapping[str, datasets.Dataset] | None = None, *, section: str = "data.sources"
+    config: DataConfig,
+    given: Mapping[str, datasets.Dataset] | None = None,
+    *,
+    section: str = "data.sources",
+    reads_all: bool = False,
 ) -> Corpus:
     """Open all sources and check them.
 
@@ -257,6 +281,7 @@ def open_corpus(
         config: `data.*`.
         given: datasets in memory, by name; a source of that name in `config` gives column, weight and epochs.
         section: where the sources stand in the config, to name in messages.
+        reads_all: whether JSON lines of any size are read for their rows, as who reads all of them anyway wants.
 
     Raises:
         ConfigError: a source that does not exist, or weights that do not go together.
@@ -266,17 +291,19 @@ def open_corpus(
     sources = {name: SourceConfig() for name in given} | config.sources
     config = replace(config, sources=sources)
     check_mixture(config)
-    shards: dict[str, Sequence[Shard]] = {
-        name: find_shards(name, config, cache_dir(config), section=section) for name in sources if name not in given
+    shards: dict[str, Shards] = {
+        name: find_shards(name, config, cache_dir(config), section=section, reads_all=reads_all)
+        for name in sources
+        if name not in given
     }
     for name, dataset in given.items():
         rows = RowReader.of(sources[name], config, f"{section}.{name}")
-        shards[name] = [DatasetShard(name, dataset, rows, cache_dir(config))]
+        shards[name] = OpenShards([DatasetShard(name, dataset, rows, cache_dir(config))])
     corpus = Corpus(shards, config)
     for pool in corpus.pools:
         if pool.num_documents < config.lanes:
             # A file that is no table of rows has few of them.
-            bad = find_rows_in_text(pool.shards[0]) or find_all_bad(pool.shards[0])
+            bad = find_rows_in_text(pool.sources[0][0]) or find_all_bad(pool.sources[0][0])
             if config.on_bad_rows is BadRows.error and bad is not None:
                 raise bad
             names = corpus.source_names if len(corpus.pools) == 1 else [pool.name]

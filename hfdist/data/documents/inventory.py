@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,15 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from hfdist.atomic_write import remove_unfinished, write_atomically
-from hfdist.data.cache import digest_of
-from hfdist.data.sources.base import Shard
+from hfdist.data.cache import digest_of, digest_of_pieces
+from hfdist.data.sources.changed_rows import changed_rows
+from hfdist.data.sources.shards import Facts, Shards, joined
 from hfdist.data.storage.identity import Contents
 from hfdist.errors import CheckpointError
 from hfdist.units import count
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_FILES, _SHOWN_SPANS = 8, 4
+_SHOWN_FILES = 8
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,8 @@ class _Entry:
     """`Shard.place`."""
 
     @classmethod
-    def of(cls, source: str, shard: Shard) -> _Entry:
-        parts = None if shard.contents is None else shard.contents.astype("<u8").tobytes().hex()
-        return cls(f"{source}:{shard.name}", sum(shard.runs), shard.identity, parts, shard.place)
+    def of(cls, source: str, facts: Facts) -> _Entry:
+        return cls(f"{source}:{facts.name}", facts.rows, facts.identity, facts.parts, facts.place)
 
     @property
     def contents(self) -> Contents | None:
@@ -52,20 +52,23 @@ class _Entry:
 class Inventory:
     """All shards of a corpus, with the names of their sources, in canonical order."""
 
-    def __init__(self, shards: Sequence[tuple[str, Shard]]) -> None:
-        self._shards = {f"{source}:{shard.name}": shard for source, shard in shards}
-        self._entries = [_Entry.of(source, shard) for source, shard in shards]
+    def __init__(self, sources: Mapping[str, Shards]) -> None:
+        self._sources = sources
 
     @cached_property
     def digest(self) -> str:
         """Digest of all that does not depend on the machine: name, rows, identity and contents of each shard."""
-        return _digest_of(self._entries)
+        pieces = (one for source, shards in self._sources.items() for one in shards.contents_as_json(source))
+        return digest_of_pieces(joined("[", pieces, "]"))
+
+    def _entries(self) -> Iterator[_Entry]:
+        return (_Entry.of(source, one) for source, shards in self._sources.items() for one in shards.facts())
 
     def write(self, folder: Path) -> None:
         """Write the inventory into a ledger's folder, unless it is there."""
         path = _path(folder, self.digest)
         if not path.is_file():
-            lines = (json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries)
+            lines = (json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries())
             write_atomically(path, lambda out: out.writelines(lines))
 
     def clear_unfinished(self, folder: Path) -> None:
@@ -105,12 +108,19 @@ class Inventory:
         before = _read_entries(folder, digest)
         if before is None:
             return ["some file; what each held is not beside the checkpoint's run"]
+        return self._first_changes(before)
+
+    def changes_from(self, before: Inventory) -> list[str]:
+        """Say the same of another inventory."""
+        return self._first_changes(before._entries())
+
+    def _first_changes(self, before: Iterable[_Entry]) -> list[str]:
         lines = list(self._changes({entry.name: entry for entry in before}))
         more = len(lines) - _SHOWN_FILES
         return [*lines[:_SHOWN_FILES], f"and {count(more, 'more file')}"] if more > 0 else lines
 
     def _changes(self, before: dict[str, _Entry]) -> Iterator[str]:
-        for entry in self._entries:
+        for entry in self._entries():
             old = before.pop(entry.name, None)
             if old is None:
                 yield f"{entry.name} is new"
@@ -122,26 +132,17 @@ class Inventory:
 
     def _where(self, old: _Entry, entry: _Entry) -> str:
         """Give the rows in which a file has changed, as far as they are known."""
-        ours, theirs = entry.contents, old.contents
-        if ours is None or theirs is None or len(ours) != len(theirs):
-            return ""
-        shard = self._shards[entry.name]
-        found = [shard.rows_of_part(part) for part in np.flatnonzero(ours != theirs).tolist()]
-        known = [rows for rows in found if rows is not None]
-        if len(known) < len(found):
-            return ""
-        spans = _merged(known)
-        shown = [str(rows.start) if len(rows) == 1 else f"{rows.start} to {rows.stop - 1}" for rows in spans]
-        listed = ", ".join([*shown[:_SHOWN_SPANS], *(["..."] if len(shown) > _SHOWN_SPANS else [])])
-        unit = "row" if len(spans) == 1 and len(spans[0]) == 1 else "rows"
-        return f", {unit} {listed}" if listed else ""
+        source, _, name = entry.name.partition(":")
+        number = self._sources[source].number_of(name)
+        assert number is not None  # the entry was made of it
+        return changed_rows(self._sources[source][number], old.contents, entry.contents)
 
     def _touched(self, digest: str, folder: Path | None) -> list[str]:
         """Give the files whose times or addresses differ, and of which only sizes and ends are known to be the same."""
-        if all(entry.place is None for entry in self._entries):
+        if not any(shards.has_places for shards in self._sources.values()):
             return []
         places = {entry.name: entry.place for entry in _read_entries(folder, digest) or ()}
-        known = [entry for entry in self._entries if entry.place is not None and entry.name in places]
+        known = [entry for entry in self._entries() if entry.place is not None and entry.name in places]
         return [entry.name for entry in known if places[entry.name] != entry.place]
 
 
@@ -160,17 +161,6 @@ def _read_entries(folder: Path | None, digest: str) -> list[_Entry] | None:
 
 def _digest_of(entries: Sequence[_Entry]) -> str:
     return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in entries])
-
-
-def _merged(spans: list[range]) -> list[range]:
-    """Join ranges, in order of their starts, that touch or overlap."""
-    merged: list[range] = []
-    for span in spans:
-        if merged and span.start <= merged[-1].stop:
-            merged[-1] = range(merged[-1].start, span.stop)
-        else:
-            merged.append(span)
-    return merged
 
 
 def _differ(old: _Entry, entry: _Entry) -> bool:

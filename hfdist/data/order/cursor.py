@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hfdist.data.order.shares import Shares, natural
+from hfdist.data.order.shares import Shares
 from hfdist.errors import CheckpointError
+from hfdist.whole_numbers import whole_number
 
 FORMAT = 3
 """Raise it when `to_json` changes."""
@@ -90,10 +91,10 @@ class Cursor:
             if (found := value["format"]) != FORMAT:
                 what = "the data cursor has another format"
                 raise CheckpointError(what, where="cursor.format", found=found, allowed=str(FORMAT))
-            num_lanes, samples = natural(value["lanes"]), natural(value["samples"])
-            lanes = [natural(lane) for lane, *_ in value["places"]]
+            num_lanes, samples = whole_number(value["lanes"]), whole_number(value["samples"])
+            lanes = [whole_number(lane) for lane, *_ in value["places"]]
             shares = None if value.get("shares") is None else Shares.from_json(value["shares"])
-            next_lane = natural(value.get("next", samples % num_lanes))
+            next_lane = whole_number(value.get("next", samples % num_lanes))
             # The number first: a foreign one may be too large for a list.
             has_all = shares is None or (
                 len(shares.readers) == num_lanes and sorted(shares.readers) == [*range(num_lanes)]
@@ -107,7 +108,7 @@ class Cursor:
                 num_lanes=num_lanes,
                 samples=samples,
                 lanes={
-                    lane: _lane_state(digest, pools, natural(count))
+                    lane: _lane_state(digest, pools, whole_number(count))
                     for (lane, digest, *pools), count in zip(value["places"], counts, strict=True)
                 },
                 next_lane=next_lane,
@@ -153,6 +154,6 @@ def _turns(samples: int, lane: int, num_lanes: int) -> int:
 def _lane_state(digest: str, pools: Sequence[Sequence[int]], given: int) -> LaneState:
     progress = []
     for pool in pools:
-        epoch, position, offset, sequences, tokens, documents = map(natural, pool)
+        epoch, position, offset, sequences, tokens, documents = map(whole_number, pool)
         progress.append(Progress(Place(epoch, position, offset), sequences, tokens, documents))
     return LaneState(digest=int(digest, 16), pools=tuple(progress), sequences=given)

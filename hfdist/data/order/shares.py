@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hfdist.whole_numbers import whole_number
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
@@ -70,19 +72,12 @@ class Shares:
     @classmethod
     def from_json(cls, value: Any) -> Shares:
         """Read what `to_json` gave. KeyError, TypeError, ValueError: it is damaged."""
-        lanes = [(natural(lane), natural(reader), ends) for lane, reader, ends in value["lanes"]]
-        count = natural(value["count"])
+        lanes = [(whole_number(lane), whole_number(reader), ends) for lane, reader, ends in value["lanes"]]
+        count = whole_number(value["count"])
         if any(reader >= count for _, reader, _ in lanes):
             raise ValueError(f"a lane is read by a run that is none of {count}")
         return cls(
             count=count,
             readers={lane: reader for lane, reader, _ in lanes},
-            ends={lane: {natural(run): natural(end) for run, end in ends} for lane, _, ends in lanes if ends},
+            ends={lane: {whole_number(run): whole_number(end) for run, end in ends} for lane, _, ends in lanes if ends},
         )
-
-
-def natural(value: object) -> int:
-    """Give a number of things that a file holds; ValueError: it is no whole number, or a negative one."""
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no whole number >= 0")
-    return value

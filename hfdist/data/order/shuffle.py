@@ -31,6 +31,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from hfdist.data.order.runs import Runs
+
 _LARGEST_BLOCK_ROWS = 1024
 _BLOCKS_PER_LANE = 16
 _WINDOW_BLOCKS = 64
@@ -54,33 +56,24 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def cut_runs(runs: Sequence[int], most_rows: int) -> list[int]:
-    """Split each run into blocks of `most_rows`; the last one of a run may be smaller."""
-    return [min(most_rows, rows - start) for rows in runs for start in range(0, rows, most_rows)]
-
-
 class LaneOrder:
     """Which document stands at which position of which lane. Lanes go through their epochs independently.
 
     Args:
-        shards: of each shard, its runs: numbers of rows that are cheap to read together, in canonical order.
+        runs: of the shards, in canonical order.
         lanes: of the stream.
         key: of all permutations: the seed, and what else tells this order from others.
         first_document: canonical number of the first row.
     """
 
-    def __init__(
-        self, shards: Sequence[Sequence[int]], *, lanes: int, key: tuple[int | str, ...], first_document: int = 0
-    ) -> None:
-        num_rows = sum(sum(runs) for runs in shards)
+    def __init__(self, runs: Runs, *, lanes: int, key: tuple[int | str, ...], first_document: int = 0) -> None:
+        num_rows = int(runs.rows.sum())
         # Small enough that each lane has many blocks, large enough that reading stays local.
         fair_rows = max(num_rows // (lanes * _BLOCKS_PER_LANE), 1)
-        by_shard = [cut_runs(runs, min(fair_rows, _LARGEST_BLOCK_ROWS)) for runs in shards]
-        self._sizes = np.array([size for sizes in by_shard for size in sizes], dtype=np.int64)
+        self._sizes, per_shard = runs.cut(min(fair_rows, _LARGEST_BLOCK_ROWS))
         self._firsts = first_document + np.cumsum(self._sizes) - self._sizes
         self._moves_shards = fair_rows >= _LARGEST_BLOCK_ROWS
-        counts = [len(sizes) for sizes in by_shard] if self._moves_shards else [1] * len(self._sizes)
-        self._unit_blocks = np.array(counts, dtype=np.int64)
+        self._unit_blocks = per_shard if self._moves_shards else np.ones_like(self._sizes)
         """Blocks of each unit."""
         self._unit_ends = np.cumsum(self._unit_blocks)
         self._lanes, self._key = lanes, key

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pyarrow import ipc
 
 from hfdist.data.sources.arrow_columns import check_schema, has_dictionary, made, one_array, texts_at
-from hfdist.data.sources.base import BadRow, FileShard, damage, rows_held_at_once
+from hfdist.data.sources.base import BadRow, FileShard, Layout, damage
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile
@@ -36,25 +36,30 @@ class _Opened(NamedTuple):
 class ArrowShard(FileShard):
     """One file. It is memory-mapped, so that only the pages of the columns that are asked for are ever read."""
 
-    def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
-        super().__init__(file, identity, gives_examples=rows.gives_examples)
-        self._rows = rows
-        self._starts, num_rows = self._cached_index(cache.folder, self._index, rows.section, rows.columns_key)
-        self.runs: Sequence[int] = num_rows.tolist()
-        self.rows_at_once = rows_held_at_once(file.size_bytes, sum(self.runs))
+    def __init__(
+        self, file: DataFile, identity: str, rows: RowReader, cache: FileCache, layout: Layout | None = None
+    ) -> None:
+        self._rows, self._cache = rows, cache
+        super().__init__(file, identity, layout, gives_examples=rows.gives_examples)
+
+    def _find_layout(self) -> Layout:
+        starts, num_rows = self._cached_index(
+            self._cache.folder, self._index, self._rows.section, self._rows.columns_key
+        )
+        return Layout(num_rows, starts, self.file.size_bytes)
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
         """Give the texts of rows, which are all of one record batch."""
         batch, first = self._run_of(rows[0])
         try:
-            with self._file.local() as path, self._open(path) as opened:
-                found = _batch_at(int(self._starts[batch]), opened)
+            with self.file.local() as path, self._open(path) as opened:
+                found = _batch_at(int(self.layout.starts[batch]), opened)
                 checked = pa.RecordBatch.from_arrays([_checked(column) for column in found.columns], found.schema.names)
                 places = [row - first for row in rows]
-                read = texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url)
+                read = texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self.file.url)
                 texts = [made(text) for text in read]
         except (pa.ArrowException, OSError, EOFError, StopIteration, IndexError) as error:
-            where = f"{self._file.url}, record batch {batch}"
+            where = f"{self.file.url}, record batch {batch}"
             texts = [BadRow(damage("the file is damaged", error, where=where))] * len(rows)
         return texts
 
@@ -62,7 +67,7 @@ class ArrowShard(FileShard):
         """Find where each record batch starts and how many rows it has; shape [2, batches]."""
         batches: list[tuple[int, int]] = []
         try:
-            with self._file.local() as path, self._open(path) as (source, reader, _):
+            with self.file.local() as path, self._open(path) as (source, reader, _):
                 place = source.tell()
                 for batch in reader:
                     batches.append((place, batch.num_rows))
@@ -72,7 +77,7 @@ class ArrowShard(FileShard):
                 if source.read(len(_END_MARK)) != _END_MARK:
                     raise EOFError("it ends before its end mark")
         except (pa.ArrowException, OSError, EOFError) as error:
-            raise damage("not a whole arrow file", error, where=self._file.url) from error
+            raise damage("not a whole arrow file", error, where=self.file.url) from error
         return np.array([batch for batch in batches if batch[1]], dtype=np.int64).reshape(-1, 2).T.copy()
 
     @contextmanager
@@ -82,7 +87,7 @@ class ArrowShard(FileShard):
             start = len(_FILE_MARK) if source.read(len(_FILE_MARK)) == _FILE_MARK else 0
             source.seek(start)
             schema = ipc.read_schema(source)
-            columns = check_schema(schema, self._rows, where=self._file.url)
+            columns = check_schema(schema, self._rows, where=self.file.url)
             places = [schema.names.index(name) for name in columns]
             source.seek(start)
             reader = ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=places))

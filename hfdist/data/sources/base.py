@@ -6,11 +6,12 @@ import contextlib
 import errno
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,24 +103,44 @@ class TokenShard(Shard, Protocol):
         """Give the documents of some rows of one run, in the order asked for."""
 
 
-class FileShard:
+class Layout(NamedTuple):
+    """Where the rows of a file lie: what must be known of it before a row is read."""
+
+    runs: NDArray[np.int64]
+    """Numbers of rows that are cheap to read together, shape [runs]."""
+    starts: NDArray[np.int64]
+    """First byte of each run, shape [runs]; or of each row, and the end of the last, shape [rows + 1]."""
+    held_bytes: int
+    """Bytes of all rows in memory, by which `rows_at_once` is chosen."""
+
+
+class FileShard(ABC):
     """What the shards of files have in common."""
 
     runs: Sequence[int]
-    _starts: NDArray[np.int64]
-    """First byte of each run, or of each row where they are read one by one."""
 
-    def __init__(self, file: DataFile, identity: str, *, gives_examples: bool = False) -> None:
+    def __init__(self, file: DataFile, identity: str, layout: Layout | None, *, gives_examples: bool = False) -> None:
+        """Take a file with its layout; None: it is found out now, which may raise what `read` does not."""
         self.name, self.identity, self.gives_examples = file.name, identity, gives_examples
         self.local_identity = json.dumps([identity, file.url, file.version, *digests_of(file.contents)])
         self.contents = file.contents
-        is_compared = file.contents is not None or is_in_identity(file)
-        self.place = None if is_compared else (file.url, file.version)
-        self._file = file
+        self.place = place_of(file)
+        self.file = file
+        self.layout = self._find_layout() if layout is None else layout
+        self.runs = self.layout.runs.tolist()
+        self.rows_at_once = rows_held_at_once(self.layout.held_bytes, sum(self.runs))
+
+    @abstractmethod
+    def _find_layout(self) -> Layout:
+        """Look into the file; ContentError: it cannot be read as documents."""
+
+    @abstractmethod
+    def read(self, rows: Sequence[int]) -> Iterable[str | BadRow]:
+        """Give the texts of some rows of one run: see `Shard`."""
 
     def rows_of_part(self, part: int) -> range | None:
         """Tell the rows of the runs that a part of the file touches."""
-        first, stop = spans_of_part(self._starts, self._file, part)
+        first, stop = spans_of_part(self.layout.starts, self.file, part)
         return range(sum(self.runs[:first]), sum(self.runs[:stop]))
 
     def _run_of(self, row: int) -> tuple[int, int]:
@@ -153,6 +174,11 @@ class FileShard:
                 raise
 
         return cached_array(path, make_or_refuse)
+
+
+def place_of(file: DataFile) -> tuple[str, str] | None:
+    """Give `Shard.place` of a file."""
+    return None if file.contents is not None or is_in_identity(file) else (file.url, file.version)
 
 
 def _short_hash(text: str) -> str:

@@ -1,20 +1,21 @@
-"""From a source's config to its shards, in canonical order, all checked before training."""
+"""From a source's config to its shards, in canonical order, all checked before training, or as an index has them."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hfdist.config.data import BadRows, DataConfig, SourceKind
-from hfdist.data.sources.arrow_file import ArrowShard
-from hfdist.data.sources.base import ContentError, Shard
+from hfdist.config.override_text import in_shell
+from hfdist.data.sources.base import ContentError, FileShard
 from hfdist.data.sources.dataset import open_hub
-from hfdist.data.sources.parquet_file import ParquetShard
+from hfdist.data.sources.indexed import IndexedShards
+from hfdist.data.sources.open_file import LINES, SUFFIXES, is_one_document, open_file
 from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.shards import OpenShards, Shards
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
-from hfdist.data.sources.text import JsonLinesShard, TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile, LocalFile
@@ -26,11 +27,18 @@ from hfdist.processes.startup import counted
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".txt")
+_MOST_LINES_BYTES = 1 << 38
+"""Bytes of JSON lines of which a start looks for the rows: at 2 to 4 CPU seconds a GB a quarter of an hour."""
+_MANY_FILES = 10_000
+"""A start that opens so many takes seconds of each rank."""
 
 
-def find_shards(name: str, data: DataConfig, cache_dir: Path, *, section: str = "data.sources") -> Sequence[Shard]:
+def find_shards(
+    name: str, data: DataConfig, cache_dir: Path, *, section: str = "data.sources", reads_all: bool = False
+) -> Shards:
     """Open the shards of the source `name`; `section` of the config holds it. Bad files are left out or refused.
+
+    With `reads_all`, JSON lines of any size are read for their rows.
 
     Raises:
         ConfigError: the config names something that does not exist.
@@ -42,84 +50,140 @@ def find_shards(name: str, data: DataConfig, cache_dir: Path, *, section: str = 
     cache = FileCache(cache_dir, data.file_cache_bytes)
     match config.kind:
         case SourceKind.stdlib:
-            return open_standard_library(cache)
+            return OpenShards(open_standard_library(cache))
         case SourceKind.docstrings:
-            return open_docstrings(cache)
+            return OpenShards(open_docstrings(cache))
         case SourceKind.hub:
-            return [open_hub(key, config, data, cache_dir=cache.folder)]
+            return OpenShards([open_hub(key, config, data, cache_dir=cache.folder)])
         case SourceKind.tokens:
             assert config.path is not None  # checked with the config
-            return open_token_shards(config.path, key, cache.folder)
+            return OpenShards(open_token_shards(config.path, key, cache.folder))
         case SourceKind.files:
             assert config.path is not None
+            rows = RowReader.of(config, data, f"{section}.{name}")
+            if config.index is not None:
+                return IndexedShards(config.index, config.path, rows, cache, data.on_bad_rows, f"{section}.{name}")
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
-            return _open_all(files, RowReader.of(config, data, f"{section}.{name}"), cache, data.on_bad_rows, key)
+            if not reads_all:
+                _check_size(files, name, section)
+            on_bad = OnBad(data, key, len(files))
+            shards = list(open_all(files, rows, cache, on_bad))
+            on_bad.check_some(bool(shards))
+            return OpenShards(shards)
 
 
-def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: BadRows, key: str) -> list[Shard]:
-    """Open files in order; bad ones stop the run, or are left out."""
+def _check_size(files: Sequence[DataFile], name: str, section: str) -> None:
+    """Refuse what each machine would read whole before the first step, and name what reads it once."""
+    size_bytes = sum(file.size_bytes for file in files if file.name.endswith(LINES))
+    if size_bytes > _MOST_LINES_BYTES:
+        made = in_shell(f"{section}.{name}.index", f"runs/NAME/index/{name}")
+        raise DataError(
+            "so many JSON lines must be read whole before training, and each machine would do it",
+            where=f"{section}.{name}.path",
+            found=f"{size_bytes:,} bytes",
+            allowed=f"{_MOST_LINES_BYTES:,}",
+            hint=f"hfdist index once with the same overrides and run.name=NAME, then {made}; or hfdist pretokenize",
+        )
+    if len(files) > _MANY_FILES:
+        logger.info(
+            "%s.%s: %s files are opened one by one; hfdist index does it once, for all starts of all ranks",
+            section, name, f"{len(files):,}",
+        )  # fmt: skip
 
-    def try_open(file: DataFile, identity: str) -> Shard | ContentError:
+
+def open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: OnBad) -> Iterator[FileShard]:
+    """Open files in order; those that are there twice, as those that cannot be read, are given to `on_bad`."""
+    read_at_a_start(files, cache)
+    repeats = Repeats()
+    for file, opened in open_each(files, rows, cache, on_bad):
+        first = repeats.first_of(file, opened.identity, opened.runs)
+        if first is None:
+            yield opened
+        else:
+            on_bad(file, ContentError("the file is there twice", where=file.url, found=first.url))
+
+
+def read_at_a_start(files: Sequence[DataFile], cache: FileCache, some: Sequence[DataFile] | None = None) -> None:
+    """Read what the files of a source hold, or some of them, unless all are too large together."""
+    if sum(file.size_bytes for file in files) <= MOST_BYTES:
+        read_contents([file for file in (files if some is None else some) if _is_read_at_a_start(file)], cache.folder)
+
+
+def open_each(
+    files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: OnBad
+) -> Iterator[tuple[DataFile, FileShard]]:
+    """Open files in order; `on_bad` raises of one that cannot be read, or takes note, and it is left out."""
+
+    def try_open(file: DataFile, identity: str) -> FileShard | ContentError:
         try:
-            return _open(file, identity, rows, cache)
+            return open_file(file, identity, rows, cache)
         except ContentError as error:
             return error
 
     identities = identify_all(files, rows.key)
-    if sum(file.size_bytes for file in files) <= MOST_BYTES:
-        read_contents([file for file in files if _is_read_at_a_start(file)], cache.folder)
-    shards: list[Shard] = []
-    left_out: list[str] = []
-    first_by_identity: dict[str, DataFile] = {}
     all_opened = zip(files, thread_map(try_open, files, identities), strict=True)
-    for file, opened in counted(all_opened, len(files), f"files of {key}"):
-        if not isinstance(opened, ContentError):
-            first = first_by_identity.setdefault(opened.identity, file)
-            # Text files are documents, which may repeat, as rows may.
-            is_document = isinstance(opened, TextShard) and opened.runs == [1]
-            if first is file or is_document or _digest(first) != _digest(file):
-                shards.append(opened)
-                continue
-            opened = ContentError("the file is there twice", where=file.url, found=first.url)
-        if on_bad is BadRows.error:
-            if opened.text_column is not None:
+    fits = False
+    for file, opened in counted(all_opened, len(files), f"files of {on_bad.key}"):
+        if isinstance(opened, ContentError):
+            if on_bad.stops and opened.text_column is not None:
                 others = [one for _, one in all_opened]
-                opened.hint = _name_texts(opened.text_column, [*shards, *others], rows)
+                opened.hint = _name_texts(opened.text_column, others, rows, fits=fits)
+            on_bad(file, opened)
+        else:
+            fits = True
+            yield file, opened
+
+
+class OnBad:
+    """What becomes of a file that cannot be read: it stops the run, or is left out and noted."""
+
+    def __init__(self, data: DataConfig, key: str, num_files: int) -> None:
+        self.key, self.stops = key, data.on_bad_rows is BadRows.error
+        self._is_alone = num_files == 1
+        self.left_out: list[str] = []
+        """What is left out, and why."""
+
+    def __call__(self, file: DataFile, error: ContentError) -> None:
+        """Raise the error with what to do, or note it."""
+        if self.stops:
             # Of one file alone, nothing would be left.
-            if len(files) > 1:
+            if not self._is_alone:
                 skip = "data.on_bad_rows=skip leaves the file out"
-                opened.hint = f"{opened.hint}, or {skip}" if opened.hint else skip
-            raise opened
-        logger.warning("%s is left out: %s", file.url, opened.what)
-        left_out.append(f"{file.url}: {opened.what}")
-    if not shards:
-        found = f"{len(left_out)} left out; the first: {left_out[0]}"
-        raise DataError("no file of the source can be read", where=key, found=found, hint=f"{key}=OTHER_FILES")
-    return shards
+                error.hint = f"{error.hint}, or {skip}" if error.hint else skip
+            raise error
+        logger.warning("%s is left out: %s", file.url, error.what)
+        self.left_out.append(f"{file.url}: {error.what}")
+
+    def check_some(self, is_any: bool) -> None:
+        """Raise a DataError where all files are left out."""
+        if not is_any:
+            found = f"{len(self.left_out)} left out; the first: {self.left_out[0]}"
+            raise DataError(
+                "no file of the source can be read", where=self.key, found=found, hint=f"{self.key}=OTHER_FILES"
+            )
 
 
-def _name_texts(column: str, others: Sequence[Shard | ContentError], rows: RowReader) -> str:
-    """Write the override for all files at once: another file may have another column, or the one that was asked for."""
+class Repeats:
+    """Files that were seen, to find one that is there twice."""
+
+    def __init__(self) -> None:
+        self._first_by_identity: dict[str, DataFile] = {}
+
+    def first_of(self, file: DataFile, identity: str, runs: Sequence[int]) -> DataFile | None:
+        """Give the file that holds the same, and came before; None: there is none, or it is a document."""
+        first = self._first_by_identity.setdefault(identity, file)
+        is_new = first is file or is_one_document(file.name, [*runs]) or _digest(first) != _digest(file)
+        return None if is_new else first
+
+
+def _name_texts(column: str, others: Sequence[FileShard | ContentError], rows: RowReader, *, fits: bool) -> str:
+    """Write the override for all files at once: another file may have another column, or the one that was asked for.
+
+    `fits`: whether a file before these has the column that was asked for.
+    """
     refused = [one for one in others if isinstance(one, ContentError)]
     columns = [column, *(one.text_column for one in refused if one.text_column is not None)]
-    return rows.name_texts(columns, has_asked=len(refused) < len(others))
-
-
-def _open(file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> Shard:
-    if not file.size_bytes:
-        raise ContentError("the file is empty", where=file.url, allowed="a document or more")
-    shard: Shard
-    if file.name.endswith(".parquet"):
-        shard = ParquetShard(file, identity, rows)
-    elif file.name.endswith((".arrow", ".feather")):
-        shard = ArrowShard(file, identity, rows, cache)
-    elif file.name.endswith(".txt"):
-        shard = TextShard(file, identity, cache)
-    else:
-        shard = JsonLinesShard(file, identity, rows, cache)
-    if not sum(shard.runs):
-        raise ContentError("the file has no rows", where=file.url)
-    return shard
+    return rows.name_texts(columns, has_asked=fits or len(refused) < len(others))
 
 
 def _is_read_at_a_start(file: DataFile) -> bool:

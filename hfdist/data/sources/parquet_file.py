@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hfdist.data.sources.arrow_columns import VALUE_BYTES, Lazy, check_schema, decoded_bytes, made, one_array, texts_at
-from hfdist.data.sources.base import BadRow, ContentError, FileShard, damage, expands_too_much, rows_held_at_once
+from hfdist.data.sources.base import BadRow, ContentError, FileShard, Layout, damage, expands_too_much
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.storage.files import DataFile
+from hfdist.data.storage.files import INDEX_AGAIN, DataFile
+from hfdist.errors import DataError
 
 _BUFFER_BYTES = 1 << 20
 _LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 4 << 20, 64 << 20
@@ -59,34 +61,52 @@ recent = _Recent()
 class ParquetShard(FileShard):
     """One file. Only the columns that are asked for are read; of a large row group, up to the last row asked for."""
 
-    def __init__(self, file: DataFile, identity: str, rows: RowReader) -> None:
-        super().__init__(file, identity, gives_examples=rows.gives_examples)
+    def __init__(self, file: DataFile, identity: str, rows: RowReader, layout: Layout | None = None) -> None:
         self._rows = rows
+        self._dictionaries_of: dict[int, list[str]] = {}
+        super().__init__(file, identity, layout, gives_examples=rows.gives_examples)
+
+    def _find_layout(self) -> Layout:
+        # Only the end of a remote file is asked for. The handle is not kept: workers are forked, and would share its
+        # position.
+        self._footer = self._read_footer(self.file.open)
+        return self._footer.layout
+
+    @cached_property
+    def _footer(self) -> _Footer:
+        """What the file says of itself, read when the first row is."""
+        with self.file.local() as path:
+            footer = self._read_footer(lambda: path.open("rb"))
+        if footer.layout.runs.tolist() != self.runs:
+            raise DataError("the index of the source describes another file", where=self.file.url, hint=INDEX_AGAIN)
+        return footer
+
+    def _read_footer(self, open_file: Callable[[], BinaryIO]) -> _Footer:
         try:
-            # The handle is not kept: workers are forked, and would share its position.
-            with file.open() as opened:
+            with open_file() as opened:
                 metadata = pq.read_metadata(opened)
             schema = metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError) as error:
-            raise damage("not a whole parquet file", error, where=file.url) from error
-        self._columns = check_schema(schema, rows, where=file.url)
-        leaves = _leaves(metadata, self._columns)
-        # Other types have no dictionaries in Arrow.
-        self._byte_arrays = [leaf.path for leaf in leaves.values() if leaf.physical_type == "BYTE_ARRAY"]
-        self._has_lists = any(leaf.max_repetition_level for leaf in leaves.values())
-        self._dictionaries_of: dict[int, list[str]] = {}
-        self._groups = [_group_of(metadata.row_group(index), [*leaves]) for index in range(metadata.num_row_groups)]
-        packed_bytes = sum(group.packed_bytes for group in self._groups)
-        text_bytes = sum(group.decoded_bytes for group in self._groups)
+            raise damage("not a whole parquet file", error, where=self.file.url) from error
+        columns = check_schema(schema, self._rows, where=self.file.url)
+        leaves = _leaves(metadata, columns)
+        groups = [_group_of(metadata.row_group(index), [*leaves]) for index in range(metadata.num_row_groups)]
+        packed_bytes = sum(group.packed_bytes for group in groups)
+        text_bytes = sum(group.decoded_bytes for group in groups)
         if expands_too_much(packed_bytes, text_bytes, allowed_bytes=_MOST_DECODED_BYTES):
             raise ContentError(
                 "what is read of it expands beyond reason",
-                where=f"{file.url}, column {', '.join(self._columns)}",
+                where=f"{self.file.url}, column {', '.join(columns)}",
                 found=f"{packed_bytes:,} bytes that become {text_bytes:,}",
             )
-        self.runs: Sequence[int] = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-        self._starts = np.array([_first_byte(metadata.row_group(index)) for index in range(metadata.num_row_groups)])
-        self.rows_at_once = rows_held_at_once(text_bytes, metadata.num_rows)
+        layout = Layout(
+            np.array([group.num_rows for group in groups], dtype=np.int64),
+            np.array([group.first_byte for group in groups], dtype=np.int64),
+            text_bytes,
+        )
+        # Other types have no dictionaries in Arrow.
+        byte_arrays = [leaf.path for leaf in leaves.values() if leaf.physical_type == "BYTE_ARRAY"]
+        return _Footer(layout, columns, byte_arrays, any(leaf.max_repetition_level for leaf in leaves.values()), groups)
 
     def read(self, rows: Sequence[int]) -> Iterable[str | BadRow]:
         """Give the texts of rows; all in one row group. Examples are decoded one by one, as they are taken.
@@ -94,7 +114,7 @@ class ParquetShard(FileShard):
         After a damaged place of a row group all rows are bad. Those before it are not, whatever is asked together.
         """
         group, first = self._run_of(rows[0])
-        with self._file.local() as path:
+        with self.file.local() as path:
             texts, missing = self._decode_rows(path, group, first, sorted(rows))
         found = (made(texts.get(row, missing)) for row in rows)
         return found if self.gives_examples else list(found)
@@ -103,14 +123,14 @@ class ParquetShard(FileShard):
         """Decode in the order of the file; also give what stands for rows that are not in the result."""
         wanted = np.array(rows, dtype=np.int64) - first
         texts: dict[int, Lazy] = {}
-        start, where = 0, f"{self._file.url}, row group {group}"
+        start, where = 0, f"{self.file.url}, row group {group}"
         missing = ContentError("the file is damaged: it ends before its last row", where=where)
         try:
             for column in self._arrays(path, group):
                 inside = wanted[(wanted >= start) & (wanted < start + len(column))] - start
                 if len(inside):
                     found = (inside + first + start).tolist()
-                    read = texts_at(column, inside.tolist(), found, self._rows, where=self._file.url)
+                    read = texts_at(column, inside.tolist(), found, self._rows, where=self.file.url)
                     texts.update(zip(found, read, strict=True))
                 start += len(column)
                 if start > wanted[-1]:
@@ -121,11 +141,11 @@ class ParquetShard(FileShard):
 
     def _arrays(self, path: Path, group: int) -> Iterator[pa.Array]:
         kept = recent.get(self, group)
-        if kept is None and self._groups[group].decoded_bytes <= _LARGEST_KEPT_BYTES:
+        if kept is None and self._footer.groups[group].decoded_bytes <= _LARGEST_KEPT_BYTES:
             # A damaged one is decoded row by row below, up to the damage.
             with contextlib.suppress(pa.ArrowException, OSError):
                 # Together: each batch would hold a dictionary of its own.
-                kept = list(self._decode(path, group, num_rows=self.runs[group], dictionaries=self._byte_arrays))
+                kept = list(self._decode(path, group, num_rows=self.runs[group], dictionaries=self._footer.byte_arrays))
                 recent.put(self, group, kept)
         if kept is None:
             dictionaries = self._dictionaries(path, group)
@@ -140,8 +160,8 @@ class ParquetShard(FileShard):
         do, Arrow adds each value to the one in memory, and copies that for each batch.
         """
         if group not in self._dictionaries_of:
-            sizes, columns = self._groups[group], self._byte_arrays
-            if not self._has_lists:
+            sizes, columns = self._footer.groups[group], self._footer.byte_arrays
+            if not self._footer.has_lists:
                 column = next(self._decode(path, group, num_rows=1, dictionaries=columns))
                 largest_bytes = _largest_row(column)
                 is_small = largest_bytes * self.rows_at_once <= _MOST_REPEATED_BYTES
@@ -154,7 +174,7 @@ class ParquetShard(FileShard):
     def _decode(self, path: Path, group: int, *, num_rows: int, dictionaries: list[str]) -> Iterator[pa.Array]:
         options = {"read_dictionary": dictionaries, "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
         with pq.ParquetFile(path, **options) as file:
-            for batch in file.iter_batches(num_rows, [group], self._columns, use_threads=False):
+            for batch in file.iter_batches(num_rows, [group], self._footer.columns, use_threads=False):
                 yield one_array(batch, self._rows)
 
 
@@ -165,11 +185,6 @@ def _largest_row(column: pa.Array) -> int:
     return sum(int(decoded_bytes(values).max(initial=0)) for values in dictionaries)
 
 
-def _first_byte(group: pq.RowGroupMetaData) -> int:
-    column = group.column(0)
-    return int(column.dictionary_page_offset or column.data_page_offset)
-
-
 def _leaves(metadata: pq.FileMetaData, columns: list[str]) -> dict[int, pq.ColumnSchema]:
     """Give what is stored of some columns, by number: of a nested one each value, as messages.list.element.role."""
     every = {number: metadata.schema.column(number) for number in range(metadata.num_columns)}
@@ -177,16 +192,31 @@ def _leaves(metadata: pq.FileMetaData, columns: list[str]) -> dict[int, pq.Colum
 
 
 class _Group(NamedTuple):
-    """What the footer tells of the leaves of a row group."""
+    """What the footer tells of a row group, and of the leaves of it that are read."""
 
+    num_rows: int
+    first_byte: int
     packed_bytes: int
     decoded_bytes: int
     """Bytes in memory, where a value of a dictionary counts once."""
 
 
+class _Footer(NamedTuple):
+    """What the footer tells of what is read of a file."""
+
+    layout: Layout
+    columns: list[str]
+    byte_arrays: list[str]
+    """Paths of the leaves that may have a dictionary."""
+    has_lists: bool
+    groups: list[_Group]
+
+
 def _group_of(group: pq.RowGroupMetaData, leaves: list[int]) -> _Group:
-    chunks = [group.column(number) for number in leaves]
+    chunks, first = [group.column(number) for number in leaves], group.column(0)
     return _Group(
+        group.num_rows,
+        int(first.dictionary_page_offset or first.data_page_offset),
         sum(chunk.total_compressed_size for chunk in chunks),
         # Each value has its place in memory, also where a million equal ones take a few bytes in the file.
         sum(chunk.total_uncompressed_size + VALUE_BYTES * chunk.num_values for chunk in chunks),

@@ -26,11 +26,11 @@ from hfdist.data.sources.base import (
     BadRow,
     ContentError,
     FileShard,
+    Layout,
     check_size,
     damage,
     decode_text,
     expands_too_much,
-    rows_held_at_once,
     spans_of_part,
 )
 from hfdist.data.sources.columns import kinds_of
@@ -55,17 +55,15 @@ _SHOWN_BYTES = 80
 _MOST_UNPACKED_BYTES = 1 << 30  # unless it is small beside the packed ones
 
 
-class _IndexedShard(FileShard):
-    """A file whose rows are read one by one; `_starts` has the first byte of each and the end, shape [rows + 1]."""
+class _LinesShard(FileShard):
+    """A file whose rows are read one by one; the layout has the first byte of each, and the end."""
 
-    def __init__(self, file: DataFile, identity: str, cache: FileCache, *, gives_examples: bool = False) -> None:
-        super().__init__(file, identity, gives_examples=gives_examples)
+    def __init__(
+        self, file: DataFile, identity: str, cache: FileCache, layout: Layout | None, *, gives_examples: bool = False
+    ) -> None:
         self._cache = cache
         self._codec = _CODECS.get(Path(file.name).suffix)
-
-    def _set_starts(self, starts: NDArray[np.int64]) -> None:
-        self._starts = starts
-        self.runs: Sequence[int] = [len(starts) - 1]
+        super().__init__(file, identity, layout, gives_examples=gives_examples)
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
         """Give the texts of rows."""
@@ -76,94 +74,112 @@ class _IndexedShard(FileShard):
         """Tell the rows; None: of a compressed file."""
         if self._codec is not None:
             return None
-        first, stop = spans_of_part(self._starts, self._file, part)
+        first, stop = spans_of_part(self.layout.starts, self.file, part)
         return range(first, min(stop, self.runs[0]))
 
     @abstractmethod
     def _text(self, file: BinaryIO, row: int) -> str | BadRow: ...
 
     def _bytes(self, file: BinaryIO, row: int) -> bytes:
-        start, stop = int(self._starts[row]), int(self._starts[row + 1])
+        start, stop = self._span(row)
         file.seek(start)
         return file.read(stop - start)
+
+    def _span(self, row: int) -> tuple[int, int]:
+        return int(self.layout.starts[row]), int(self.layout.starts[row + 1])
 
     def _whole(self) -> AbstractContextManager[Path]:
         """The file for reading anywhere: itself, or its unpacked form in the cache."""
         if self._codec is None:
-            return self._file.local()
-        if isinstance(self._file, LocalFile):
-            self._file.check_unchanged()
-        return self._cache.fetch(_Unpacked(self._file, int(self._starts[-1]), self._codec))
+            return self.file.local()
+        if isinstance(self.file, LocalFile):
+            self.file.check_unchanged()
+        return self._cache.fetch(_Unpacked(self.file, int(self.layout.starts[-1]), self._codec))
 
 
-class TextShard(_IndexedShard):
+class TextShard(_LinesShard):
     """A file of UTF-8 text. `errors="replace"` takes undecodable bytes; "strict" refuses them."""
 
-    rows_at_once = 1
-
-    def __init__(self, file: DataFile, identity: str, cache: FileCache, *, errors: str = "strict") -> None:
-        super().__init__(file, identity, cache)
+    def __init__(
+        self,
+        file: DataFile,
+        identity: str,
+        cache: FileCache,
+        layout: Layout | None = None,
+        *,
+        errors: str = "strict",
+    ) -> None:
         self._errors = errors
-        is_one = file.size_bytes <= MOST_DOCUMENT_BYTES
-        self._set_starts(np.array([0, file.size_bytes]) if is_one else self._cached_index(cache.folder, self._index))
+        super().__init__(file, identity, cache, layout)
+        self.rows_at_once = 1
+
+    def _find_layout(self) -> Layout:
+        is_one = self.file.size_bytes <= MOST_DOCUMENT_BYTES
+        starts = np.array([0, self.file.size_bytes]) if is_one else self._cached_index(self._cache.folder, self._index)
+        return _layout_of_rows(starts)
 
     def _text(self, file: BinaryIO, row: int) -> str | BadRow:
-        where, start = f"{self._file.url}, row {row}", int(self._starts[row])
+        where, (start, _) = f"{self.file.url}, row {row}", self._span(row)
         text = decode_text(self._bytes(file, row), where=where, first_byte=start, errors=self._errors)
         return text.removeprefix(_BYTE_ORDER_MARK) if row == 0 and isinstance(text, str) else text
 
     def _index(self) -> NDArray[np.int64]:
         """Split after the last line end of each mebibyte; shape [rows + 1]."""
         starts = array("q", [0])
-        with self._file.local() as path, path.open("rb") as file:
-            while starts[-1] < self._file.size_bytes:
+        with self.file.local() as path, path.open("rb") as file:
+            while starts[-1] < self.file.size_bytes:
                 file.seek(starts[-1])
                 window = file.read(MOST_DOCUMENT_BYTES + 1)
                 starts.append(starts[-1] + _length_of_part(window))
         return np.frombuffer(starts, dtype=np.int64)
 
 
-class JsonLinesShard(_IndexedShard):
+class JsonLinesShard(_LinesShard):
     """A file of JSON objects, a line each. Blank lines are no rows."""
 
-    def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
-        super().__init__(file, identity, cache, gives_examples=rows.gives_examples)
+    def __init__(
+        self, file: DataFile, identity: str, rows: RowReader, cache: FileCache, layout: Layout | None = None
+    ) -> None:
         self._rows = rows
-        self._set_starts(self._cached_index(cache.folder, self._index, rows.section, rows.columns_key))
-        self.rows_at_once = rows_held_at_once(int(self._starts[-1]), self.runs[0])
+        super().__init__(file, identity, cache, layout, gives_examples=rows.gives_examples)
+
+    def _find_layout(self) -> Layout:
+        keys = self._rows.section, self._rows.columns_key
+        return _layout_of_rows(self._cached_index(self._cache.folder, self._index, *keys))
 
     def _index(self) -> NDArray[np.int64]:
         """Find the lines, and check that the columns are in the first."""
-        with _open_unpacked(self._file, self._codec) as file:
-            self._starts = _line_starts(file)
-        with _open_unpacked(self._file, self._codec) as file:
+        with _open_unpacked(self.file, self._codec) as file:
+            starts = _line_starts(file)
+        with _open_unpacked(self.file, self._codec) as file:
             head = file.read(_SAMPLED_BYTES)
-        whole_rows = int(np.searchsorted(self._starts, len(head), side="right")) - 1
-        objects = [self._object(io.BytesIO(head), row) for row in range(min(whole_rows, _SAMPLED_ROWS))]
+        whole_rows = int(np.searchsorted(starts, len(head), side="right")) - 1
+        self.layout = _layout_of_rows(starts[: max(min(whole_rows, _SAMPLED_ROWS), 0) + 1])
+        objects = [self._object(io.BytesIO(head), row) for row in range(len(self.layout.starts) - 1)]
         sampled = [value for value in objects if isinstance(value, dict)]
         with suppress(RecursionError):
             if self.gives_examples and any(map(has_null_arguments, sampled)):
-                _warn_of_nulls(str(Path(self._file.url).parent))
+                _warn_of_nulls(str(Path(self.file.url).parent))
         if sampled:
             try:
-                self._rows.columns(kinds_of(sampled), where=self._file.url)
+                self._rows.columns(kinds_of(sampled), where=self.file.url)
             except ContentError:
                 # What is no JSON says more than the columns of the rest.
                 for value in objects:
                     if isinstance(value, BadRow):
                         raise value.error from None
                 raise
-        return self._starts
+        return starts
 
     def _text(self, file: BinaryIO, row: int) -> str | BadRow:
         value = self._object(file, row)
         if isinstance(value, BadRow):
             return value
-        return self._rows.read(value, where=f"{self._file.url}, row {row}")
+        return self._rows.read(value, where=f"{self.file.url}, row {row}")
 
     def _object(self, file: BinaryIO, row: int) -> dict[str, object] | BadRow:
-        start, stop = int(self._starts[row]), int(self._starts[row + 1])
-        where = f"{self._file.url}, row {row}"
+        start, stop = self._span(row)
+        where = f"{self.file.url}, row {row}"
         too_large = check_size(stop - start, where=where)
         if too_large is not None:
             return too_large
@@ -183,6 +199,10 @@ class JsonLinesShard(_IndexedShard):
                 ContentError("a line is not a JSON object", where=where, found=found, allowed='{"text": ...}')
             )
         return value
+
+
+def _layout_of_rows(starts: NDArray[np.int64]) -> Layout:
+    return Layout(np.array([len(starts) - 1], dtype=np.int64), starts, int(starts[-1]))
 
 
 @cache

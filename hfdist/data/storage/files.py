@@ -27,6 +27,8 @@ SAMPLE_BYTES = 1 << 16
 
 No request for a part of a remote file is smaller, so that the identity and the footer of a table take one each.
 """
+INDEX_AGAIN = "put the old file back, or make the index anew: hfdist index, with another run.name"
+"""What to do where a file is another one than its index says."""
 _FETCHED_BYTES = 16 << 20
 """Bytes of one request where a whole file is fetched."""
 
@@ -45,6 +47,8 @@ class DataFile(ABC):
     """A file name, made of address, version and all else that this machine knows of it."""
     contents: NDArray[np.uint64] | None = None
     """Hashes of its parts, once they are known: see `read_contents`."""
+    is_indexed = False
+    """Whether size and version are those of an index, and not of today."""
 
     @abstractmethod
     def local(self) -> AbstractContextManager[Path]:
@@ -119,7 +123,7 @@ class RemoteFile(DataFile):
         # A hash: nothing in an address can lead out of the cache's folder.
         self.key = key_of(address, self.version, str(self.size_bytes))
         self.cache = cache
-        self._address, self._network = address, cache.network
+        self.address, self._network = address, cache.network
 
     def local(self) -> AbstractContextManager[Path]:
         """Give a copy in the cache, of the version that was found."""
@@ -136,7 +140,7 @@ class RemoteFile(DataFile):
 
     def check_unchanged(self) -> None:
         """Ask for size and version again."""
-        if self._network.details(self._address) != (self.size_bytes, self.version):
+        if self._network.details(self.address) != (self.size_bytes, self.version):
             raise _changed(self)
 
     def fetch_into(self, file: BinaryIO) -> None:
@@ -146,7 +150,7 @@ class RemoteFile(DataFile):
             for start in range(0, self.size_bytes, _FETCHED_BYTES):
                 file.write(self._read_range(start, min(start + _FETCHED_BYTES, self.size_bytes)))
         except RangeError:
-            self._network.retries.run(lambda: self._fetch_whole(file), self._address)
+            self._network.retries.run(lambda: self._fetch_whole(file), self.address)
         # What was read in between is one file, and not parts of two.
         self.check_unchanged()
 
@@ -161,16 +165,16 @@ class RemoteFile(DataFile):
 
     def _read_range(self, start: int, stop: int) -> bytes:
         def read() -> bytes:
-            data = self._network.read_range(self._address, start, stop, self.size_bytes)
+            data = self._network.read_range(self.address, start, stop, self.size_bytes)
             self._check_length(len(data), stop - start)
             return data
 
-        return self._network.retries.run(read, self._address)
+        return self._network.retries.run(read, self.address)
 
     def _fetch_whole(self, file: BinaryIO) -> None:
         file.seek(0)
         file.truncate()
-        self._network.read_whole(self._address, file)
+        self._network.read_whole(self.address, file)
         self._check_length(file.tell(), self.size_bytes)
 
     def _check_length(self, found: int, promised: int) -> None:
@@ -206,8 +210,9 @@ def key_of(*parts: str) -> str:
 
 
 def _changed(file: DataFile) -> DataError:
-    hint = "put the old file back, or start a new run (run.name=...)"
-    return DataError("has changed since the run began", where=file.url, hint=hint)
+    since = "it was indexed" if file.is_indexed else "the run began"
+    hint = INDEX_AGAIN if file.is_indexed else "put the old file back, or start a new run (run.name=...)"
+    return DataError(f"has changed since {since}", where=file.url, hint=hint)
 
 
 def raise_unreadable(error: OSError, url: str) -> NoReturn:

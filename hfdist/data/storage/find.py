@@ -58,6 +58,29 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
     return sorted(files, key=lambda file: file.name)
 
 
+def root_of(path: str) -> str:
+    """Give the folder or the address, without a slash at its end, to which the names of `find_files` are relative."""
+    scheme = scheme_of(path)
+    if scheme in (None, "file"):
+        local = expand_user(path if scheme is None else unquote(path[len("file://") :]))
+        return str(local if local.is_dir() else _root_here(local))
+    plain = without_query(path) if scheme in ("http", "https") else path
+    return _root_there(plain).rstrip("/")
+
+
+def _root_here(pattern: Path) -> Path:
+    """Give the folder of a file, or that of a glob without its wildcards."""
+    return pattern.parent if pattern.is_file() else Path(*takewhile(_is_plain, pattern.parent.parts))
+
+
+def _root_there(plain: str) -> str:
+    return "/".join(takewhile(_is_plain, plain.split("/"))) if glob.has_magic(plain) else plain
+
+
+def _is_plain(part: str) -> bool:
+    return not glob.has_magic(part)
+
+
 def _find_here(path: Path, given: str, key: str, suffixes: tuple[str, ...]) -> list[LocalFile]:
     """Find files on this machine; `given` is what hints name in place of `path`, as the user wrote it."""
     _refuse_splits(path, key)
@@ -127,10 +150,9 @@ def _find_local(pattern: Path) -> list[LocalFile]:
         paths = [path for path in below if not _is_hidden(path.name)]
     elif pattern.is_file():
         # Its own name may hold what a glob means otherwise.
-        root, paths = pattern.parent, [pattern]
+        root, paths = _root_here(pattern), [pattern]
     else:
-        root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parent.parts))
-        paths = list(_glob(pattern))
+        root, paths = _root_here(pattern), list(_glob(pattern))
     # Some writers name folders like files.
     return [LocalFile(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
 
@@ -188,7 +210,7 @@ def _find_remote(address: str, suffixes: tuple[str, ...], cache: FileCache, key:
         # Some writers name folders like files.
         if info["type"] == "file":
             return [RemoteFile(address, _unquoted(plain, is_web).rpartition("/")[2], details_in(info, address), cache)]
-    root = "/".join(takewhile(lambda part: not glob.has_magic(part), plain.split("/"))) if is_glob else plain
+    root = _root_there(plain)
     # fsspec leaves out folders of index pages that give no answer, unless told to raise.
     strict = {"on_error": "raise", "maxdepth": _DEEPEST_FOLDER} if is_web else {}
 

@@ -61,7 +61,7 @@ MOST_BYTES = 64 << 30
 """Largest size of all files of a source that a start reads: a minute of a disk that gives 1 GB/s."""
 _LEAST_PART_BYTES, _LEAST_PART_ROWS, _MOST_PARTS = 1 << 12, 1 << 4, 1 << 10
 _READ_BYTES = 1 << 22
-_QUICK_CHUNK = 8
+_QUICK_CHUNK = 32
 """Files that a thread reads at a time, of small ones and of those whose hashes are kept."""
 _RECENT_NS = 2 * 10**9
 """A file that was changed so lately could be changed once more without another time of change."""

@@ -42,6 +42,18 @@ class Details(NamedTuple):
     version: str
 
 
+class Failure(NamedTuple):
+    """What a message says once no attempt helps, before the reason."""
+
+    what: str
+    hint: str
+
+
+READING = Failure(
+    "cannot be read", "check the address and the network, then start again: files that are already here are kept"
+)
+
+
 @dataclass(frozen=True)
 class Retries:
     """How often, and for how long in all, an answer is asked for again."""
@@ -52,11 +64,11 @@ class Retries:
     total_seconds: float = 60.0
     """No attempt starts later than this after the first."""
 
-    def run(self, action: Callable[[], T], address: str) -> T:
+    def run(self, action: Callable[[], T], address: str, failure: Failure = READING) -> T:
         """Call `action` until it gives a result, or raises an HfdistError or a RangeError.
 
-        DataError: no answer after the last attempt, or one that trying again does not change (403, 404). OSError: a
-        full disk.
+        DataError, as `failure` says: no answer after the last attempt, or one that trying again does not change (403,
+        404). OSError: a full disk.
         """
         started, attempt = time.monotonic(), 0
         while True:
@@ -71,7 +83,7 @@ class Retries:
                 wait_seconds = seconds_before_retry(attempt, self.first_wait_seconds)
                 late = time.monotonic() - started + wait_seconds > self.total_seconds
                 if not _is_temporary(error) or attempt == self.attempts or late:
-                    raise _explained(error, address, attempt) from error
+                    raise _explained(error, address, attempt, failure) from error
                 reason = _reason(error)
             logger.warning(
                 "%s: %s; attempt %d of %d in %.1f s", redact(address), reason, attempt + 1, self.attempts, wait_seconds
@@ -86,7 +98,7 @@ class Network:
     retries: Retries = field(default_factory=Retries)
     _opened: dict[tuple[int, str], AbstractFileSystem] = field(default_factory=dict, repr=False, compare=False)
 
-    def ask(self, address: str, question: Callable[[AbstractFileSystem], T]) -> T:
+    def ask(self, address: str, question: Callable[[AbstractFileSystem], T], failure: Failure = READING) -> T:
         """Put a question to the file system that `address` names, with retries and without its cache of listings."""
 
         def ask_once() -> T:
@@ -94,7 +106,7 @@ class Network:
             store.invalidate_cache()
             return question(store)
 
-        return self.retries.run(ask_once, address)
+        return self.retries.run(ask_once, address, failure)
 
     def details(self, address: str) -> Details:
         """Ask for size and version; DataError where there is no answer, or one without a size."""
@@ -201,9 +213,9 @@ def _reason(error: BaseException) -> str:
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
 
-def _explained(error: BaseException, address: str, attempts: int) -> DataError:
-    hint = "check the address and the network, then start again: files that are already here are kept"
+def _explained(error: BaseException, address: str, attempts: int, failure: Failure) -> DataError:
+    hint = failure.hint
     if _status(error) in (401, 403) or "Credentials" in type(error).__name__:
         hint = _CREDENTIALS.get(address.partition(":")[0].replace("https", "http"), hint)
     counted = "1 attempt" if attempts == 1 else f"{attempts} attempts"
-    return DataError(f"cannot be read: {_reason(error)}, after {counted}", where=redact(address), hint=hint)
+    return DataError(f"{failure.what}: {_reason(error)}, after {counted}", where=redact(address), hint=hint)

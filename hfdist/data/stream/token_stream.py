@@ -521,7 +521,7 @@ def _make_plan(
         pools=corpus.pools,
         orders=[
             LaneOrder(
-                [shard.runs for shard in pool.shards],
+                pool.runs,
                 lanes=config.lanes,
                 key=(config.seed, pool.name),
                 first_document=pool.first_document,

@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -69,14 +70,14 @@ class Encoders:
         """Hash of all that decides the tokens and targets of a row."""
         return self._examples_digest if examples else self._text_digest
 
-    def check(self, shards: Sequence[tuple[str, Shard]]) -> None:
+    def check(self, shards: Iterable[Shard]) -> None:
         """Try some examples, to find a tokenizer or a template that cannot encode them before anything is built.
 
         ConfigError: see `encode_examples`, or a template takes time or memory without end.
         """
         first = [
             (shard, text)
-            for _, shard in [pair for pair in shards if _has_examples(pair[1])][:_MOST_TRIED]
+            for shard in islice(filter(_has_examples, shards), _MOST_TRIED)
             for text in shard.read([0])
             if isinstance(text, str)
         ]

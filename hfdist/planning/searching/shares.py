@@ -14,13 +14,12 @@ from hfdist.models.embeddings import input_embeddings
 from hfdist.pipeline.stage_module import Block
 from hfdist.planning.searching.constants import ShareOfParts
 from hfdist.planning.searching.layout_space import divisors
-from hfdist.strategies.experts import make_expert_plan
+from hfdist.strategies.experts import count_experts, make_expert_plan
 from hfdist.strategies.tensor.linear import split_dimensions
 from hfdist.strategies.tensor.plan import TensorPlan, first_plan
 
 _DIVIDING = ("colwise", "rowwise", "packed")
 """How styles of transformers begin that leave a share of a parameter on a rank."""
-_EXPERTS = "grouped_gemm"
 _PRIMES = (2, 3, 5, 7)
 """Degrees that are tried: a number of experts that none of them divides is not shared out."""
 
@@ -63,8 +62,7 @@ def _expert_parameters(model: PreTrainedModel) -> dict[str, int]:
     """Give the parameters that hold all experts of a block, by name, with their number; empty: none can be shared."""
     for degree in _PRIMES:
         with suppress(ConfigError):
-            plan = make_expert_plan(model, degree)
-            return {name: model.get_parameter(name).shape[0] for name, style in plan.items() if style == _EXPERTS}
+            return count_experts(model, make_expert_plan(model, degree))
     return {}
 
 

@@ -53,8 +53,7 @@ def make_fake_model(
         trained.choose(model, seed=config.train.seed, layout=strategy)
     _move_to_cpu(model)
     leave_out_router_loss(model)
-    if config.train.precision is not Precision.fp32:
-        use_products(model)
+    use_products(model)
     before_split(model)
     strategy.partition(model)
     return model

@@ -8,7 +8,6 @@ never an estimate from a few. How an operation runs on fake tensors: fake_operat
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfdist.garbage_collector import collector_paused
 from hfdist.planning.costs import OpCosts
 from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation, num_bytes, run_operation, tensors_of
 from hfdist.planning.tracing.flop_formulas import find_formula
@@ -216,9 +216,7 @@ class Trace(TorchDispatchMode):
             finally:
                 trace._is_shape_only = before
 
-        if gc.isenabled():
-            gc.disable()
-            self._patches.callback(gc.enable)
+        self._patches.enter_context(collector_paused())
         # FSDP2 frees what it has gathered so, and no operation tells it. Private to nobody: the method is public.
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
         # Private: DTensors find the shapes of what they give on whole tensors without memory, which look like the

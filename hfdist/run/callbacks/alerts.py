@@ -61,16 +61,17 @@ class Alerts(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        """Judge a line of training or of a save."""
+        """Judge a line of training, of a save or of an upload."""
         logs = logs or {}
         is_save = "checkpoint/step" in logs
-        if not is_save and "step_seconds" not in logs:
+        if not is_save and "mirror/step" not in logs and "step_seconds" not in logs:
             return
         free_bytes = None
         if is_save:
             with suppress(OSError):
                 free_bytes = shutil.disk_usage(self._recorder.run_dir).free
-        line = {"step": logs.get("checkpoint/step", state.global_step)} | logs
+        step = logs.get("checkpoint/step", logs.get("mirror/step", state.global_step))
+        line = {"step": step} | logs
         self._tell(self._monitor.see_metrics(line, free_bytes))
 
     def see_ranks(self, line: Line) -> bool:

@@ -20,7 +20,7 @@ from hfdist.trainer.step.step_lines import StepLines
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN = ("data/", "checkpoint/", "lm_eval/")
+_WRITTEN = ("data/", "checkpoint/", "mirror/", "lm_eval/")
 _SHOWN = (
     ("loss", "loss", "{:.3f}"),
     ("eval_loss", "held-out", "{:.3f}"),
@@ -51,12 +51,13 @@ class MetricsWriter(StepLines):
     ) -> None:
         """Write a line.
 
-        The line of a save is of the step that was saved, also where it has ended some steps later: a run that goes on
-        from this step keeps it.
+        The line of a save or an upload is of the step that was saved, also where it has ended some steps later: a run
+        that goes on from this step keeps it.
         """
         logs = logs or {}
+        saved_step = logs.get("checkpoint/step", logs.get("mirror/step", state.global_step))
         if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs):
-            self.write({"step": logs.get("checkpoint/step", state.global_step)} | logs)
+            self.write({"step": saved_step} | logs)
 
 
 class TimelineWriter(TrainerCallback):

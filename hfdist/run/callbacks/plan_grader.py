@@ -15,7 +15,8 @@ from statistics import median
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.atomic_write import write_atomically
-from hfdist.collectives import control_group, gather_json
+from hfdist.collectives import gather_json
+from hfdist.control_group import control_group
 from hfdist.errors import first_line
 from hfdist.planning.grade import Held, Measured, grade_to_json
 from hfdist.planning.plan import Plan

@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hfdist.collectives import control_group, rank, world_size
+from hfdist.collectives import rank, world_size
+from hfdist.control_group import control_group
 from hfdist.records.lines import Line
 from hfdist.run.peak_memory import PeakMemory
 from hfdist.run.rank_summary import RankSummary, to_columns
@@ -28,8 +28,8 @@ class _Gathering(NamedTuple):
     """Lines that travel: of each rank, [steps, columns]."""
 
     steps: list[int]
-    by_rank: list[torch.Tensor]
-    work: dist.Work | None
+    wait: Callable[[], list[torch.Tensor]]
+    """Waits for the figures, and gives them by rank."""
 
 
 class RankTimes(StepLines):
@@ -102,21 +102,16 @@ class RankTimes(StepLines):
         if not self._steps:
             return
         own = torch.tensor(self._figures, dtype=torch.float64)
-        by_rank, work = [own], None
-        if self._group is not None:
-            by_rank = [torch.empty_like(own) for _ in range(world_size())]
-            work = dist.all_gather(by_rank, own, group=self._group, async_op=True)
-        self._gathering = _Gathering(self._steps, by_rank, work)
+        wait = (lambda: [own]) if self._group is None else self._group.begin_gather(own)
+        self._gathering = _Gathering(self._steps, wait)
         self._steps, self._figures = [], []
 
     def _finish(self) -> None:
         if self._gathering is None:
             return
-        steps, by_rank, work = self._gathering
+        steps, wait = self._gathering
         self._gathering = None
-        if work is not None:
-            work.wait()
-        gathered = torch.stack(by_rank)
+        gathered = torch.stack(wait())
         # All ranks have the same figures, and decide the same: torch's mean would depend on the processor.
         mean = fmean(gathered[:, :, 0].flatten().tolist())
         line_seconds = mean * max(steps[-1] - self._last_step, 1) / len(steps)

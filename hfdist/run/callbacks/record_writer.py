@@ -14,7 +14,8 @@ from hfdist.records import Event, RunRecorder
 from hfdist.records.recorder import LONGEST_TEXT
 from hfdist.trainer.checkpointing.start import Start
 
-_SAVE = "checkpoint/"
+_LINES = {Event.save: "checkpoint/", Event.mirror: "mirror/"}
+"""What the figures of a line begin with that is an event by itself."""
 
 
 class RecordWriter(TrainerCallback):
@@ -56,9 +57,10 @@ class RecordWriter(TrainerCallback):
         self._recorder.record.tokens = logs.get("tokens", self._recorder.record.tokens)
         if logs.get("skipped"):
             self._recorder.add(Event.skip, step=state.global_step)
-        if f"{_SAVE}step" in logs:
-            saved = {key.removeprefix(_SAVE): value for key, value in logs.items() if key.startswith(_SAVE)}
-            self._recorder.add(Event.save, **saved)
+        for event, prefix in _LINES.items():
+            if f"{prefix}step" in logs:
+                figures = {key.removeprefix(prefix): value for key, value in logs.items() if key.startswith(prefix)}
+                self._recorder.add(event, **figures)
 
     def on_rollback(self, state: TrainerState) -> None:
         """Write the event, and the step to which the run went back."""

@@ -8,7 +8,8 @@ from typing import TypedDict
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from hfdist.collectives import control_group, gather_json, world_size
+from hfdist.collectives import gather_json, world_size
+from hfdist.control_group import control_group
 from hfdist.records import RunRecorder
 from hfdist.sent_bytes import SentBytes, axis_of
 from hfdist.topology import Topology

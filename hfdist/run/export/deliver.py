@@ -8,17 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hfdist.collectives import on_rank_zero
 from hfdist.config.run import RunConfig
+from hfdist.control_group import ControlGroup
 from hfdist.run.export.merge import write_merged
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-def deliver(trainer: Trainer, config: RunConfig, patient: dist.ProcessGroup | None) -> Path:
+def deliver(trainer: Trainer, config: RunConfig, patient: ControlGroup | None) -> Path:
     """Write the model, or the adapter and the model that it is merged into; give the folder that a user would open.
 
     All ranks call it; those with nothing to do wait in the group `patient`.

@@ -8,6 +8,7 @@ from hfdist.run.parts.evaluation import EvaluatorsPart, ObjectivePart
 from hfdist.run.parts.folder import FolderPart
 from hfdist.run.parts.lines import BarPart, MetricsPart, TrackersPart
 from hfdist.run.parts.measured import PlanPart, RanksPart, TimelinePart, TrafficPart
+from hfdist.run.parts.mirror import MirrorPart
 from hfdist.run.parts.part import Part
 from hfdist.run.parts.sample import SamplePart
 from hfdist.run.parts.screen import ScreenPart
@@ -61,6 +62,8 @@ PARTS: tuple[type[Part], ...] = (
     # Before TasksPart, which may take hours.
     UploadPart,
     TasksPart,
+    # After them: it waits for an upload that goes on meanwhile.
+    MirrorPart,
     # Last: it is what a user reads.
     ScreenPart,
 )

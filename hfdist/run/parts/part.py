@@ -49,6 +49,9 @@ class Part:
         """Give what is entered before the training and left after `finish`, also when an error ends the run."""
         return nullcontext()
 
+    def stop(self, run: RunState) -> None:
+        """Do on rank 0 what a run that a signal has stopped must not leave undone, while the other ranks wait."""
+
     def finish(self, run: RunState) -> None:
         """Do on rank 0 what follows on the export, while the other ranks wait."""
 

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from hfdist.errors import ConfigError
@@ -36,9 +37,9 @@ from hfdist.strategies.parameter_shards import (
     check_is_of_transformers,
     indivisible_error,
     keep_local,
+    no_plan_error,
     rules_on_this_stage,
     shard_of_dtensor,
-    transformers_plan,
 )
 from hfdist.strategies.tensor.layers import gather_blocks, is_lora, kept_whole, split_vocabulary
 from hfdist.strategies.tensor.linear import (
@@ -153,7 +154,11 @@ def _resolve(
     model: PreTrainedModel, num_ranks: int, whole: set[int], *, gathers_attention: bool
 ) -> tuple[dict[str, str], dict[str, str], frozenset[str]]:
     """Give layers, rules and partial parameters by transformers' plan."""
-    resolved = transformers_plan(model, TENSOR, num_ranks)
+    try:
+        # Private: the public way is `from_pretrained`, which would load and shard by itself.
+        resolved, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=num_ranks))
+    except (ValueError, TypeError) as error:
+        raise no_plan_error(model, TENSOR) from error
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     gathered = gather_blocks(model, num_ranks, whole) if gathers_attention else {}
     layers = {name: style for name, style in gathered.items() if _is_attention(name)}

@@ -18,6 +18,7 @@ class AlertKind(Enum):
     falling_throughput = "falling_throughput"
     disk_filling = "disk_filling"
     old_checkpoint = "old_checkpoint"
+    mirror = "mirror"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
+from hfdist.records.lines import Line
 from hfdist.tools.alerts.alert import Detection
-from hfdist.units import size
+from hfdist.units import count, size
 
 _NORMAL = 1.4826
 """A standard deviation, where values are normal, over the median of their distances."""
@@ -212,6 +213,18 @@ class DiskFilling:
             f"the disk will be full at about step {full_at:,} of {self._max_steps:,}: {sizes}; {hint}",
             figures | {"full_at_step": full_at},
         )
+
+
+def see_mirror(line: Line) -> Detection | None:
+    """Judge the line of an upload to the mirror."""
+    step, newest, failures = int(line["mirror/step"]), line.get("mirror/newest_step"), int(line["mirror/failures"])
+    if not line["mirror/failed"]:
+        return None
+    there = "no checkpoint" if newest is None else f"step {int(newest):,} as its newest"
+    what = "cannot be tidied" if newest == step else f"has not got step {step:,}"
+    figures = {"failures": failures} | ({} if newest is None else {"newest_step": int(newest)})
+    text = f"the mirror {what}, and has {there}; {count(failures, 'upload')} failed so far, and a warning says why"
+    return Detection(text, figures)
 
 
 class OldCheckpoint:

@@ -15,6 +15,7 @@ from hfdist.tools.alerts.detectors import (
     LossSpike,
     OldCheckpoint,
     Plateau,
+    see_mirror,
 )
 from hfdist.tools.alerts.rank_window import RankWindow
 
@@ -70,6 +71,8 @@ class Monitor:
                 self._old_checkpoint.saved(step)
             if free_bytes is not None:
                 found[AlertKind.disk_filling] = self._disk.see(step, int(line["checkpoint/bytes"]), free_bytes)
+        if "mirror/step" in line:
+            found[AlertKind.mirror] = see_mirror(line)
         # The loss of rewarded answers is near 0, and gradients are as large as rewards differ.
         if not (is_rewarded := "reward" in line):
             if _is_finite(loss := line.get("loss")):

@@ -54,6 +54,12 @@ def _saved(event: Mapping[str, object]) -> str:
     return " ".join([parts[0] + ":", *parts[1:]]) if parts[1:] else parts[0]
 
 
+def _uploaded(event: Mapping[str, object]) -> str:
+    newest = f"; its newest is step {_step(event, 'newest_step')}" if "newest_step" in event else ""
+    ended = "had a failure" if event.get("failed") else f"sent {size(number(event.get('sent_bytes')) or 0)}"
+    return f"the upload of step {_step(event)} to the mirror {ended}{newest}"
+
+
 def _resumed(event: Mapping[str, object]) -> str:
     changes = event.get("changes")
     text = f"went on from {event.get('checkpoint', 'a checkpoint')}"
@@ -84,6 +90,7 @@ _STYLES = {
         None, "replicas", True, lambda e: f"passed over a replica in memory, at step {_step(e)}: {e.get('found', '')}"
     ),
     Event.save: EventStyle(None, "saves", False, _saved),
+    Event.mirror: EventStyle(None, "uploads", False, _uploaded),
     Event.skip: EventStyle(
         "S", "skips", True, lambda e: f"step {_step(e)} was skipped: its loss or gradient was not finite"
     ),
@@ -283,8 +290,8 @@ def _row(timed: _Timed, name: str, row: int, place: Callable[[datetime], float])
 
 
 def table(run: RunFiles) -> str:
-    """Give the events in words, the newest first, without saves, which have a table of their own."""
-    events = [event for event in reversed(run.events) if not _is(event, Event.save)]
+    """Give the events in words, the newest first, without saves, which have a table of their own, and their uploads."""
+    events = [event for event in reversed(run.events) if not _is(event, Event.save) and not _is(event, Event.mirror)]
     left_out = f"<p>{len(events) - _MOST_ROWS:,} earlier ones are in events.jsonl.</p>" if events[_MOST_ROWS:] else ""
     more = _rows(events[_MOST_OPEN:_MOST_ROWS])
     folded = f'<details id="events-more"><summary>earlier events</summary>{more}{left_out}</details>' if more else ""

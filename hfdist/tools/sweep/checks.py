@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from hfdist.config.checks.urls import redact
 from hfdist.config.cli.about_run import LineAboutRun
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.optimizer import CHANGEABLE, Schedule
@@ -70,6 +71,13 @@ def _check_launcher(launcher: LauncherName) -> None:
     if launcher is LauncherName.ray and importlib.util.find_spec("ray") is None:
         what, hint = "this launcher needs a package that is not installed", "pip install 'ray[default]'"
         raise ConfigError(what, where="sweep.launcher", found="ray", hint=hint)
+
+
+def check_apart(run: RunConfig) -> None:
+    """Raise a ConfigError where all trials would write to one place."""
+    if run.checkpoint.mirror is not None:
+        what, key = "all trials of a sweep would have one mirror", "checkpoint.mirror"
+        raise ConfigError(what, where=key, found=redact(run.checkpoint.mirror), hint=f"{key}=null")
 
 
 def check_population(space: Space, run: RunConfig) -> None:

@@ -32,7 +32,7 @@ from hfdist.tools.jobs.cluster import GROUP as CLUSTER
 from hfdist.tools.jobs.cluster import ClusterConfig
 from hfdist.tools.jobs.command import check_job
 from hfdist.tools.jobs.job import Job
-from hfdist.tools.sweep.checks import check_lengths, check_population, find_cluster, refuse_words_of_others
+from hfdist.tools.sweep.checks import check_apart, check_lengths, check_population, find_cluster, refuse_words_of_others
 from hfdist.tools.sweep.controller import Controller, Sweep
 from hfdist.tools.sweep.end_screen import describe_end, find_notes
 from hfdist.tools.sweep.folder import keep_notes, keep_settings, write_best
@@ -109,6 +109,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     cluster = find_cluster(config, line, of_cluster, own)
     for example in space.examples():
         run = sweep.compose(as_overrides(example))
+        check_apart(run)
         if cluster is None:
             check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
         else:

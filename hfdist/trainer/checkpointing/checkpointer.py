@@ -39,6 +39,7 @@ from hfdist.checkpoint.folder import (
     remove_unfinished,
     step_name,
 )
+from hfdist.checkpoint.mirror import Uploader
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.whole import check_holds_whole
@@ -73,6 +74,8 @@ class SaveOptions:
     """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
     keep: Keep | None = None
     """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
+    uploader: Uploader | None = None
+    """Sends each checkpoint to a mirror, on rank 0; None: there is none, or this is another rank."""
     replicas: Replicas | None = None
     """Where each save leaves a replica in memory, too; None: nowhere."""
     replicate_every: int | None = None
@@ -165,6 +168,8 @@ class Checkpointer:
         """
         begin = time.monotonic()
         assert self.saver is not None
+        # What the last save has left is then held for the mirror, and this one does not remove it.
+        self.wait()
         cursor, stream = self.merged_cursor(), self._training.stream
         if cursor is not None and stream is not None:
             # Before the checkpoint: a run that goes on from it does not log this again.
@@ -290,7 +295,8 @@ class Checkpointer:
             return None
         # Not only the latest steps: an earlier training that went further may have used the folder.
         named = {self._path(state.global_step).name, Path(state.best_model_checkpoint or "").name}
-        return replace(keep, named=frozenset(named))
+        uploader = self._options.uploader
+        return replace(keep, named=frozenset(named), held=frozenset() if uploader is None else uploader.held)
 
     def _state(self, cursor: Cursor | None) -> dict[str, object]:
         held_out_loss = self.last_held_out_loss()
@@ -414,6 +420,25 @@ class Checkpointer:
                         "checkpoint/stall_seconds": saved.stall_seconds,
                     }
                 )
+                if self._options.uploader is not None:
+                    self._options.uploader.put(saved.path)
+        self.report_uploads()
+
+    def report_uploads(self) -> None:
+        """Log the uploads to the mirror that have ended since the last call. Any one rank may call it."""
+        uploader = self._options.uploader
+        for upload in [] if uploader is None else uploader.take_uploads():
+            figures: dict[str, float] = {
+                "mirror/step": upload.step,
+                "mirror/bytes": upload.sent.all_bytes,
+                "mirror/sent_bytes": upload.sent.new_bytes,
+                "mirror/seconds": upload.seconds,
+                "mirror/failures": upload.num_failures,
+                "mirror/failed": int(upload.has_failed),
+            }
+            if upload.newest_step is not None:
+                figures["mirror/newest_step"] = upload.newest_step
+            self._log(figures)
 
     def _note_replica(self, saved: SaveReport) -> None:
         """Keep the figures of a replica for the next training line, which counts the stalls of all since the last."""

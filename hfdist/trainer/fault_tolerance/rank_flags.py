@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Protocol, runtime_checkable
 
-import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from hfdist.collectives import control_group, rank
+from hfdist.collectives import rank
+from hfdist.control_group import ControlGroup, control_group
 from hfdist.errors import PreemptedError
 from hfdist.processes.stop_signals import heard_signals, leave_closed_terminal
 from hfdist.records.recorder import end_by_signal
@@ -49,10 +48,10 @@ class RankFlags(TrainerCallback):
     def __init__(self, flags: Sequence[RankFlag], callbacks: Sequence[object] = ()) -> None:
         self._given, self._callbacks = flags, callbacks
         self._flags = list(flags)
-        self._group: dist.ProcessGroup | None = None
+        self._group: ControlGroup | None = None
         self._values: list[int] = []
-        self._reduced: tuple[torch.Tensor, dist.Work] | None = None
-        """The reduction that runs, with its values; None: there is one rank."""
+        self._wait: Callable[[], list[int]] | None = None
+        """Waits for the reduction that runs; None: there is one rank."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Find the flags, and make the group. A collective."""
@@ -63,15 +62,12 @@ class RankFlags(TrainerCallback):
         """Start the reduction."""
         self._values = [flag.flag() for flag in self._flags]
         if self._group is not None:
-            values = torch.tensor(self._values, dtype=torch.int64)
-            self._reduced = values, dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._wait = self._group.begin_largest(self._values)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Act upon the flags."""
-        if self._reduced is not None:
-            values, work = self._reduced
-            work.wait()
-            self._values = values.tolist()
+        if self._wait is not None:
+            self._values = self._wait()
         for flag, value in zip(self._flags, self._values, strict=True):
             if value:
                 flag.on_flag(value, state, control)

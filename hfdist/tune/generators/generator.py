@@ -101,9 +101,8 @@ def _build(settings: Settings) -> PreTrainedModel:
     architecture = find_architecture(start.model, sequence_length=config.data.sequence_length)
     architecture.get_text_config().vocab_size = settings.vocabulary
     model = build_model(start.model, architecture, seed=config.train.seed, trained=TrainableParameters.of(config))
-    if config.train.precision is not Precision.fp32:
-        # As the policy that is trained: the ratio of their probabilities counts.
-        use_products(model)
+    # As the policy that is trained: the ratio of their probabilities counts.
+    use_products(model)
     return model
 
 

@@ -9,20 +9,20 @@ from hfdist.checkpoint import Saver
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import MANIFEST, hash_of_content
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
-from hfdist.checkpoint.regions import merge_specs, share_out, split_tensors
+from hfdist.checkpoint.regions import assign_writers, merge_specs, split_tensors
 
 
 def whole(name, key, tensor):
     return Piece(name=name, key=key, shape=tuple(tensor.shape), start=0, view=tensor)
 
 
-def assign_writers(declared):
+def plan_writes(declared):
     """Give what each rank writes, from the regions of each, as the ranks find it out together."""
     specs = merge_specs(region for regions in declared for region in regions)
     segments = split_tensors(specs, [(holder, region) for holder, regions in enumerate(declared) for region in regions])
     writes = []
     for own in range(len(declared)):
-        shares = share_out([segment for segment in segments if own in segment.holders])
+        shares = assign_writers([segment for segment in segments if own in segment.holders])
         writes.append([segment for writer, segment in shares if writer == own])
     return writes
 

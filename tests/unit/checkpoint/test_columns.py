@@ -15,7 +15,7 @@ from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.save_plan import _Sources, declare
 from hfdist.errors import CheckpointError
 from hfdist.strategies.parameter_shards import ParameterShard
-from tests.unit.checkpoint.pieces import assign_writers
+from tests.unit.checkpoint.pieces import plan_writes
 
 
 @st.composite
@@ -66,9 +66,9 @@ def test_every_element_is_written_once_from_a_rank_that_holds_it(layout, chunk_b
         patch.setattr(regions, "CHUNK_BYTES", chunk_bytes)
         if not held.all():
             with pytest.raises(CheckpointError, match="no rank holds"):
-                assign_writers(declared)
+                plan_writes(declared)
             return
-        writes = assign_writers(declared)
+        writes = plan_writes(declared)
     written = torch.full((whole.numel(),), -1)
     for writer, segments in enumerate(writes):
         for segment in segments:
@@ -123,9 +123,9 @@ SPEC = TensorSpec("w", WEIGHT, (4, 6), "F32")
 )
 def test_runs_that_are_no_columns_are_refused(region, message):
     with pytest.raises(CheckpointError, match=message):
-        assign_writers([[region], [Region(SPEC, 0, 24)]])
+        plan_writes([[region], [Region(SPEC, 0, 24)]])
 
 
 def test_ranks_that_see_other_matrices_are_refused():
     with pytest.raises(CheckpointError, match="columns of different matrices"):
-        assign_writers([[Region(SPEC, 0, 20, run=2, pitch=6)], [Region(SPEC, 0, 14, run=2, pitch=12)]])
+        plan_writes([[Region(SPEC, 0, 20, run=2, pitch=6)], [Region(SPEC, 0, 14, run=2, pitch=12)]])

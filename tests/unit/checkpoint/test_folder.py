@@ -428,7 +428,7 @@ def test_what_could_not_be_read_again_is_no_checkpoint(tmp_path, monkeypatch, la
     """Neither what is too large for the reader, nor what it refuses; and those before it stay."""
     older = save(tmp_path, 1)
     before = files_of(tmp_path)
-    monkeypatch.setattr("hfdist.checkpoint.manifest._MAX_JSON_BYTES", largest)
+    monkeypatch.setattr("hfdist.checkpoint.manifest.MAX_JSON_BYTES", largest)
     state = {"lanes": "x" * largest} if write_files is str and largest > 1000 else {}
     with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
         write_checkpoint(tmp_path, step=2, pieces=small_pieces(), state=state, write_model_files=write_files)

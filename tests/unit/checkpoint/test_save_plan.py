@@ -8,7 +8,7 @@ from hfdist.checkpoint.regions import CHUNK_BYTES, Region, balance_by_bytes, lis
 from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.save_plan import Planner, pack_files
 from hfdist.errors import CheckpointError, NumericsError
-from tests.unit.checkpoint.pieces import assign_writers, whole
+from tests.unit.checkpoint.pieces import plan_writes, whole
 
 
 def spec(name="w", shape=(10,), dtype="F32"):
@@ -20,7 +20,7 @@ def region(start, stop, of=None):
 
 
 def loads(declared):
-    return [sum(write.region.num_bytes for write in writes) for writes in assign_writers(declared)]
+    return [sum(write.region.num_bytes for write in writes) for writes in plan_writes(declared)]
 
 
 def test_replicas_are_shared_out_evenly_in_runs():
@@ -29,22 +29,20 @@ def test_replicas_are_shared_out_evenly_in_runs():
     load = loads([declared] * 3)
     assert max(load) - min(load) <= 2 * 4096
     # All the first rank's bytes lie side by side, and the last tensor has all three writers.
-    assert [len(writes) for writes in assign_writers([declared] * 3)] == [60, 1, 1]
+    assert [len(writes) for writes in plan_writes([declared] * 3)] == [60, 1, 1]
 
 
 def test_ranks_that_hold_other_parts_besides_share_what_they_hold_alike():
     own = [spec(name=f"own{rank}", shape=(100,)) for rank in range(2)]
     shared = spec(name="shared", shape=(4096,))
     declared = [[region(0, 100, own[rank]), region(0, 4096, shared)] for rank in range(2)]
-    found = [[(write.region.spec.name, *write.region[1:3]) for write in writes] for writes in assign_writers(declared)]
+    found = [[(write.region.spec.name, *write.region[1:3]) for write in writes] for writes in plan_writes(declared)]
     assert found == [[("own0", 0, 100), ("shared", 0, 2048)], [("own1", 0, 100), ("shared", 2048, 4096)]]
 
 
 def test_large_replicas_are_cut_into_runs_that_several_ranks_can_verify():
     large = spec(shape=(2**26,))
-    sizes = [
-        [write.region.num_bytes for write in of_rank] for of_rank in assign_writers([[region(0, 2**26, large)]] * 2)
-    ]
+    sizes = [[write.region.num_bytes for write in of_rank] for of_rank in plan_writes([[region(0, 2**26, large)]] * 2)]
     assert sizes == [[CHUNK_BYTES] * 2] * 2
 
 
@@ -77,7 +75,7 @@ def test_a_plan_that_fails_leaves_the_one_before():
 )
 def test_gaps_and_ranks_that_disagree_are_named(declared, message):
     with pytest.raises(CheckpointError, match=message):
-        assign_writers(declared)
+        plan_writes(declared)
 
 
 def test_files_depend_on_names_and_sizes_alone():

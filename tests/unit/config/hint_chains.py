@@ -121,10 +121,11 @@ def check(line: str) -> HfdistError | None:
 
 
 def _check_run(name: str, arguments: list[str]) -> None:
-    recipe = "pretrain" if name == "pretokenize" else NAMES[name][0]
-    flags = _parse_flags(arguments if name == "pretokenize" else with_task(name, arguments))
+    is_alone = name in ("pretokenize", "index")
+    recipe = "pretrain" if is_alone else NAMES[name][0]
+    flags = _parse_flags(arguments if is_alone else with_task(name, arguments))
     request = compose.make_request(flags.config_name or recipe, flags.overrides, flags.config_dir)
-    config, _ = check_request(request, flags, takes_ranks=name != "pretokenize")
+    config, _ = check_request(request, flags, takes_ranks=not is_alone)
     check_fields(config.model)
     if any(word.startswith(OPENS_DATA) for word in arguments):
         from hfdist.data import open_corpus

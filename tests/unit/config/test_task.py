@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.config.checks.preflight import check_model_paths
+from hfdist.config.checks.paths import check_model_paths
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import Packing, RowFormat
 from hfdist.config.schema import find_key

@@ -34,6 +34,9 @@ class FaultyServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def handle_error(self, request, client_address):
+        """Clients may leave, or be killed, at any time."""
+
     def asked(self, method: str) -> int:
         return sum(request[0] == method for request in self.requests)
 
@@ -46,11 +49,9 @@ class FaultyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FaultyServer
 
-    def do_HEAD(self):
-        self.do_GET()
-
     def do_GET(self):
         path = self.path.partition("?")[0]
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.requests.append((self.command, path, self.headers.get("Range")))
         faults, cut = self.server.faults.get(path, []), None
         if faults and not (isinstance(faults[0], Cut) and self.command == "HEAD"):
@@ -63,12 +64,14 @@ class FaultyHandler(BaseHTTPRequestHandler):
                     return self.give(status, {}, b"")
         return self.give(*self.answer(path), cut=cut)
 
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
     def give(self, status, headers, body, *, cut=None):
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             # Readers may have seen enough, or may have been killed.
             with contextlib.suppress(ConnectionError):
                 self.wfile.write(body if cut is None else body[:cut])
@@ -115,7 +118,7 @@ class ProxyHandler(FaultyHandler):
 
     def answer(self, path):
         connection = http.client.HTTPConnection(*self.target, timeout=30)
-        connection.request(self.command, self.path, headers=dict(self.headers))
+        connection.request(self.command, self.path, self.body, dict(self.headers))
         answer = connection.getresponse()
         body = answer.read()
         connection.close()

@@ -14,9 +14,12 @@ from hfdist.config.data import BadRows, Packing, TooLong, WeightChange
 from hfdist.data import Cursor, Ledger
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import RECORD, Status
+from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.errors import ConfigError, DataError
-from hfdist.verify.audit.exactly_once import Audit, Discrepancy, PoolAudit
+from hfdist.verify.audit.discrepancies import Discrepancy
+from hfdist.verify.audit.exactly_once import Audit
+from hfdist.verify.audit.pool_audit import PoolAudit
 from hfdist.verify.audit.run import PastRun, describe_step, read_ledger
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import PACKINGS, Run, memory_config, memory_corpus
@@ -97,6 +100,15 @@ def test_true_ledgers_pass_with_and_without_checkpoints(past, packing, name):
     assert audited.totals.tokens == sum(int(records["num_tokens"].sum()) for records in run.ledger)
     assert any(Status.held_out in records["fate"] for records in run.ledger)
     assert max(int(records["epoch"].max()) for records in run.ledger) >= 1
+
+
+@pytest.mark.parametrize("number", [2**50, -(2**50)])
+def test_a_number_that_cannot_be_takes_no_memory(past, number):
+    run = past(Packing.concat, "one")
+    ledger = [own.copy() for own in run.ledger]
+    ledger[3]["sequence"][-1 if number > 0 else 0] = number
+    with pytest.raises(DataError, match="do not belong together"):
+        run.audit(ledger, cursors={})
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -212,7 +224,7 @@ class TestDamage:
             assert f"{kind.value}: {discrepancies.counts[kind]}" in str(discrepancies)
 
     def test_order_is_free_inside_a_window_only(self, packing):
-        order = LaneOrder([[5000]], lanes=1, key=(0,))
+        order = LaneOrder(Runs.of([[5000]]), lanes=1, key=(0,))
         plan = SimpleNamespace(
             orders=[order],
             pools=[SimpleNamespace(epochs=None)],

@@ -13,6 +13,7 @@ from hfdist.data import TokenStream, open_corpus
 from hfdist.data.documents.corpus import Pool
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place, Progress
+from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Shape
@@ -107,7 +108,7 @@ def test_when_a_lane_is_barren(num_epochs, num_documents):
     """After 10 epochs and 1,000 documents at the least."""
     per_epoch = -(-num_documents // num_epochs)
     pool = Pool("a", 0, (), None)
-    iterator = DocumentIterator(pool, LaneOrder([[per_epoch]], lanes=1, key=("a",)), 0, Place())
+    iterator = DocumentIterator(pool, LaneOrder(Runs.of([[per_epoch]]), lanes=1, key=("a",)), 0, Place())
     seen = 0
     with pytest.raises(DataError, match="no training documents"):
         while True:
@@ -138,7 +139,7 @@ def test_short_documents_after_long_ones_are_read_in_few_passes():
     def in_order(self, epoch, lane, start, most):
         return np.arange(start, len(lengths))
 
-    order = LaneOrder([[len(lengths)]], lanes=1, key=("a",))
+    order = LaneOrder(Runs.of([[len(lengths)]]), lanes=1, key=("a",))
     together = MultiLaneReader({0: DocumentIterator(Pool("a", 0, (), 1), order, 0, Place())}, Given(), Shape(512, 0))
     with patch.object(LaneOrder, "rest_of_blocks", in_order):
         assert sum(1 for _ in iter(lambda: together.next(0), None)) == -(-sum(lengths) // 512)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder, Mixture, permutation, stride_schedule, workers_that_fit
 
 
@@ -27,7 +28,7 @@ def test_a_permutation_depends_on_its_key_and_mixes():
 
 
 def lane_order(*shards, lanes, key=0):
-    return LaneOrder(shards, lanes=lanes, key=(key,))
+    return LaneOrder(Runs.of(shards), lanes=lanes, key=(key,))
 
 
 def neighbours(order, epoch, lane, position):
@@ -67,7 +68,7 @@ def test_each_epoch_visits_each_document_once_and_neighbours_lie_in_one_run(shar
             several = order.rest_of_blocks(epoch, lane, position, most_rows).tolist()
             assert several == documents[position : position + len(several)]
             assert len(together) <= len(several) <= max(len(together), most_rows)
-    moved = LaneOrder(shards, lanes=lanes, key=(seed,), first_document=100)
+    moved = LaneOrder(Runs.of(shards), lanes=lanes, key=(seed,), first_document=100)
     assert moved.documents(epoch, 0).tolist() == [100 + number for number in one_by_one[0]]
 
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -59,8 +60,9 @@ def corpus():
     ]
 
 
-def write(shards, folder, *, workers=0, on_bad_rows=BadRows.error, encoder=None):
-    return pretokenize(shards, encoder or tokenizer(), folder, workers=workers, on_bad_rows=on_bad_rows)
+def write(shards, folder, *, workers=0, on_bad_rows=BadRows.error, encoder=None, share=(0, 1)):
+    how = {"workers": workers, "on_bad_rows": on_bad_rows, "share": share}
+    return pretokenize(shards, encoder or tokenizer(), folder, **how)
 
 
 def all_texts(shards):
@@ -162,6 +164,93 @@ def test_what_was_killed_goes_on_where_it_stopped(tmp_path):
     assert contents(folder) == contents(tmp_path / "whole")
     assert (folder / "meta.json").read_bytes() == (tmp_path / "whole" / "meta.json").read_bytes()
     assert not [path.name for path in folder.iterdir() if path.suffix in (".json", ".tmp")][1:]
+
+
+def everything(folder):
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".lock")
+    }
+
+
+def five_files():
+    return [("a", Texts(f"shard {n}", [text[:40] for text in texts()[n : n + 45]] * 3)) for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What one process makes of `five_files`."""
+    folder = tmp_path_factory.mktemp("whole") / "tokens"
+    write(five_files(), folder)
+    return everything(folder)
+
+
+class TestShares:
+    @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+    def test_they_are_the_bytes_of_one_process_whoever_comes_last(self, whole, tmp_path, order):
+        said = [write(five_files(), tmp_path, share=(number, 4)) for number in order]
+        assert said[:3] == [None] * 3
+        assert len(said[3].files) == 3
+        assert everything(tmp_path) == whole
+        assert write(five_files(), tmp_path, share=(order[0], 4)) == said[3]
+
+    def test_killed_at_any_write_they_lose_a_file_at_most(self, whole, tmp_path):
+        for kill_at in range(40):
+            folder = tmp_path / str(kill_at)
+            write(five_files(), folder, share=(1, 2))
+            kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
+            worker = multiprocessing.get_context("fork").Process(target=self.write_and_die, args=(folder, kill_at))
+            worker.start()
+            worker.join()
+            done = len([*folder.glob("*.json")])
+            write(five_files(), folder, share=(0, 2))
+            assert everything(folder) == whole
+            assert {path: path.stat().st_mtime_ns for path in kept} == kept
+            if worker.exitcode == 0:
+                break
+            assert worker.exitcode == -signal.SIGKILL
+            assert done >= 1 + kill_at // 4 or (folder / "meta.json").is_file()
+        # Two token files of four writes each, and the description.
+        assert kill_at == 9
+
+    def write_and_die(self, folder, kill_at):
+        times = iter(range(kill_at + 1))
+
+        def replace(source, target):
+            if next(times) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.rename(source, target)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hfdist.atomic_write.os.replace", replace)
+            write(five_files(), folder, share=(0, 2))
+
+    def test_another_tokenizer_or_version_is_refused_with_what_differs(self, whole, tmp_path, monkeypatch):
+        write(five_files(), tmp_path, share=(0, 2), encoder=train_bpe(texts(), 300))
+        with pytest.raises(DataError, match=r"(?s)another share.*00000.*other: tokenizer, data\.chat.*same overrides"):
+            write(five_files(), tmp_path, share=(1, 2))
+        with monkeypatch.context() as patch:
+            patch.setattr("hfdist.data.pretokenize.VERSION", 9)
+            with pytest.raises(DataError, match=r"(?s)another share.*other: version"):
+                write(five_files(), tmp_path, share=(0, 2))
+        # Those that differ again.
+        write(five_files(), tmp_path, share=(0, 2))
+        write(five_files(), tmp_path, share=(1, 2))
+        assert everything(tmp_path) == whole
+
+    def test_a_share_that_saw_other_files_is_refused(self, tmp_path):
+        other = five_files()
+        other[0][1].identity = "of another file"
+        write(other, tmp_path, share=(0, 2))
+        with pytest.raises(DataError, match=r"(?s)another share.*other: names or sizes"):
+            write(five_files(), tmp_path, share=(1, 2))
+
+    def test_one_share_is_for_one_process(self, tmp_path):
+        with FileLock(tmp_path / ".lock-1-of-2"):
+            write(five_files(), tmp_path, share=(0, 2))
+            with pytest.raises(ConfigError, match=r"(?s)another process writes.*data\.shard of its own"):
+                write(five_files(), tmp_path, share=(1, 2))
 
 
 def test_a_finished_folder_is_left_alone_and_kept_from_others(copied):

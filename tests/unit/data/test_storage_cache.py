@@ -240,6 +240,10 @@ def test_the_first_error_is_raised(bad):
         list(thread_map(refuse, range(1000)))
 
 
+def test_as_many_quick_items_as_one_thread_takes_are_done_here():
+    assert set(thread_map(lambda _: threading.get_ident(), range(8), least_chunk=8)) == {threading.get_ident()}
+
+
 def test_an_error_does_not_wait_for_what_nobody_takes_any_more():
     called = []
 

@@ -22,7 +22,7 @@ from hfdist.data.stream import token_stream
 from hfdist.data.stream.worker_deaths import Vitals, system_memory
 from hfdist.data.tokenization.text_encoder import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
-from hfdist.verify.audit.exactly_once import LedgerSums
+from hfdist.verify.audit.ledger_sums import LedgerSums
 from tests.unit.data.corpora import texts, tokenizer
 from tests.unit.data.streams import PACKINGS, Run, assert_equal, memory_config, memory_corpus
 

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,27 @@ def test_the_first_rendezvous_waits_for_all_and_the_next_exchange():
         assert together(lambda: one.finish(number, is_ok=True), lambda: two.finish(number, is_ok=True)) == [read, read]
         one.leave()
         two.leave()
+
+
+def test_addresses_are_told_once_and_rendezvous_to_the_first_rank_alone(monkeypatch):
+    told, send = [], Connection.send
+
+    def noting(self, message, payload=b""):
+        told.append((self, message.keys() - {"beat"}))
+        send(self, message, payload)
+
+    monkeypatch.setattr(Connection, "send", noting)
+    with served() as (address, _lines):
+        members = [member(address, island, rank=rank, ranks=2) for island in range(2) for rank in range(2)]
+        for step in (10, 20):
+            rendezvous = arrive((members[0], at(step)), (members[2], at(step)))
+            assert rendezvous[0].members == {0: [place(0), place(0, 1)], 1: [place(1), place(1, 1)]}
+            number = rendezvous[0].number
+            together(*(partial(one.finish, number, is_ok=True) for one in (members[0], members[2])))
+        for one in members:
+            one.close()
+    assert sum("addresses" in keys for _, keys in told) == 2
+    assert len({id(connection) for connection, keys in told if keys & {"round", "commit", "addresses"}}) == 2
 
 
 def test_who_has_other_outer_weights_gets_the_state_of_a_member():

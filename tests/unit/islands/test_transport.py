@@ -1,11 +1,15 @@
 """What is under way when a rank ends arrives."""
 
 import asyncio
+import socket
 from types import SimpleNamespace
 
-from hfdist.config.islands import Codec
+import pytest
+
+from hfdist.config.islands import Codec, IslandsConfig
+from hfdist.errors import ConfigError
 from hfdist.islands import transport
-from hfdist.islands.rounds import Rounds
+from hfdist.islands.rounds import Rounds, open_transport
 from hfdist.islands.transport import Transport
 
 
@@ -44,3 +48,16 @@ def test_an_island_says_bye_once_what_it_has_given_is_there():
     rounds._member = noting("leave", "close")
     rounds.leave()
     assert done[:2] == ["given", "leave"]
+
+
+def test_a_rank_hears_others_at_the_port_of_its_place_on_the_machine(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = IslandsConfig(port=port - 1)
+        with pytest.raises(ConfigError, match=f"port {port}: ") as error:
+            open_transport(config, "127.0.0.1", 2**20)
+        assert error.value.where == "islands.port"
+    opened = open_transport(config, "127.0.0.1", 2**20)
+    assert opened.address == f"tcp://127.0.0.1:{port}"
+    opened.close()

@@ -204,11 +204,18 @@ def test_a_real_group_can_follow(tmp_path):
         dist.destroy_process_group()
 
 
-def test_experts_that_ranks_share():
-    experts = ["model.type=qwen3_moe", "model.config.num_experts=4", "model.config.num_experts_per_tok=2"]
+@pytest.mark.parametrize(
+    "adapter", [(), ("adapter=lora", "adapter.target_parts=[experts]", "adapter.rank=64")], ids=["whole", "lora"]
+)
+def test_experts_that_ranks_share(adapter):
+    experts = ["model.type=qwen3_moe", "model.config.num_experts=4", "model.config.num_experts_per_tok=2", *adapter]
     alone = trace(*experts).state
-    shared = trace(*experts, "strategy=moe", world_size=2).state
-    assert shared.weights == pytest.approx(alone.weights / 2, rel=0.05)
+    shared = trace(*experts, "strategy=ddp", "strategy.expert=2", world_size=2).state
+    own = trace(*experts, "strategy=moe", world_size=2).state
+    assert own.weights == pytest.approx(alone.weights / 2, rel=0.05)
+    if adapter:
+        # Nothing else has a state of the optimizer.
+        assert shared.optimizer == pytest.approx(alone.optimizer / 2, rel=0.01)
 
 
 def test_the_worst_rank_is_looked_for_among_those_that_differ():

@@ -1,0 +1,94 @@
+"""A list of a mirror: of which contents the files of one checkpoint consist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import xxhash
+
+from hfdist.checkpoint.folder import HELD_OUT_LOSS
+from hfdist.checkpoint.manifest import DamagedError, count_of, hash_of_content, parse_json
+from hfdist.version import __version__
+
+CONTENT_BYTES = 64 * 2**20
+"""Most bytes of a content: what is sent again after a failure, and what is held in memory."""
+CONTENTS = "contents/"
+
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+
+class Content(NamedTuple):
+    """Some bytes of a file."""
+
+    num_bytes: int
+    xxh128: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Content:
+        """Hash them."""
+        return cls(len(data), xxhash.xxh3_128(data).hexdigest())
+
+    @property
+    def name(self) -> str:
+        """The place in the mirror."""
+        return f"{CONTENTS}{self.xxh128}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A checkpoint in a mirror."""
+
+    step: int
+    digest: str
+    """The hash that the checkpoint's manifest has of itself: it tells two checkpoints of one step apart."""
+    held_out_loss: float | None
+    files: Mapping[str, Sequence[Content]]
+    """Contents of each file, by its path in the checkpoint."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(content.num_bytes for content in self.contents())
+
+    def contents(self) -> Iterator[Content]:
+        """Give the contents of all files; some may come twice."""
+        return chain.from_iterable(self.files.values())
+
+    def is_whole(self, there: Mapping[str, int]) -> bool:
+        """Whether its contents are all there; `there`: bytes of the mirror's objects, by name."""
+        return all(there.get(content.name) == content.num_bytes for content in self.contents())
+
+    def to_bytes(self) -> bytes:
+        """Write it as JSON, with a hash of itself."""
+        files = {name: [list(content) for content in self.files[name]] for name in sorted(self.files)}
+        values = {"hfdist": __version__, "step": self.step, "digest": self.digest, HELD_OUT_LOSS: self.held_out_loss}
+        values["files"] = files
+        return json.dumps(values | {"xxh128": hash_of_content(values)}).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes, where: str) -> Listed:
+        """Read what `to_bytes` wrote; a DamagedError: `where` has something else."""
+        try:
+            values = parse_json(text)
+            if values.pop("xxh128") != hash_of_content(values):
+                raise ValueError("its own hash does not fit")
+            loss = values[HELD_OUT_LOSS]
+            return cls(
+                step=count_of(values["step"]),
+                digest=str(values["digest"]),
+                held_out_loss=None if loss is None else float(loss),
+                files={name: [_content(*content) for content in of_file] for name, of_file in values["files"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise DamagedError("bad-list", "a list of the mirror is damaged", where=where, found=error) from error
+
+
+def _content(num_bytes: object, xxh128: object) -> Content:
+    if not isinstance(xxh128, str) or not _HASH.fullmatch(xxh128) or not 0 < count_of(num_bytes) <= CONTENT_BYTES:
+        raise ValueError("a content without a hash or a size")
+    return Content(count_of(num_bytes), xxh128)

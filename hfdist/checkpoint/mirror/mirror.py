@@ -1,0 +1,277 @@
+"""A mirror: checkpoints as lists of contents, which they share, below one address.
+
+    mirror.json                 the version of this layout
+    contents/<xxh128>           at most 64 MiB of some file, under their hash
+    step-00000100.json          of which contents the files of a checkpoint consist
+
+A content is written once, however many checkpoints have it. A list is written after its contents, and goes before
+them: so a checkpoint whose list is there is whole, at every moment.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from hfdist.checkpoint.folder import HELD_OUT_LOSS, Keep, commit, remove_unfinished, step_of, temporary
+from hfdist.checkpoint.manifest import (
+    MANIFEST,
+    MAX_JSON_BYTES,
+    DamagedError,
+    inside,
+    parse_json,
+    read_manifest,
+    verify,
+)
+from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, Listed
+from hfdist.checkpoint.mirror.objects import UNFINISHED, Objects
+from hfdist.checkpoint.read import read_state
+from hfdist.checkpoint.write import removed_on_failure
+from hfdist.data.threads import thread_map
+from hfdist.errors import CheckpointError, ResourceError
+from hfdist.failures import is_full_disk
+from hfdist.processes.startup import counted
+from hfdist.version import __version__
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of the layout."""
+
+_TOGETHER = 4
+"""Contents that are sent at a time."""
+_DESCRIPTION, _LIST = "mirror.json", ".json"
+
+
+class Sent(NamedTuple):
+    """How far an upload is."""
+
+    done_bytes: int
+    """Bytes that are in the mirror."""
+    all_bytes: int
+    new_bytes: int
+    """Bytes that this upload has sent: the rest was there."""
+
+
+class Mirror:
+    """The checkpoints of one run below an address. One thread of one process writes.
+
+    Every method raises a ResourceError where the store gives no answer, refuses, or is full.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._changed: set[str] = set()
+        """Names of contents that do not have their hash any more: the next upload writes them anew."""
+
+    @property
+    def shown(self) -> str:
+        """The address in messages."""
+        return self._objects.shown
+
+    def open(self) -> list[str]:
+        """Give the names of the checkpoints, the oldest first; make the mirror, if there is none.
+
+        Raises:
+            CheckpointError: it is of another version.
+        """
+        there = self._objects.list()
+        if _DESCRIPTION not in there:
+            self._describe()
+            return _names(there)
+        try:
+            found = parse_json(self._objects.read(_DESCRIPTION, min(there[_DESCRIPTION], MAX_JSON_BYTES)))["format"]
+        except (ValueError, RecursionError, TypeError, KeyError):
+            found = "none"
+        if found != FORMAT:
+            hint = "the version of hfdist that made it, or another checkpoint.mirror"
+            raise CheckpointError(
+                "a mirror of another format",
+                where=self.shown,
+                found=f"format {found}",
+                allowed=f"format {FORMAT}, which hfdist {__version__} reads",
+                hint=hint,
+            )
+        return _names(there)
+
+    def _describe(self) -> None:
+        self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
+
+    def _read(self, name: str, there: Mapping[str, int]) -> Listed:
+        """Read a list; a DamagedError: it is none, or contents are missing."""
+        place, num_bytes = f"{self.shown}/{name}{_LIST}", there.get(f"{name}{_LIST}", 0)
+        if num_bytes > MAX_JSON_BYTES:
+            raise DamagedError("bad-list", "a list of the mirror is damaged", where=place, found=f"{num_bytes} bytes")
+        return Listed.from_bytes(self._objects.read(f"{name}{_LIST}", num_bytes), place)
+
+    # ---- to the mirror ----
+
+    def send(self, path: Path, tell: Callable[[Sent], object] = lambda sent: None) -> Sent:
+        """Send a checkpoint of this machine: what is not there yet, and then its list.
+
+        Args:
+            path: of the checkpoint, which must stay as it is meanwhile.
+            tell: called now and then; what it raises ends the upload.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged; or contents that were sent are not there.
+        """
+        manifest, there = read_manifest(path), self._objects.list()
+        sizes = manifest.files | {MANIFEST: (path / MANIFEST).stat().st_size}
+        all_bytes = sum(sizes.values())
+        if f"{path.name}{_LIST}" in there and self._has(path.name, manifest.digest, there):
+            return Sent(all_bytes, all_bytes, 0)
+        files: dict[str, list[Content]] = {name: [] for name in sizes}
+        ranges = [(name, begin) for name in sorted(sizes) for begin in range(0, sizes[name], CONTENT_BYTES)]
+        sent = Sent(0, all_bytes, 0)
+        for first in range(0, len(ranges), _TOGETHER):
+            tell(sent)
+            done_bytes, new = sent.done_bytes, dict[str, bytes]()
+            for name, begin in ranges[first : first + _TOGETHER]:
+                data = _read_bytes(path / name, begin, min(CONTENT_BYTES, sizes[name] - begin))
+                content = Content.of(data)
+                files[name].append(content)
+                done_bytes += len(data)
+                if there.get(content.name) != len(data) or content.name in self._changed:
+                    new[content.name] = data
+            if new:
+                self._objects.write(new)
+                self._changed -= new.keys()
+                there |= {name: len(data) for name, data in new.items()}
+            sent = Sent(done_bytes, all_bytes, sent.new_bytes + sum(map(len, new.values())))
+        tell(sent)
+        self._complete(
+            path.name, Listed(step=manifest.step, digest=manifest.digest, held_out_loss=_loss_of(path), files=files)
+        )
+        return sent
+
+    def _has(self, name: str, digest: str, there: Mapping[str, int]) -> bool:
+        try:
+            found = self._read(name, there)
+        except DamagedError:
+            return False
+        is_intact = self._changed.isdisjoint(content.name for content in found.contents())
+        return found.digest == digest and found.is_whole(there) and is_intact
+
+    def _complete(self, name: str, sent: Listed) -> None:
+        """Write the list, if all contents are there: rules of a bucket or another run may have removed some."""
+        there = self._objects.list()
+        if not sent.is_whole(there):
+            what = "the mirror has lost a part of what was sent"
+            hint = "no rule that removes objects, and no other run with this checkpoint.mirror and run.name"
+            raise CheckpointError(what, where=f"{self.shown}/{name}", hint=hint)
+        if _DESCRIPTION not in there:
+            # It did not answer when the run began.
+            self._describe()
+        self._objects.write({f"{name}{_LIST}": sent.to_bytes()})
+
+    def prune(self, keep: Keep) -> None:
+        """Remove the whole checkpoints that nothing keeps, and then the contents that no list names.
+
+        While a list cannot be read, all contents stay: nobody knows which it names.
+        """
+        there = self._objects.list()
+        lists: dict[str, Listed] = {}
+        for name in _names(there):
+            try:
+                lists[name] = self._read(name, there)
+            except DamagedError as error:
+                logger.warning("no content of the mirror is removed: %s", error)
+        is_known = len(lists) == len(_names(there))
+        whole = [name for name in lists if lists[name].is_whole(there)]
+        by_loss = [(loss, name) for name in whole if (loss := lists[name].held_out_loss) is not None]
+        kept = keep.choose(whole, min(by_loss)[1] if by_loss else None)
+        going = [name for name in whole if name not in kept]
+        self._objects.remove([f"{name}{_LIST}" for name in going])
+        contents = {name for name in there if name.startswith(CONTENTS)} if is_known else set()
+        needed = {content.name for name in lists.keys() - going for content in lists[name].contents()}
+        unfinished = {name for name in there if UNFINISHED.fullmatch(name)}
+        self._objects.remove(sorted(contents - needed | unfinished))
+
+    # ---- from the mirror ----
+
+    def fetch(self, name: str, folder: Path) -> Path:
+        """Bring a checkpoint into the folder of a run's checkpoints, verified, and give its path there.
+
+        Raises:
+            DamagedError: it is not whole, or not what was once sent. Nothing of it stays in the folder.
+            ResourceError: the disk has no room for it, too.
+        """
+        there = self._objects.list()
+        found = self._read(name, there)
+        if not found.is_whole(there):
+            raise DamagedError("missing-file", "the mirror lacks a part of it", where=f"{self.shown}/{name}")
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
+        if found.num_bytes > shutil.disk_usage(folder).free:
+            raise _no_room(folder, found)
+        unfinished = temporary(folder / name)
+        with removed_on_failure(unfinished):
+            unfinished.mkdir()
+            try:
+                self._fill(unfinished, found)
+            except OSError as error:
+                if is_full_disk(error):
+                    raise _no_room(folder, found) from error
+                # Such as a file where another one needs a folder.
+                what = "the files of a list cannot be made"
+                raise DamagedError("files", what, where=f"{self.shown}/{name}", found=error) from error
+            if (manifest := read_manifest(unfinished)).digest != found.digest or manifest.step != step_of(name):
+                raise DamagedError("step", "the mirror has another checkpoint under this name", where=unfinished)
+            verify(unfinished)
+            commit(unfinished, folder / name)
+        return folder / name
+
+    def _fill(self, unfinished: Path, found: Listed) -> None:
+        places: list[tuple[Path, int, Content]] = []
+        for name, contents in found.files.items():
+            path, begin = inside(unfinished, name), 0
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            for content in contents:
+                places.append((path, begin, content))
+                begin += content.num_bytes
+
+        def bring(path: Path, begin: int, content: Content) -> None:
+            data = self._objects.read(content.name, content.num_bytes)
+            if Content.of(data) != content:
+                self._changed.add(content.name)
+                where = f"{self.shown}/{content.name}"
+                raise DamagedError("hash", "a content of the mirror has changed", where=where)
+            with path.open("rb+", buffering=0) as file:
+                os.pwrite(file.fileno(), data, begin)
+
+        for _ in counted(thread_map(bring, *zip(*places, strict=True)), len(places), "parts"):
+            pass
+
+
+def _no_room(folder: Path, found: Listed) -> ResourceError:
+    return ResourceError(
+        "the disk has no room for the checkpoint of the mirror",
+        where=str(folder),
+        found=f"{found.num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free",
+        hint="free space, or another run.dir",
+    )
+
+
+def _names(there: Mapping[str, int]) -> list[str]:
+    names = [name.removesuffix(_LIST) for name in there if name.endswith(_LIST)]
+    return sorted((name for name in names if step_of(name) >= 0), key=step_of)
+
+
+def _read_bytes(path: Path, begin: int, num_bytes: int) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        data = os.pread(file.fileno(), num_bytes, begin)
+    if len(data) != num_bytes:
+        raise DamagedError("size", "a file of the checkpoint was cut", where=path)
+    return data
+
+
+def _loss_of(path: Path) -> float | None:
+    loss = read_state(path).get(HELD_OUT_LOSS)
+    return float(loss) if isinstance(loss, int | float) else None

@@ -1,0 +1,269 @@
+"""All ranks, for small values of the host beside the training: ranks tell their machine's leader, leaders each other.
+
+    ranks 0 1 2 3   machine A      1. the ranks of each machine tell its first one, the leader
+          |                        2. the leaders tell each other
+    ranks 4 5 6 7   machine B      3. each leader tells its machine
+
+A group of gloo connects each two of its ranks at once. Were it one of all ranks, a process would have as many
+connections as there are ranks, for each thread that speaks. So only the ranks of a machine have such a group. Others
+connect when they first send each other something.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hfdist.collectives import broadcast_text, gather_texts, rank, swap_texts, world_size
+from hfdist.launch.gloo_interface import VARIABLE
+
+ON_DEMAND = "gloo_on_demand"
+"""The backend of groups whose ranks connect when they first send each other something."""
+
+_machines: dict[dist.ProcessGroup, list[list[int]]] = {}
+_control_groups: dict[dist.ProcessGroup, ControlGroup] = {}
+"""That of the training, by the default group."""
+
+
+def control_group() -> ControlGroup | None:
+    """Give the group in which the thread that trains speaks; None: there is one process.
+
+    The first call is a collective, which makes the group. A thread beside it makes a group of its own.
+    """
+    if world_size() == 1:
+        return None
+    default = dist.group.WORLD
+    assert default is not None  # it is initialized
+    if default not in _control_groups:
+        _control_groups[default] = ControlGroup()
+    return _control_groups[default]
+
+
+def machines() -> list[list[int]]:
+    """Give the ranks of each machine, in the order of first ranks. The first call is a collective.
+
+    Machines whose hosts have one name count as one: it has more connections, and all is as right.
+    """
+    if world_size() == 1:
+        return [[0]]
+    default = dist.group.WORLD
+    assert default is not None  # it is initialized
+    if default not in _machines:
+        by_host: dict[bytes, list[int]] = {}
+        for number, host in enumerate(gather_texts(platform.node().encode(), None)):
+            by_host.setdefault(host, []).append(number)
+        _machines[default] = list(by_host.values())
+    return _machines[default]
+
+
+def exchange_json(values: Sequence[object]) -> list[Any]:
+    """Give what each rank has for this one, in order of rank: `values` are JSON, one for each rank. A collective.
+
+    What a rank sends and gets grows with its own values alone, and not with those between other ranks.
+    """
+    group = control_group()
+    texts = [json.dumps(value).encode() for value in values]
+    return [json.loads(text) for text in (texts if group is None else group.swap(texts))]
+
+
+class ControlGroup:
+    """All ranks, as one thread of each hears them. Making it is a collective, and so is all but `pairs`.
+
+    What was begun goes on beside that thread, in its turn.
+
+    Args:
+        timeout: the longest wait for another rank; None: torch's.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.machines = machines()
+        # All ranks name all groups, also those that others are in: torch counts the calls.
+        groups = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in self.machines]
+        self._machine = next(group for ranks, group in zip(self.machines, groups, strict=True) if rank() in ranks)
+        self._leaders: dist.ProcessGroup | None = None
+        """The first rank of each machine, on these; None: on the others, and where there is one machine."""
+        self.pairs: dist.ProcessGroup = self._machine
+        """All ranks, for what one sends to another with `dist.isend`."""
+        self._under_way: threading.Thread | None = None
+        if len(self.machines) > 1:
+            first = [ranks[0] for ranks in self.machines]
+            leaders = dist.new_group(first, backend=ON_DEMAND, timeout=timeout)
+            self._leaders = leaders if rank() in first else None
+            self.pairs = dist.new_group(backend=ON_DEMAND, timeout=timeout)
+
+    def gather(self, text: bytes) -> list[bytes]:
+        """Give the texts of all ranks, in order of rank."""
+        self._settle()
+        return self._gather(text)
+
+    def _gather(self, text: bytes) -> list[bytes]:
+        texts = gather_texts(text, self._machine)
+        if len(self.machines) == 1:
+            return texts
+        whole = b""
+        if self._leaders is not None:
+            whole = _join(gather_texts(_join(texts), self._leaders))
+        of_machines = map(_split, _split(broadcast_text(whole, self._machine)))
+        by_rank = {
+            number: one
+            for ranks, of_machine in zip(self.machines, of_machines, strict=True)
+            for number, one in zip(ranks, of_machine, strict=True)
+        }
+        return [by_rank[number] for number in range(len(by_rank))]
+
+    def broadcast(self, text: bytes) -> bytes:
+        """Give all ranks the text of rank 0."""
+        self._settle()
+        if self._leaders is not None:
+            text = broadcast_text(text, self._leaders)
+        return broadcast_text(text, self._machine)
+
+    def swap(self, texts: Sequence[bytes]) -> list[bytes]:
+        """Give what each rank has for this one, in order of rank; `texts`: one for each rank."""
+        self._settle()
+        if len(self.machines) == 1:
+            return swap_texts(texts, self._machine)
+        own = next(ranks for ranks in self.machines if rank() in ranks)
+        nothing = [b""] * len(own)
+        told = swap_texts([_join(texts), *nothing[1:]], self._machine)
+        for_own = nothing
+        if self._leaders is not None:
+            of_own = [_split(of_rank) for of_rank in told]
+            sent = [_join([_join([of_rank[to] for to in ranks]) for of_rank in of_own]) for ranks in self.machines]
+            came = dict[int, list[bytes]]()
+            for ranks, of_machine in zip(self.machines, swap_texts(sent, self._leaders), strict=True):
+                came |= zip(ranks, map(_split, _split(of_machine)), strict=True)
+            for_own = [_join([came[sender][place] for sender in sorted(came)]) for place in range(len(own))]
+        return _split(swap_texts(for_own, self._machine)[0])
+
+    def begin_largest(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begin to find the largest of all ranks at each place of `values`; what is returned waits, and gives them."""
+        found = torch.tensor(values, dtype=torch.int64)
+        if len(self.machines) > 1:
+            wait = self._begin(lambda: self._reduce(found))
+        else:
+            wait = _waiting(dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._machine, async_op=True))
+
+        def largest() -> list[int]:
+            wait()
+            return found.tolist()
+
+        return largest
+
+    def begin_gather(self, own: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Begin to gather a tensor of each rank, all of one shape; what is returned waits, and gives them by rank."""
+        by_rank = [torch.empty_like(own) for _ in range(world_size())]
+
+        def gather() -> None:
+            for tensor, content in zip(by_rank, self._gather(own.numpy().tobytes()), strict=True):
+                tensor.copy_(torch.frombuffer(bytearray(content), dtype=own.dtype).view(own.shape))
+
+        if len(self.machines) > 1:
+            wait = self._begin(gather)
+        else:
+            wait = _waiting(dist.all_gather(by_rank, own, group=self._machine, async_op=True))
+
+        def gathered() -> list[torch.Tensor]:
+            wait()
+            return by_rank
+
+        return gathered
+
+    def _begin(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Do what takes several steps in a thread: nothing of torch goes from one to the next by itself."""
+        before, failed = self._under_way, list[Exception]()
+
+        def act() -> None:
+            if before is not None:
+                before.join()
+            try:
+                action()
+            except Exception as error:
+                failed.append(error)
+
+        thread = self._under_way = threading.Thread(target=act, name="control-group", daemon=True)
+        thread.start()
+
+        def wait() -> None:
+            thread.join()
+            if failed:
+                raise failed[0]
+
+        return wait
+
+    def _reduce(self, values: torch.Tensor) -> None:
+        dist.reduce(values, group_dst=0, op=dist.ReduceOp.MAX, group=self._machine)
+        if self._leaders is not None:
+            _find_largest(values, self._leaders)
+        dist.broadcast(values, group_src=0, group=self._machine)
+
+    def _settle(self) -> None:
+        """Wait for what is under way: all ranks say all things in one order."""
+        if self._under_way is not None:
+            self._under_way.join()
+
+
+def _waiting(work: dist.Work | None) -> Callable[[], None]:
+    assert work is not None  # this rank is in the group
+
+    def wait() -> None:
+        work.wait()
+
+    return wait
+
+
+def _find_largest(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Put the largest of all ranks of a group in place of `values`, in log2(ranks) exchanges; a ring has 2 x ranks.
+
+    After each one a rank knows the largest of twice as many. What comes in twice changes nothing.
+    """
+    size, own, distance = dist.get_world_size(group), dist.get_rank(group), 1
+    while distance < size:
+        heard = torch.empty_like(values)
+        sent = dist.isend(values, group=group, group_dst=(own + distance) % size)
+        came = dist.irecv(heard, group=group, group_src=(own - distance) % size)
+        for work in (sent, came):
+            assert work is not None  # this rank is in the group
+            work.wait()
+        torch.maximum(values, heard, out=values)
+        distance *= 2
+
+
+def _join(texts: Sequence[bytes]) -> bytes:
+    """Give texts as one, from which `_split` makes them again."""
+    return struct.pack(f"<{len(texts) + 1}q", len(texts), *map(len, texts)) + b"".join(texts)
+
+
+def _split(joined: bytes) -> list[bytes]:
+    (count,) = struct.unpack_from("<q", joined)
+    begin = 8 * (count + 1)
+    lengths = struct.unpack_from(f"<{count}q", joined, 8)
+    return [joined[start:stop] for start, stop in pairwise(accumulate(lengths, initial=begin))]
+
+
+def _connect_on_demand(store: object, own: int, size: int, timeout: timedelta) -> object:
+    """Make a group of gloo without its mesh of connections.
+
+    Torch has no public way to it but TORCH_GLOO_LAZY_INIT, which is for all groups of a process, those of the training
+    included. Interfaces are chosen as torch does it for other groups.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # its options are private, and not in torch's stubs
+    options = gloo._Options()
+    names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+    devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
+    options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+    options._timeout = timeout
+    return gloo(store, own, size, options)
+
+
+dist.Backend.register_backend(ON_DEMAND, _connect_on_demand, devices="cpu")

@@ -1,0 +1,241 @@
+"""Make the index of a source: in one process, or in several that share its files; who comes last joins the parts."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from hfdist.atomic_write import write_atomically
+from hfdist.config.data import DataConfig, SourceKind, cache_dir, read_shard
+from hfdist.config.override_text import in_shell
+from hfdist.data.cache import digest_of
+from hfdist.data.documents.inventory import Inventory
+from hfdist.data.sources.base import ContentError
+from hfdist.data.sources.find import OnBad, Repeats, find_shards, open_each, read_at_a_start
+from hfdist.data.sources.index_file import (
+    FILES,
+    STARTS,
+    SUMMARY,
+    Entry,
+    Summary,
+    integers,
+    map_starts,
+    read_files,
+    read_summary,
+    table_of,
+    write_files,
+    write_summary,
+)
+from hfdist.data.sources.indexed import IndexedShards
+from hfdist.data.sources.open_file import SUFFIXES
+from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.shards import Shards
+from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.files import INDEX_AGAIN, DataFile, RemoteFile
+from hfdist.data.storage.find import find_files, root_of
+from hfdist.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+
+def index_sources(data: DataConfig, folder: Path) -> None:
+    """Index the sources of files into folders of their names, or compare the indexes that are there with the files.
+
+    Raises:
+        ConfigError: no source is of files.
+        DataError: a file cannot be read, has changed since it was indexed, or the parts do not fit together.
+    """
+    names = [name for name, source in data.sources.items() if source.kind is SourceKind.files]
+    if not names:
+        found = ", ".join(f"{name}: {source.kind.value}" for name, source in data.sources.items())
+        what, hint = "only files are indexed", "data=files data.sources.files.path=..."
+        raise ConfigError(what, where="data.sources", found=found, hint=hint)
+    finished = [_index(name, data, folder / name) for name in sorted(names)]
+    if all(finished):
+        overrides = (in_shell(f"data.sources.{name}.index", str(folder / name)) for name in sorted(names))
+        logger.info("the same command again compares the index with the files; train with: %s", " ".join(overrides))
+
+
+def _index(name: str, data: DataConfig, folder: Path) -> bool:
+    """Index a source, or the share of it that `data.shard` names; give whether the index is finished."""
+    config, key = replace(data.sources[name], index=None), f"data.sources.{name}"
+    data = replace(data, sources={**data.sources, name: config})
+    assert config.path is not None  # checked with the config
+    if read_summary(folder / SUMMARY) is not None:
+        _compare(name, data, folder)
+        return True
+    rows, cache = RowReader.of(config, data, key), FileCache(cache_dir(data), data.file_cache_bytes)
+    files = find_files(config.path, key=f"{key}.path", suffixes=SUFFIXES, cache=cache)
+    places = _places(files, config.path, f"{key}.path")
+    read = _Read(rows.key, digest_of([[file.name, file.size_bytes, file.version] for file in files]))
+    on_bad = OnBad(data, f"{key}.path", len(files))
+    number, count = read_shard(data.shard)
+    parts = [_Part(folder, one, count) for one in range(count)]
+    folder.mkdir(parents=True, exist_ok=True)
+    if parts[number].summary() is None or not parts[number].is_of(read):
+        own = slice(number * len(files) // count, (number + 1) * len(files) // count)
+        # What the files hold is known of all, or of none.
+        read_at_a_start(files, cache, files[own])
+        entries = ((Entry.of(shard, places[file.name]), shard.layout.starts)
+                   for file, shard in open_each(files[own], rows, cache, on_bad))  # fmt: skip
+        parts[number].write(entries, read, on_bad)
+    missing = sum(part.summary() is None for part in parts)
+    if missing:
+        logger.info("%s: shard %d of %d is done; %d are missing", folder, number, count, missing)
+        return False
+    _join(parts, read, {file.name: file for file in files}, on_bad, folder)
+    return True
+
+
+def _places(files: Sequence[DataFile], path: str, key: str) -> dict[str, str]:
+    """Give what the address of each file has after that of the source, by name."""
+    root = f"{root_of(path)}/"
+    if len(files) == 1 and isinstance(files[0], RemoteFile) and files[0].address == path:
+        return {files[0].name: ""}
+    for file in files:
+        if isinstance(file, RemoteFile) and not file.address.startswith(root):
+            what, hint = "the store names a file by an address that is not below the source's", f"{key}={root}"
+            raise ConfigError(what, where=key, found=file.url, hint=hint)
+    return {file.name: file.address.removeprefix(root) if isinstance(file, RemoteFile) else file.name for file in files}
+
+
+def _compare(name: str, data: DataConfig, folder: Path) -> None:
+    """Read all files, and compare; DataError: one is new, gone, or another one."""
+    key, source = f"data.sources.{name}", data.sources[name]
+    assert source.path is not None
+    cache = FileCache(cache_dir(data), data.file_cache_bytes)
+    rows = RowReader.of(source, data, key)
+    was = IndexedShards(str(folder), source.path, rows, cache, data.on_bad_rows, key)
+    now = find_shards(name, data, cache.folder, reads_all=True)
+    changes = Inventory({name: now}).changes_from(Inventory({name: was})) or _touched(was, now)
+    if changes:
+        what = "the files have changed since they were indexed"
+        raise DataError(what, where="; ".join(changes), hint=INDEX_AGAIN)
+    logger.info("%s: %d files are as they were indexed", folder, len(was))
+
+
+def _touched(was: Shards, now: Shards) -> list[str]:
+    """Name a file with another version that is too large to be compared."""
+    pairs = zip(was.facts(), now.facts(), strict=True)
+    names = [one.name for one, other in pairs if one.place and other.place and one.place[1] != other.place[1]]
+    return [f"{names[0]}, and {len(names) - 1} more, by their times of change"] if names else []
+
+
+class _Read(NamedTuple):
+    """What the parts of an index must have in common."""
+
+    rows_key: str
+    listing: str
+
+
+class _Part:
+    """What one process has indexed: the files of an index, of its share."""
+
+    def __init__(self, folder: Path, number: int, count: int) -> None:
+        self._path = folder / f"part-{number}-of-{count}"
+
+    def _file(self, name: str) -> Path:
+        return self._path.with_name(f"{self._path.name}-{name}")
+
+    def summary(self) -> Summary | None:
+        """What it says; None: it is not finished."""
+        return read_summary(self._file(SUMMARY))
+
+    def is_of(self, read: _Read) -> bool:
+        """Whether it is of these columns and files."""
+        found = self.summary()
+        return found is not None and (found.rows_key, found.listing) == read
+
+    def write(self, entries: Iterable[tuple[Entry, NDArray[np.int64]]], read: _Read, on_bad: OnBad) -> None:
+        """Write what comes, and last the summary."""
+        found: list[Entry] = []
+
+        def write_starts(out: BinaryIO) -> None:
+            for entry, starts in entries:
+                out.write(starts.astype("<i8", copy=False).tobytes())
+                found.append(entry)
+
+        write_atomically(self._file(STARTS), write_starts)
+        digest = write_files(self._file(FILES), table_of(found))
+        summary = Summary(rows_key=read.rows_key, listing=read.listing, files_hash=digest, left_out=on_bad.left_out)
+        write_summary(self._file(SUMMARY), summary)
+
+    def read(self, read: _Read) -> tuple[pa.RecordBatch, list[str]]:
+        """Give its rows, and what is left out; DataError: it is damaged, or of another corpus."""
+        found = self.summary()
+        if found is None or not self.is_of(read):
+            what = "a part of the index is of other files, or of other columns"
+            hint = "start that shard again: each must see the same files, of the same sizes and times"
+            raise DataError(what, where=str(self._path), found=str(found), hint=hint)
+        return read_files(self._file(FILES), found.files_hash), found.left_out
+
+    def copy_starts(self, batch: pa.RecordBatch, is_kept: NDArray[np.bool_], out: BinaryIO) -> None:
+        """Copy the starts of the files that are kept."""
+        if is_kept.all():
+            map_starts(self._file(STARTS), batch)
+            with self._file(STARTS).open("rb") as file:
+                shutil.copyfileobj(file, out, 1 << 22)
+            return
+        starts, counts = map_starts(self._file(STARTS), batch), integers(batch, "num_starts")
+        ends = np.cumsum(counts)
+        for number in np.flatnonzero(is_kept):
+            out.write(starts[ends[number] - counts[number] : ends[number]].tobytes())
+
+
+def _join(parts: Sequence[_Part], read: _Read, files: dict[str, DataFile], on_bad: OnBad, folder: Path) -> None:
+    """Write the index of all parts, and remove them. Several may do it at once: they write the same."""
+    try:
+        found = [part.read(read) for part in parts]
+        batches = [batch for batch, _ in found]
+        on_bad.left_out = [one for _, left_out in found for one in left_out]
+        is_kept = _without_repeats(pa.Table.from_batches(batches), files, on_bad)
+        places = np.cumsum([0, *map(len, batches)])
+        kept = [is_kept[start:stop] for start, stop in pairwise(places)]
+        table = pa.Table.from_batches(batches).filter(pa.array(is_kept))
+        on_bad.check_some(len(table) > 0)
+
+        def write_starts(out: BinaryIO) -> None:
+            for part, batch, mask in zip(parts, batches, kept, strict=True):
+                part.copy_starts(batch, mask, out)
+
+        write_atomically(folder / STARTS, write_starts)
+        digest = write_files(folder / FILES, table)
+    except FileNotFoundError:
+        # Another process has joined them meanwhile.
+        if read_summary(folder / SUMMARY) is None:
+            raise
+        return
+    left_out = sorted(on_bad.left_out)
+    write_summary(
+        folder / SUMMARY,
+        Summary(rows_key=read.rows_key, listing=read.listing, files_hash=digest, left_out=left_out),
+    )
+    logger.info("%s: %d files, %d left out", folder, len(table), len(left_out))
+    for path in folder.glob("part-*-of-*"):
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def _without_repeats(table: pa.Table, files: dict[str, DataFile], on_bad: OnBad) -> NDArray[np.bool_]:
+    """Tell the files that are not there twice; see `Repeats`."""
+    is_kept, repeats = np.ones(len(table), dtype=bool), Repeats()
+    counts = pc.value_counts(table.column("identity"))
+    several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    for number in np.flatnonzero(pc.is_in(table.column("identity"), several).to_numpy()).tolist():
+        name, identity, runs = (table.column(one)[number].as_py() for one in ("name", "identity", "runs"))
+        first = repeats.first_of(files[name], identity, runs)
+        if first is not None:
+            on_bad(files[name], ContentError("the file is there twice", where=files[name].url, found=first.url))
+            is_kept[number] = False
+    return is_kept

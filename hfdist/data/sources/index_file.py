@@ -1,0 +1,246 @@
+"""The index of a source: what a start must know of each file, so that it opens none.
+
+    <folder>/index.json     all about the index; written last
+             files.arrow    a row for each file, in canonical order; see `SCHEMA`
+             starts         int64, little-endian: of each file, `Layout.starts`, end to end
+
+All ranks map it. A folder may come from somebody else: whatever it says is bounded, or compared with the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from numpy.typing import NDArray
+from pyarrow import ipc
+
+from hfdist.atomic_write import write_atomically
+from hfdist.data.order.runs import Runs
+from hfdist.data.sources.base import FileShard, expands_too_much
+from hfdist.errors import DataError
+
+VERSION = 1
+SUMMARY, FILES, STARTS = "index.json", "files.arrow", "starts"
+SCHEMA = pa.schema(
+    [
+        pa.field("name", pa.large_string(), nullable=False),
+        # What its address has after that of the source.
+        pa.field("place", pa.large_string(), nullable=False),
+        pa.field("size_bytes", pa.int64(), nullable=False),
+        pa.field("version", pa.large_string(), nullable=False),
+        pa.field("identity", pa.large_string(), nullable=False),
+        pa.field("held_bytes", pa.int64(), nullable=False),
+        pa.field("num_starts", pa.int64(), nullable=False),
+        # XXH3 of its part of `starts`.
+        pa.field("starts_hash", pa.uint64(), nullable=False),
+        pa.field("runs", pa.large_list(pa.field("item", pa.int64(), nullable=False)), nullable=False),
+        # Hashes of its parts, where they are known.
+        pa.field("contents", pa.large_list(pa.field("item", pa.uint64(), nullable=False))),
+    ]
+)
+_MOST_SUMMARY_BYTES = 1 << 26
+_LEAST_BYTES_A_ROW = 1000
+_ALLOWED_ROWS = 1 << 28
+_MOST_ROWS = 1 << 40
+"""Rows of a whole source: the order of more would not fit in a memory."""
+_MAKE_AGAIN = "delete the folder, and make the index anew: hfdist index"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What index.json says."""
+
+    rows_key: str
+    """`RowReader.key` of what is read of each row."""
+    listing: str
+    """Digest of the names, sizes and versions of all files that were found."""
+    files_hash: str
+    """XXH3 of files.arrow."""
+    left_out: list[str] = field(default_factory=list)
+    """Files that could not be read, and why."""
+
+
+class Entry(NamedTuple):
+    """A row of files.arrow, in its order."""
+
+    name: str
+    place: str
+    size_bytes: int
+    version: str
+    identity: str
+    held_bytes: int
+    num_starts: int
+    starts_hash: int
+    runs: Sequence[int]
+    contents: Sequence[int] | None
+
+    @classmethod
+    def of(cls, shard: FileShard, place: str) -> Entry:
+        """Take what is known of an open shard."""
+        file, layout = shard.file, shard.layout
+        return cls(
+            *(file.name, place, file.size_bytes, file.version, shard.identity, layout.held_bytes),
+            *(len(layout.starts), hash_of(layout.starts), layout.runs.tolist()),
+            None if file.contents is None else file.contents.tolist(),
+        )
+
+
+def table_of(entries: Sequence[Entry]) -> pa.Table:
+    """Make rows of files.arrow."""
+    columns = zip(*entries, strict=True) if entries else [[]] * len(SCHEMA)
+    return pa.table([pa.array(list(column), kind.type) for column, kind in zip(columns, SCHEMA, strict=True)], SCHEMA)
+
+
+def hash_of(starts: NDArray[np.int64]) -> int:
+    """Hash the starts of one file."""
+    return xxhash.xxh3_64(starts.astype("<i8", copy=False).tobytes()).intdigest()
+
+
+def write_files(path: Path, table: pa.Table) -> str:
+    """Write rows of files.arrow as one batch, and give their hash: equal rows are equal bytes."""
+    buffer = pa.BufferOutputStream()
+    with ipc.new_file(buffer, SCHEMA) as writer:
+        writer.write_batch(pa.record_batch([_one(column) for column in table.columns], schema=SCHEMA))
+    content = memoryview(buffer.getvalue())
+
+    def write(out: BinaryIO) -> None:
+        out.write(content)
+
+    write_atomically(path, write)
+    return xxhash.xxh3_128(content).hexdigest()
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write index.json, or the same of a part."""
+    write_atomically(path, json.dumps({"version": VERSION, **asdict(summary)}, sort_keys=True).encode())
+
+
+def read_summary(path: Path) -> Summary | None:
+    """Read index.json; None: it is not there. DataError: it is damaged, or of another version."""
+    try:
+        if path.stat().st_size > _MOST_SUMMARY_BYTES:
+            raise ValueError("too large")
+        values = json.loads(path.read_bytes())
+        version = values.pop("version")
+        if version == VERSION:
+            summary = Summary(**values)
+            texts = [summary.rows_key, summary.listing, summary.files_hash, *summary.left_out]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError("no text where one must be")
+            return summary
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise damaged(path, str(error)) from error
+    what, found, allowed = "the index is of another version", f"version {version}", f"version {VERSION}"
+    raise DataError(what, where=str(path), found=found, allowed=allowed, hint=_MAKE_AGAIN)
+
+
+def read_files(path: Path, digest: str) -> pa.RecordBatch:
+    """Map rows of files.arrow, all checked; DataError: they are damaged, or say what cannot be."""
+    try:
+        source = pa.memory_map(str(path))
+        if xxhash.xxh3_128(memoryview(source.read_buffer())).hexdigest() != digest:
+            raise damaged(path, "another hash")
+        source.seek(0)
+        reader = ipc.open_file(source)
+        if reader.schema != SCHEMA or reader.num_record_batches != 1:
+            raise damaged(path, "other columns")
+        batch = reader.get_batch(0)
+        batch.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(path, str(error)) from error
+    wrong = next(_wrong(batch), None)
+    if wrong is not None:
+        raise damaged(path, wrong)
+    return batch
+
+
+def _wrong(batch: pa.RecordBatch) -> Iterator[str]:
+    """Say what of the rows cannot be, by columns: there may be a million."""
+    if any(batch.column(place).null_count for place, one in enumerate(SCHEMA) if not one.nullable):
+        yield "a value is missing"
+    if batch.column("runs").flatten().null_count:
+        yield "a run is missing"
+    names, sizes = batch.column("name"), integers(batch, "size_bytes")
+    if not pc.all(pc.less(names[:-1], names[1:]), min_count=0).as_py():
+        yield "the names are not in order"
+    runs = runs_of(batch)
+    if (sizes <= 0).any() or (runs.rows < 0).any() or (runs.per_shard <= 0).any():
+        yield "a size, or a number of rows, is none"
+    rows = runs.rows.astype(np.float64)
+    before = np.concatenate([[0.0], np.cumsum(rows)])
+    ends = np.cumsum(runs.per_shard)
+    per_file = before[ends] - before[ends - runs.per_shard]
+    if (per_file > np.maximum(sizes * float(_LEAST_BYTES_A_ROW), _ALLOWED_ROWS)).any() or rows.sum() > _MOST_ROWS:
+        yield "more rows than the files can hold"
+    if (per_file <= 0).any():
+        yield "a file without rows"
+    starts, held = integers(batch, "num_starts"), integers(batch, "held_bytes")
+    if (starts <= 0).any() or (held < 0).any() or starts.astype(np.float64).sum() > np.iinfo(np.int64).max // 8:
+        yield "a number of starts is none"
+
+
+def integers(batch: pa.RecordBatch, column: str) -> NDArray[np.int64]:
+    """Give a column of whole numbers where it is mapped, shape [files]."""
+    found: NDArray[np.int64] = batch.column(column).to_numpy(zero_copy_only=True)
+    return found
+
+
+def runs_of(batch: pa.RecordBatch) -> Runs:
+    """Give the runs of all files where they are mapped."""
+    if len(batch) == 0:
+        return Runs.of([])
+    column = batch.column("runs")
+    offsets = column.offsets.to_numpy(zero_copy_only=True)
+    rows = column.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
+    return Runs(rows, np.diff(offsets))
+
+
+def map_starts(path: Path, batch: pa.RecordBatch) -> NDArray[np.int64]:
+    """Map the starts of all files; DataError: their number is another one."""
+    total = int(integers(batch, "num_starts").sum())
+    try:
+        found = path.stat().st_size
+        if found == total == 0:
+            return np.empty(0, dtype=np.int64)
+        if found == 8 * total:
+            # As a plain array: slices of a memmap cost ten times as much.
+            return np.asarray(np.memmap(path, "<i8", "r"))
+    except OSError as error:
+        raise damaged(path, str(error)) from error
+    raise damaged(path, f"{found} bytes, not {8 * total}")
+
+
+def check_lines(starts: NDArray[np.int64], entry: Entry, *, is_packed: bool, most_bytes: int | None) -> None:
+    """Check the starts of the rows of a file; ValueError: one of them cannot be.
+
+    `is_packed`: whether they are places in what the file unpacks to; `most_bytes` is of the largest row.
+    """
+    lengths = np.diff(starts)
+    if [len(lengths)] != [*entry.runs] or starts[0] < 0 or (lengths < 0).any():
+        raise ValueError("the starts of its rows are not in order")
+    end = int(starts[-1])
+    if end > entry.size_bytes and not (
+        is_packed and not expands_too_much(entry.size_bytes, end, allowed_bytes=1 << 30)
+    ):
+        raise ValueError("rows after its end")
+    if most_bytes is not None and (lengths > most_bytes).any():
+        raise ValueError("a row that is too long")
+
+
+def damaged(path: Path, found: str) -> DataError:
+    """Make the error of an index that cannot be used."""
+    return DataError("the index is damaged", where=str(path), found=found, hint=_MAKE_AGAIN)

@@ -1,0 +1,251 @@
+"""The shards of a source as its index has them: mapped, and each file opened when a row of it is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hfdist.config.checks.urls import redact, scheme_of
+from hfdist.config.data import BadRows
+from hfdist.config.paths import expand_user
+from hfdist.data.cache import digest_of
+from hfdist.data.sources.base import FileShard, Layout
+from hfdist.data.sources.changed_rows import changed_rows
+from hfdist.data.sources.index_file import (
+    FILES,
+    SCHEMA,
+    STARTS,
+    SUMMARY,
+    Entry,
+    check_lines,
+    damaged,
+    hash_of,
+    integers,
+    map_starts,
+    read_files,
+    read_summary,
+    runs_of,
+)
+from hfdist.data.sources.open_file import LINES, open_file
+from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.shards import Facts, Shards
+from hfdist.data.sources.text import MOST_DOCUMENT_BYTES
+from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.files import INDEX_AGAIN, SAMPLE_BYTES, DataFile, LocalFile, RemoteFile
+from hfdist.data.storage.find import root_of
+from hfdist.data.storage.identity import Contents, identify, is_in_identity, read_contents
+from hfdist.data.storage.network import Details
+from hfdist.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_MOST_OPEN = 1024
+"""Shards that a process keeps: their layouts, no open files."""
+_DIGITS = 16
+"""Hexadecimal digits of the hash of a part."""
+_CHUNK = 1 << 16
+"""Files whose JSON is made at a time."""
+
+
+class IndexedShards(Shards):
+    """Shards that `hfdist index` has noted; nothing is asked of a file before a row of it is read."""
+
+    holds_tokens = False
+
+    def __init__(
+        self, folder: str, path: str, rows: RowReader, cache: FileCache, on_bad: BadRows, section: str
+    ) -> None:
+        """Map an index.
+
+        Args:
+            folder: of the index.
+            path: of the source: a file, a folder, a glob or an address, as when the index was made; it may have moved.
+            rows: what is read of each row.
+            cache: for remote files.
+            on_bad: whether files may be left out.
+            section: of the config, for messages.
+
+        Raises:
+            ConfigError: there is no index, or one of other columns.
+            DataError: it is damaged, or lacks files that could not be read.
+        """
+        self._folder, self._rows, self._cache = expand_user(folder), rows, cache
+        summary = read_summary(self._folder / SUMMARY)
+        key = f"{section}.index"
+        if summary is None:
+            what, hint = "there is no finished index", f"hfdist index with the same overrides, without {key}"
+            raise ConfigError(what, where=key, found=folder, hint=hint)
+        if summary.rows_key != rows.key:
+            what, hint = "the index was made for other columns, or another format", f"hfdist index, without {key}"
+            raise ConfigError(what, where=key, found=summary.rows_key, allowed=rows.key, hint=hint)
+        if summary.left_out:
+            if on_bad is BadRows.error:
+                found = f"{len(summary.left_out)} left out; the first: {summary.left_out[0]}"
+                hint = "data.on_bad_rows=skip"
+                raise DataError("the index lacks files that could not be read", where=key, found=found, hint=hint)
+            logger.warning("%s: %d files are left out, such as %s", key, len(summary.left_out), summary.left_out[0])
+        self._batch = read_files(self._folder / FILES, summary.files_hash)
+        if len(self._batch) == 0:
+            raise damaged(self._folder, "no file")
+        self._starts = map_starts(self._folder / STARTS, self._batch)
+        self._starts_ends = np.cumsum(integers(self._batch, "num_starts"))
+        self._path, self._root, self._is_remote = path, root_of(path), scheme_of(path) not in (None, "file")
+        self.runs = runs_of(self._batch)
+        self.gives_examples = rows.gives_examples
+        is_large = integers(self._batch, "size_bytes") > 2 * SAMPLE_BYTES
+        self.has_places = bool(
+            (is_large & self._batch.column("contents").is_null().to_numpy(zero_copy_only=False)).any()
+        )
+        self.local_digest = digest_of([summary.files_hash, self._root])
+        self._kept = lru_cache(maxsize=_MOST_OPEN)(self._open)
+
+    def open(self, number: int) -> FileShard:
+        """Open a shard; DataError: its file is gone, or another one than was indexed."""
+        return self._kept(number)
+
+    def facts(self) -> Iterator[Facts]:
+        """Take them from the index."""
+        for start in range(0, len(self), _CHUNK):
+            chunk = self._batch.slice(start, _CHUNK)
+            columns = (chunk.column(name).to_pylist() for name in ("name", "identity", "place", "version"))
+            rows, sizes = self.runs_rows(start, len(chunk)), integers(chunk, "size_bytes").tolist()
+            found = zip(*columns, rows, sizes, chunk.column("contents"), strict=True)
+            for name, identity, place, version, num_rows, size_bytes, contents in found:
+                values = contents.values.to_numpy() if contents.is_valid else None
+                is_compared = values is not None or size_bytes <= 2 * SAMPLE_BYTES
+                yield Facts(name, num_rows, identity, values, None if is_compared else (self._url(place), version))
+
+    def runs_rows(self, start: int, count: int) -> list[int]:
+        """Give the rows of some shards."""
+        ends = np.cumsum(self.runs.per_shard)
+        first = int(ends[start] - self.runs.per_shard[start])
+        counts = self.runs.per_shard[start : start + count]
+        return [
+            int(part.sum()) for part in np.split(self.runs.rows[first : first + counts.sum()], np.cumsum(counts)[:-1])
+        ]
+
+    def number_of(self, name: str) -> int | None:
+        """Find the name among those of the index."""
+        number = pc.index(self._batch.column("name"), pa.scalar(name, pa.large_string())).as_py()
+        return None if number < 0 else number
+
+    def identities_as_json(self, source: str) -> Iterator[str]:
+        """Make it by columns."""
+        begin = f'[{json.dumps(source)}, "'
+        for chunk, rows in self._chunks():
+            yield _joined([begin, _escaped(chunk), '", ', rows, ', "', chunk.column("identity"), '"]'])
+
+    def contents_as_json(self, source: str) -> Iterator[str]:
+        """Make it by columns."""
+        begin = f"[{json.dumps(source)[:-1]}:"
+        for chunk, rows in self._chunks():
+            yield _joined(
+                [begin, _escaped(chunk), '", ', rows, ', "', chunk.column("identity"), '", ', _parts(chunk), "]"]
+            )
+
+    def _chunks(self) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
+        """Give some rows at a time, with the numbers of their rows as texts."""
+        rows = pa.array(self.runs.rows_per_shard)
+        for start in range(0, len(self), _CHUNK):
+            yield self._batch.slice(start, _CHUNK), rows.slice(start, _CHUNK).cast(pa.large_string())
+
+    def _address(self, place: str) -> str:
+        return f"{self._root}/{place}" if place else self._path
+
+    def _url(self, place: str) -> str:
+        return redact(self._address(place)) if self._is_remote else self._address(place)
+
+    def _open(self, number: int) -> FileShard:
+        entry = Entry(*(self._batch.column(name)[number].as_py() for name in SCHEMA.names))
+        file = self._file(entry)
+        stop = int(self._starts_ends[number])
+        starts = self._starts[stop - entry.num_starts : stop]
+        layout = Layout(np.array(entry.runs, dtype=np.int64), starts, entry.held_bytes)
+        try:
+            if hash_of(starts) != entry.starts_hash:
+                raise ValueError("another hash of its starts")
+            if file.name.endswith((".txt", *LINES)):
+                is_text, is_packed = file.name.endswith(".txt"), file.name.endswith((".gz", ".zst"))
+                check_lines(starts, entry, is_packed=is_packed, most_bytes=MOST_DOCUMENT_BYTES if is_text else None)
+            elif len(starts) != len(entry.runs):
+                raise ValueError("other starts than runs")
+        except ValueError as error:
+            raise damaged(self._folder, f"{entry.name}: {error}") from error
+        was = None if entry.contents is None else np.array(entry.contents, dtype=np.uint64)
+        if file.version != entry.version:
+            self._check_same(file, entry, layout, was)
+        file.contents = was
+        return open_file(file, entry.identity, self._rows, self._cache, layout)
+
+    def _file(self, entry: Entry) -> DataFile:
+        """Give a file as the index knows it; a remote one is asked when it is fetched."""
+        parts = PurePosixPath(unquote(entry.place)).parts
+        if ".." in parts or PurePosixPath(entry.place).is_absolute() or not (entry.place + entry.name).isprintable():
+            raise damaged(self._folder, f"a file outside the source: {entry.place!r}")
+        if self._is_remote:
+            details = Details(entry.size_bytes, entry.version)
+            remote = RemoteFile(self._address(entry.place), entry.name, details, self._cache)
+            remote.is_indexed = True
+            return remote
+        path = Path(self._root, entry.place)
+        if not path.is_file():
+            raise DataError("a file of the index is gone", where=str(path), hint=INDEX_AGAIN)
+        file = LocalFile(path, entry.name)
+        if file.size_bytes != entry.size_bytes:
+            found, allowed = f"{file.size_bytes:,} bytes", f"{entry.size_bytes:,}"
+            what = "has changed since it was indexed"
+            raise DataError(what, where=file.url, found=found, allowed=allowed, hint=INDEX_AGAIN)
+        file.is_indexed = True
+        return file
+
+    def _check_same(self, file: DataFile, entry: Entry, layout: Layout, was: Contents | None) -> None:
+        """Compare what a file of another time of change holds; DataError: not what was indexed."""
+        if was is not None:
+            read_contents([file], self._cache.folder)
+        now = file.contents
+        # Of the others, the middle is not known.
+        is_known = was is not None or is_in_identity(file)
+        is_same = was is None or (now is not None and np.array_equal(now, was))
+        if not (is_known and is_same) or identify(file, self._rows.key) != entry.identity:
+            shard = open_file(file, entry.identity, self._rows, self._cache, layout)
+            where = f"{file.url}{changed_rows(shard, was, now)}"
+            raise DataError("has changed since it was indexed", where=where, hint=INDEX_AGAIN)
+
+
+def _joined(columns: Sequence[str | pa.Array]) -> str:
+    """Join columns row by row, and the rows by commas."""
+    return ", ".join(_by_rows(columns).to_pylist())
+
+
+def _by_rows(columns: Sequence[str | pa.Array]) -> pa.Array:
+    """Put columns of texts together, row by row; a text stands for a column of it."""
+    texts = [pa.scalar(one, pa.large_string()) if isinstance(one, str) else one for one in [*columns, ""]]
+    return pc.binary_join_element_wise(*texts)
+
+
+def _escaped(chunk: pa.RecordBatch) -> pa.Array:
+    """Give the names as JSON has them, without quotes around them."""
+    names = chunk.column("name")
+    if not pc.any(pc.match_substring_regex(names, r"[^ !#-\[\]-~]")).as_py():
+        return names
+    return pa.array([json.dumps(name)[1:-1] for name in names.to_pylist()], pa.large_string())
+
+
+def _parts(chunk: pa.RecordBatch) -> pa.Array:
+    """Give the contents as JSON has them: hexadecimal digits, or null."""
+    column = chunk.column("contents")
+    # The values are those of all files.
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
+    digits = values.astype("<u8", copy=False).tobytes().hex().encode()
+    ends = pa.py_buffer((offsets - offsets[0]) * _DIGITS)
+    texts = pa.LargeStringArray.from_buffers(len(column), ends, pa.py_buffer(digits))
+    return pc.if_else(column.is_valid(), _by_rows(['"', texts, '"']), pa.scalar("null", pa.large_string()))

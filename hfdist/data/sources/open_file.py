@@ -1,0 +1,40 @@
+"""A file as a shard, of the kind that the ending of its name says."""
+
+from __future__ import annotations
+
+from hfdist.data.sources.arrow_file import ArrowShard
+from hfdist.data.sources.base import ContentError, FileShard, Layout
+from hfdist.data.sources.parquet_file import ParquetShard
+from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.text import JsonLinesShard, TextShard
+from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.files import DataFile
+
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
+"""Endings of files that must be read whole to know where their rows are."""
+SUFFIXES = (".parquet", ".arrow", ".feather", *LINES, ".txt")
+
+
+def open_file(
+    file: DataFile, identity: str, rows: RowReader, cache: FileCache, layout: Layout | None = None
+) -> FileShard:
+    """Open a file; without its layout, look for its rows. ContentError: it cannot be read as documents."""
+    if not file.size_bytes:
+        raise ContentError("the file is empty", where=file.url, allowed="a document or more")
+    shard: FileShard
+    if file.name.endswith(".parquet"):
+        shard = ParquetShard(file, identity, rows, layout)
+    elif file.name.endswith((".arrow", ".feather")):
+        shard = ArrowShard(file, identity, rows, cache, layout)
+    elif file.name.endswith(".txt"):
+        shard = TextShard(file, identity, cache, layout)
+    else:
+        shard = JsonLinesShard(file, identity, rows, cache, layout)
+    if not sum(shard.runs):
+        raise ContentError("the file has no rows", where=file.url)
+    return shard
+
+
+def is_one_document(name: str, runs: list[int]) -> bool:
+    """Whether a file is a document, as text files are: documents may repeat, as rows may."""
+    return name.endswith(".txt") and runs == [1]

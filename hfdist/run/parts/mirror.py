@@ -1,0 +1,112 @@
+"""The mirror of a run's checkpoints: what a start takes from it, and what the end waits for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from hfdist.checkpoint.folder import Keep, list_checkpoints, step_of
+from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_newer
+from hfdist.config.run import RunConfig
+from hfdist.errors import CheckpointError, ResourceError
+from hfdist.run.parts.part import Joins, Part
+from hfdist.run.state import RunState
+from hfdist.trainer.checkpointing.start import check_resume
+from hfdist.units import size
+
+logger = logging.getLogger(__name__)
+
+_LINE_SECONDS = 10.0
+"""Time between two lines of a wait."""
+
+
+class MirrorPart(Part):
+    """Takes a newer checkpoint from the mirror, and sees that it has all when the run ends."""
+
+    joins = Joins.training
+
+    def open(self, run: RunState) -> None:
+        """Find the mirror, and bring its newest checkpoint here, if the folder has none as new. Set `run.uploader`.
+
+        Raises:
+            CheckpointError: nothing there can be used, and the folder has nothing either; or `checkpoint.resume=never`,
+                and the mirror has checkpoints.
+            ResourceError: the mirror does not answer, and the folder has no checkpoint.
+        """
+        config, checkpoint = run.config, run.config.checkpoint
+        if checkpoint.mirror is None:
+            return
+        mirror = Mirror(Objects(f"{checkpoint.mirror.rstrip('/')}/{config.run.name}"))
+        keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)
+        names = _find(mirror, config)
+        run.uploader = Uploader(mirror, keep, step_of(names[-1]) if names else None)
+
+    def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
+        """Let the checkpoint be uploaded with which the run begins: a start that was killed may not have done so."""
+        start = run.start
+        if run.uploader is not None and start.checkpoint is not None and start.goes_on and not start.in_memory:
+            run.uploader.put(Path(start.checkpoint))
+        return ()
+
+    @contextmanager
+    def during(self, run: RunState) -> Iterator[None]:
+        """Give up what is not uploaded in the end."""
+        try:
+            yield
+        finally:
+            if run.uploader is not None:
+                run.uploader.end()
+
+    def stop(self, run: RunState) -> None:
+        """Wait for the last upload: the machine may be taken away."""
+        _wait(run)
+
+    def finish(self, run: RunState) -> None:
+        """Wait for the last upload."""
+        _wait(run)
+
+
+def _find(mirror: Mirror, config: RunConfig) -> list[str]:
+    """Give the names of the mirror's checkpoints, the oldest first, once the newest is here."""
+    checkpoints, resume = config.run.folder.checkpoints, config.checkpoint.resume
+    try:
+        names = mirror.open()
+        if names and resume == "never":
+            what = "the mirror already holds checkpoints of this run"
+            hint = "another run.name, or checkpoint.resume=auto to go on from it"
+            raise CheckpointError(
+                what, where="checkpoint.resume=never", found=f"{names[-1]}, {mirror.shown}", hint=hint
+            )
+        if fetch_newer(mirror, names, checkpoints) is not None:
+            check_resume(config)
+    except ResourceError as error:
+        if not list_checkpoints(checkpoints):
+            # To begin anew would leave behind what the mirror may have.
+            hint = f"{error.hint}; checkpoint.mirror=null starts without it"
+            raise ResourceError(error.what, where=error.where, found=error.found, hint=hint) from error
+        logger.warning("the run goes on from its folder: %s", error)
+        names = []
+    return names
+
+
+def _wait(run: RunState) -> None:
+    """Wait until all is uploaded, at most as long as the config says; log what the mirror lacks then."""
+    uploader, minutes = run.uploader, run.config.checkpoint.mirror_minutes
+    if uploader is None:
+        return
+    begin, next_seconds = time.monotonic(), 0.0
+    while not (is_done := uploader.wait(next_seconds)) and time.monotonic() - begin < 60 * minutes:
+        sent = uploader.progress
+        logger.info("waiting for the mirror: %s of %s", size(sent.done_bytes), size(sent.all_bytes))
+        next_seconds = min(_LINE_SECONDS, max(begin + 60 * minutes - time.monotonic(), 0.0))
+    run.trainer.checkpointer.report_uploads()
+    own = list_checkpoints(run.config.run.folder.checkpoints)
+    if own and uploader.newest_step != step_of(own[-1].name):
+        there = "no checkpoint" if uploader.newest_step is None else f"step {uploader.newest_step:,} as its newest"
+        why = "" if is_done else f" after checkpoint.mirror_minutes={minutes:g}"
+        logger.warning("the mirror lacks %s%s, and has %s", own[-1], why, there)

@@ -1,0 +1,175 @@
+"""The tree in which heartbeats go up and verdicts go down, and what a rank has heard of those below it. Loads no torch.
+
+    0                         rank 0 judges all
+    |-- 1  2  3               the other ranks of its machine
+    |-- 4                     the first rank of another machine, or of WIDTH machines
+        |-- 5  6  7
+        |-- 8 -- 9 10 11
+
+While all is well, a rank says of all below it a few numbers, however many they are. Once one is silent, has lost a
+connection or has ended with an error, it says what it knows of each, so that rank 0 judges as if it had heard them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from hfdist.watch.diagnosis import Heartbeat, PeerState
+
+WIDTH = 32
+"""Leaders that have one leader."""
+BEATS_UNTIL_NOTED = 1.5
+"""Beats for which a rank may be silent before the ranks above it hear of that."""
+
+_PAUSE_BEATS = 3
+
+
+class Digest(NamedTuple):
+    """What a rank says of those below it that have not ended."""
+
+    num_ranks: int = 0
+    idle_seconds: float = 0.0
+    """The least of any."""
+    longest_idle_seconds: float = 0.0
+    """The most of any."""
+    is_exempt: bool = False
+    """Whether one is in a state without marks."""
+    is_noted: bool = False
+    """Whether something may be wrong with one: what is known of each follows."""
+
+    @classmethod
+    def merged(cls, digests: Iterable[Digest]) -> Digest:
+        """Give what several say together."""
+        several = list(digests)
+        running = [one for one in several if one.num_ranks]
+        return cls(
+            num_ranks=sum(one.num_ranks for one in running),
+            idle_seconds=min((one.idle_seconds for one in running), default=0.0),
+            longest_idle_seconds=max((one.longest_idle_seconds for one in running), default=0.0),
+            is_exempt=any(one.is_exempt for one in running),
+            is_noted=any(one.is_noted for one in several),
+        )
+
+    @classmethod
+    def of(cls, state: PeerState, beat_seconds: float) -> Digest:
+        """Give what there is to say of one rank."""
+        beat, is_silent = state.beat, state.silent_seconds > BEATS_UNTIL_NOTED * beat_seconds
+        if beat.left is not None:
+            return cls(is_noted=bool(beat.left))
+        is_noted = is_silent or beat.broken_seconds is not None
+        return cls(1, beat.idle_seconds, beat.longest_idle_seconds, beat.exempt is not None, is_noted)
+
+
+ALL_HAVE_ENDED = Digest()
+
+
+def find_parents(machines: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Give the rank above each one but rank 0: its machine's first, and above leaders the first of WIDTH leaders."""
+    parents: dict[int, int] = {}
+    groups = machines
+    while True:
+        parents |= {number: group[0] for group in groups for number in group[1:]}
+        if len(groups) == 1:
+            return parents
+        leaders = [group[0] for group in groups]
+        groups = [leaders[begin : begin + WIDTH] for begin in range(0, len(leaders), WIDTH)]
+
+
+def find_above(own: int, parents: Mapping[int, int]) -> list[int]:
+    """Give the ranks above one, the nearest first; the last is rank 0."""
+    above = []
+    while own in parents:
+        own = parents[own]
+        above.append(own)
+    return above
+
+
+class Below:
+    """What a rank has heard of those below it. One thread tells it what comes, others ask.
+
+    A rank whose leader is lost speaks to the next one above: then it is heard both ways, and the newest counts.
+
+    Args:
+        own: this rank.
+        known: a first heartbeat of each rank of the run.
+        parents: as `find_parents` gives them.
+        now: the time by this process's clock, in seconds, as of all that follows.
+    """
+
+    def __init__(self, own: int, known: Sequence[Heartbeat], parents: Mapping[int, int], now: float) -> None:
+        self._path: dict[int, list[int]] = {}
+        """By rank below: that rank, and those between it and this one, the nearest to it first."""
+        self._under: dict[int, list[int]] = {}
+        """By rank below that has some below it: these."""
+        for number in parents:
+            path = [number, *find_above(number, parents)]
+            if own in path[1:]:
+                self._path[number] = path[: path.index(own)]
+                for between in self._path[number][1:]:
+                    self._under.setdefault(between, []).append(number)
+        self._beats = {number: known[number] for number in self._path}
+        self._came = {path[-1]: now for path in self._path.values()}
+        """When each rank last spoke to this one."""
+        self._digests: dict[int, Digest] = {}
+        self._silent: dict[int, dict[int, float]] = {}
+        """By rank that has told each: how long those below it were silent then."""
+        self._looked = now
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._path
+
+    def __len__(self) -> int:
+        return len(self._path)
+
+    def hear(self, speaker: int, beat: Heartbeat, digest: Digest, each: Mapping[int, PeerState], now: float) -> None:
+        """Take what a rank says of itself, of all below it, and maybe of each of them."""
+        under = self._under.get(speaker, [])
+        self._beats[speaker], self._digests[speaker] = beat, digest
+        for number in under:
+            if number in each and each[number].beat.number >= self._beats[number].number:
+                self._beats[number] = each[number].beat
+            elif digest == ALL_HAVE_ENDED and number not in self._came and self._beats[number].left is None:
+                self._beats[number] = self._beats[number]._replace(left=0)
+        self._silent[speaker] = {number: each[number].silent_seconds for number in under if number in each}
+        self._came[speaker] = now
+
+    def knows_each(self) -> bool:
+        """Whether all that have ranks below them have told of each in their last message, or have ended."""
+        speakers = [one for one in list(self._came) if one in self._under]
+        return all(self._silent.get(one) or self._beats[one].left is not None for one in speakers)
+
+    def digest(self, now: float, beat_seconds: float) -> Digest:
+        """Give what this rank says of all below it. To be called at each beat."""
+        if now - self._looked > _PAUSE_BEATS * beat_seconds:
+            # This process itself was stopped, as in a suspended job: it must first hear the others again.
+            self._came = dict.fromkeys(self._came, now)
+        self._looked = now
+        found = []
+        for speaker, came in list(self._came.items()):
+            found.append(Digest.of(self._state(speaker, now, beat_seconds), beat_seconds))
+            if now - came <= BEATS_UNTIL_NOTED * beat_seconds:
+                # What one has noted is judged here: another may have heard that rank since.
+                found.append(self._digests.get(speaker, Digest())._replace(is_noted=False))
+            for number in list(self._silent.get(speaker, ())):
+                is_noted = Digest.of(self._state(number, now, beat_seconds), beat_seconds).is_noted
+                found.append(Digest(is_noted=is_noted))
+        return Digest.merged(found)
+
+    def states(self, now: float, beat_seconds: float) -> dict[int, PeerState]:
+        """Give what is known of each rank below."""
+        return {number: self._state(number, now, beat_seconds) for number in self._path}
+
+    def _state(self, number: int, now: float, beat_seconds: float) -> PeerState:
+        """Give what is known of one rank: it is as silent as the one says who has heard it last."""
+        seconds = []
+        for speaker in self._path[number]:
+            if speaker not in self._came:
+                continue
+            since = now - self._came[speaker]
+            if speaker != number:
+                # A message that is on its way is no silence, or each step of the way would add a beat.
+                since = since if since > BEATS_UNTIL_NOTED * beat_seconds else 0.0
+                since += self._silent.get(speaker, {}).get(number, 0.0)
+            seconds.append(since)
+        return PeerState(self._beats[number], min(seconds))
