@@ -20,8 +20,11 @@ from hfdist.models.partitioning import whole_shape
 
 _KEY = "adapter.target_parts"
 _MIXES_TOKENS = re.compile(r"attn|attention|mamba|conv|recurrent|temporal|delta|rwkv|lstm|mixer", re.IGNORECASE)
+"""Names of what mixes tokens: attention, convolutions, recurrences."""
 _IS_DENSE = re.compile(r"(mlp|ffn|feed_?forward|moe|moe_?block|shared_experts?)$", re.IGNORECASE)
+"""Ends of names of feed-forward layers that each token meets."""
 _WRAPPED = ".base_layer"
+"""What PEFT adds to the name of a layer that it has wrapped."""
 
 
 class Matrix(NamedTuple):

@@ -39,6 +39,7 @@ _LEAST_TOKENS = 256
 _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
 """Lengths in each sequence: longer and shorter than the window of a small model."""
 _ASKED = "varlen_asked"
+"""Name in transformers' registries under which the trial is watched."""
 _ONE_OF_ITS_OWN = "the model has no attention that transformers lets us replace"
 _LEFT_FOR_EACH = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
 

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 BY_DOCUMENTS = {"sdpa": "varlen", "eager": "varlen_eager"}
 """Name in the registries, by the implementation beneath: eager, with soft caps or sinks, where a model has no sdpa."""
 _BENEATH = {name: beneath for beneath, name in BY_DOCUMENTS.items()}
+"""The implementation beneath, by name in the registries."""
 
 _MaskFunction = Callable[..., Any]
 """(sequence, head, row, column) -> whether the row sees the column."""
@@ -128,6 +129,7 @@ def _attend(
 _KERNEL_WORKS: dict[int, bool] = {}
 """Whether the kernel works, by the index of a GPU; a plain table, since compiled code looks into it."""
 HAS_KERNEL = varlen_attn is not None
+"""Whether this torch has a kernel for documents."""
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """Sizes of heads that the kernel takes."""
 _KERNEL_BOUND = 0.05

@@ -9,7 +9,9 @@ import torch
 from transformers import PreTrainedConfig
 
 _ALL = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of configs that count the experts of a block."""
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "top_k")
+"""Fields of configs that count the experts of a token."""
 
 
 def num_experts(config: PreTrainedConfig) -> int:

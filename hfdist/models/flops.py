@@ -13,6 +13,7 @@ from hfdist.models.embeddings import input_embeddings
 from hfdist.models.experts import first_number, num_active
 
 Numel = Callable[[torch.Tensor], int]
+"""Gives the number of elements of a whole parameter."""
 HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 """What configs call the width of hidden states."""
 

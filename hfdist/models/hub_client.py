@@ -33,7 +33,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FETCH_FIRST = "a local folder, or fetch it first with `hf download` on a connected machine"
+"""What to do without a connection, for hints."""
 LOG_IN = "`hf auth login`, or HF_TOKEN"
+"""How to give a token, for hints."""
 ATTEMPTS = 3
 """How often the Hub is asked. huggingface_hub itself asks some things six times."""
 FIRST_WAIT_SECONDS = 1.0
@@ -41,6 +43,7 @@ FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 120.0
 """Where the Hub wants a longer wait, as it may after too many requests, the message says so instead."""
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
+"""HTTP codes of failures that may pass."""
 # What huggingface_hub and transformers raise for what goes wrong outside of them. RuntimeError: a failed upload of a
 # file, which has the reason as its cause.
 _FAILURES = (OSError, ValueError, ImportError, RuntimeError, SafetensorError, HfHubHTTPError)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hfdist.models.partitioning import WHOLE, Partitioning, is_on_other_stage
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
+"""Types in which numbers are drawn as float32."""
 
 
 @torch.no_grad()

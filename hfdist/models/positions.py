@@ -14,6 +14,7 @@ Positions = Callable[[torch.Tensor, torch.Tensor | None, int | None], torch.Tens
 """(token ids, mask or None, id of the padding token or None) -> positions; all of shape [sequences, tokens]."""
 
 _NUM_TOKENS, _NUM_HIDDEN = 11, 3
+"""Tokens of a row in the trial, and how many of them its mask hides."""
 
 
 def all_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:

@@ -57,6 +57,7 @@ def scores_sequences(model: PreTrainedModel) -> bool:
 
 
 _FIRST, _SECOND = 6, 5
+"""Tokens of the two documents."""
 
 
 @torch.no_grad()

@@ -24,12 +24,14 @@ from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
 
 _PRODUCTS = ("mm", "addmm")
+"""Matrix products, of which every second one is kept."""
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
+"""Kernels of attention whose output is kept."""
 
 
 def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads: bool = False) -> None:

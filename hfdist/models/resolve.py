@@ -20,8 +20,10 @@ from hfdist.models.hub_repository import Repository, Snapshot
 _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of names of configs, tokenizers, chat templates, and the index of the weights."""
 _TEMPLATES = "additional_chat_templates/"
+"""Folder of further chat templates."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Ends of names of files that may run code when they are opened."""
 _WHILE_CONNECTED = "fetch it with `hf download` while connected"
 
 

@@ -12,6 +12,7 @@ from hfdist.models.probing import small_model
 from hfdist.models.routers import ROUTER_FLAG, Routers, RoutingSums, balancing_loss, base_of
 
 _TOLERANCE = 1e-5
+"""Largest relative difference of the losses."""
 
 
 def check_router_loss(model: nn.Module) -> None:

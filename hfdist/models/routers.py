@@ -24,6 +24,7 @@ COUNTED = "hfdist_counted"
 ROUTER_FLAG = "output_router_logits"
 """Field of a config: whether the model adds the loss over routers."""
 _KEPT = "hfdist_output"
+"""Attribute in which a router keeps what it gave."""
 
 T = TypeVar("T")
 

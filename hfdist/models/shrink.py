@@ -16,7 +16,9 @@ from transformers import PreTrainedConfig
 from hfdist.errors import ConfigError
 
 WIDTH, HEADS, HEAD_SIZE, ROTARY_SIZE = 64, 4, 16, 8
+"""The most that widths, heads and their sizes may be in a small model."""
 WINDOW_TOKENS, POSITIONS, TOWER_BLOCKS, LONGEST_PERIOD = 8, 512, 2, 4
+"""The most tokens of a window, positions, blocks of a tower, and blocks of a period."""
 
 KEY_HEADS = r"\w*(key_value|kv|kv_n|linear_num_key)_heads|num_query_groups"
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")

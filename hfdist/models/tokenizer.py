@@ -21,7 +21,9 @@ from hfdist.models.resolve import resolve_tokenizer
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
+"""The special token of tokenizers that are trained here."""
 _SAMPLE = "Words, 1234 numbers\n\tand\u00a0signs: {[(<|x|>)]}; \u00e4\u4e2d\U0001f600 " * 8
+"""Text that a tokenizer of somebody else's must take."""
 
 
 def load_tokenizer(
@@ -76,6 +78,7 @@ def as_tokenizer(loaded: object) -> PreTrainedTokenizerBase:
 def _trained(
     config: TokenizerConfig, *, corpus_id: str, texts: Callable[[int], Iterable[str]], cache_dir: Path
 ) -> PreTrainedTokenizerBase:
+    # The number: to be raised where another tokenizer comes of the same.
     identity = json.dumps([1, corpus_id, config.vocab_size, config.train_bytes])
     key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     folder = cache_dir / "tokenizers" / f"bpe-{config.vocab_size}-{key}"

@@ -35,6 +35,7 @@ _SHAPE = (96, 64)
 _CUT = 2500
 """Within a row and within a block."""
 _NUM_STEPS = 3
+"""Steps of a trial."""
 _TOLERANCE = 1e-4
 """Relative to the largest update: far above rounding, far below what another rule does."""
 

@@ -32,6 +32,7 @@ GROUP = "hfdist.optimizers"
 _OWN_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
 """Settings that have keys of their own in `optimizer`."""
 _OWN_KEYS_OF_ADAM = {"betas": "beta1=... optimizer.beta2", "eps": "eps"}
+"""Those of Adam and its relatives."""
 
 
 def name_for_arguments(config: OptimizerConfig) -> str:

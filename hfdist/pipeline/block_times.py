@@ -31,10 +31,12 @@ from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure, pres
 logger = logging.getLogger(__name__)
 
 _REPEATS = 5
+"""Times that each part is timed, after one that is not counted."""
 _GRAIN = 100
 """Parts of the mean time of a block to which times are rounded: less is noise, which must not decide."""
 
 Inputs = TypeVar("Inputs")
+"""What a part is called with."""
 
 
 class PartTime(NamedTuple):

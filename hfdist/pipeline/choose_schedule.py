@@ -44,6 +44,7 @@ Schedules fill the pipeline with fewer. Lists of hundreds of micro batches for t
 """
 
 Stages = tuple[range, ...]
+"""The blocks of each stage."""
 
 
 class Choice(NamedTuple):

@@ -28,6 +28,7 @@ from hfdist.topology import Topology
 
 _PROBE_SEQUENCES = 2
 _PROBE_TOKENS = 16
+"""Tokens of each sequence with which stages are tried."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ class Operation(Enum):
 FORWARDS = (Operation.forward, Operation.send_output, Operation.receive_input)
 """What is left of a step without gradients."""
 _COMPUTES = (Operation.forward, Operation.backward, Operation.backward_input, Operation.backward_weight)
+"""What a rank does by itself."""
 _RECEIVES = (Operation.receive_input, Operation.receive_output_gradient)
+"""What waits for another rank."""
 
 
 class Instruction(NamedTuple):
@@ -200,3 +202,4 @@ _ORDERS = {
     Schedule.dualpipev: _of_torch("ScheduleDualPipeV"),
     Schedule.auto: _one_f_one_b,
 }
+"""What gives the order of computing of each rank."""

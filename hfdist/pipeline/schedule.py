@@ -45,6 +45,7 @@ _TRAITS = {
     # Until blocks are timed, and in plans.
     Schedule.auto: _Traits(default=1, fewest=1, most=1, idle=3, limit=_Limit.none),
 }
+"""What is known of each schedule."""
 
 
 def stages_per_rank(schedule: Schedule, asked: int | None) -> int:

@@ -61,7 +61,7 @@ def backward_inputs(
     Args:
         roots: what goes backward; all of them want gradients.
         root_gradients: theirs; None for a loss.
-        inputs: leaves, of which some may want no gradient. All other leaves are parameters.
+        inputs: leaves, of which some may want no gradient. All other leaves are taken for parameters.
 
     Returns:
         What adds the gradients that are left, once. Until it is let go the graph is kept.

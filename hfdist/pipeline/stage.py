@@ -18,6 +18,7 @@ from hfdist.pipeline.timeline import Action, Recorder
 Value = TypeVar("Value")
 """What a function of a model and a micro batch gives."""
 Tensors = tuple[torch.Tensor, ...]
+"""What travels between stages, or gradients of it."""
 Batch = dict[str, torch.Tensor]
 Microbatch = AbstractContextManager[Batch]
 """Gives what the model is called on. Entered for each forward, and for each backward, in which blocks may be computed

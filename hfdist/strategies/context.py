@@ -53,9 +53,11 @@ _Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """(module, queries, keys, values, mask, ...) -> what transformers' implementations of attention give."""
 
 _KEYS = ("input_ids", "labels", "position_ids", "attention_mask", COUNTED)
+"""What a batch may hold."""
 _DEPENDENT_ON_LENGTH = {"dynamic", "longrope"}
 """Types of rotary embeddings."""
 _numbers = itertools.count()
+"""Numbers of the names in transformers' registries."""
 
 
 @dataclass(frozen=True, kw_only=True)

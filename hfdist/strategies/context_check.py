@@ -22,6 +22,7 @@ _GATHERABLE = ("sdpa", "eager")
 """Implementations of attention that take a mask of some rows."""
 
 _CHECKED_TOKENS = 32
+"""About as many tokens has a sequence of the trial."""
 
 
 def make_context_parallel(

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _is_training = attrgetter("training")
 Batch = dict[str, torch.Tensor]
+"""Tensors by name, the first dimension of which is the sequences."""
 Function = Callable[[nn.Module, Batch], object]
 """(model, part of a batch) -> any value made from the model's outputs."""
 Value = TypeVar("Value")

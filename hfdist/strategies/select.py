@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 GROUP = "strategy"
+"""Folder of the presets in conf/."""
 Section = TypeVar("Section")
+"""A group's dataclass."""
 
 
 def select_strategy(

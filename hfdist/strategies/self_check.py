@@ -35,6 +35,7 @@ POSITIONS, MASK, TYPES = "position_ids", "attention_mask", "token_type_ids"
 """What a model may be given besides tokens."""
 
 _NUM_TOKENS = 31
+"""Tokens of a sequence; no number of ranks divides it."""
 _NOTHING = 1e-3
 """A gradient whose norm is below this share of the largest may be nothing but rounding, as that of a key's bias."""
 

@@ -20,6 +20,7 @@ from hfdist.topology import Topology
 DATA, SHARD, REPLICATE = "data", "shard", "replicate"
 """Axes of gradients and state: all ranks with other tokens, those that share state, and those with the same shares."""
 _DDP_BUCKET_BYTES = 25 * 2**20
+"""Bytes of a bucket of DDP, its default."""
 
 
 class Phase(Enum):

@@ -32,17 +32,22 @@ from hfdist.trainer.step.loss import Convention
 logger = logging.getLogger(__name__)
 
 _SFT = "trl.trainer.sft_trainer.SFTTrainer"
+"""Full name of the class."""
 _OF_CAUSAL_LMS = ("SFTTrainer", "DPOTrainer", "KTOTrainer")
+"""Classes that read a name as one of a causal language model."""
 _DEPENDENT = {
     "KTOTrainer": "its KL term is a mean over the rows that all processes run at once",
     "GRPOTrainer": "each process draws its own completions",
     "RLOOTrainer": "each process draws its own completions",
     "DistillationTrainer": "each process draws its own completions",
 }
+"""Classes whose numbers depend on the layout, and why."""
 _WITH_REFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+"""Classes that compare with a reference model."""
 _OF_ADAPTERS = ("SFTTrainer", "RewardTrainer", *_WITH_REFERENCE)
 """Classes that make no more of `peft_config` than an adapter in the model."""
 _REFERENCE = "ref"
+"""TRL's name of the adapter that it keeps as the reference."""
 _ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, COUNTED: False}
 """What is kept of a row without padding, and what pads a shorter one: each such token is a document of its own."""
 SFT_CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)

@@ -30,6 +30,7 @@ from hfdist.tune.reward import token_scores
 
 _KEY = "task.reward_model"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Names of a model's weights, in one file or several."""
 _SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
 _ALLOWED = "the folder of a model for sequence classification with one label, in safetensors, and its tokenizer"
 _HINT = f"{_KEY}=RUN/model, of a run with task=reward and without an adapter"

@@ -86,6 +86,7 @@ _LOSSES: Mapping[PreferenceLoss, _Loss] = MappingProxyType(
         PreferenceLoss.apo_down: _apo_down,
     }
 )
+"""The losses of `task.loss`."""
 
 
 class DirectPreference(Objective):

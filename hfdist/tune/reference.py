@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 REFERENCE = "reference"
 """Key of a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]."""
 _KNOWN = "known.json"
+"""Name of the file that says for which streams all documents are known."""
 _LOG_EVERY_SECONDS = 30.0
 
 

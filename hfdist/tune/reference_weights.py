@@ -11,6 +11,7 @@ from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
 from hfdist.strategies.engine import Engine
 
 _HALF = (torch.bfloat16, torch.float16)
+"""Types of which there may be copies in float32."""
 
 
 class ReferenceWeights:

@@ -49,6 +49,7 @@ class HubNames:
 
 
 _known: WeakKeyDictionary[nn.Module, HubNames] = WeakKeyDictionary()
+"""What was found, by model."""
 
 
 def find_hub_names(model: nn.Module) -> HubNames:

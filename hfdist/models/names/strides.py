@@ -157,10 +157,15 @@ class _Followed(torch.Tensor):
 
 
 _COPIES = frozenset({"contiguous", "clone", "detach"})
+"""Operations that leave each element in its place."""
 _REGROUPS = frozenset({"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"})
+"""Operations that change the shape alone."""
 _SWAPS = frozenset({"transpose", "swapaxes", "swapdims"})
+"""Operations that exchange two dimensions."""
 _CUTS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
+"""Operations that give several parts."""
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
+"""Operations that take several parts."""
 
 
 def _join(name: str, parts: Sequence[_Followed], dim: int, out: torch.Tensor) -> _Followed:

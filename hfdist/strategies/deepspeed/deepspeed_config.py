@@ -37,6 +37,7 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "z
 """Keys of ZeRO++, whose kernels are of CUDA."""
 
 STAGE = {Sharding.zero1: 1, Sharding.zero2: 2, Sharding.zero3: 3}
+"""Number of each kind of sharding in DeepSpeed's words."""
 
 
 def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, device_type: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ _COPIES_OF_GRADIENTS, _COPIES_OF_STATE = 7, 6
 """How often DeepSpeed reads or writes each gradient more than autograd does, on its way through a bucket to its owner,
 and each element of a rank's own part more than the optimizer does: by traces of ZeRO-1, -2 and -3."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""Counters of a DeepSpeed engine that go on at a resume."""
 _MOVING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What steps change in a loss scaler."""
 

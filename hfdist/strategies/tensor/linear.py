@@ -34,6 +34,7 @@ from hfdist.errors import first_line
 logger = logging.getLogger(__name__)
 
 GATHERED, LOOKED_UP = "colwise_gather_output", "embedding_rowwise"
+"""The two styles that hfdist gives to layers itself."""
 
 
 def split_dimensions(module: nn.Module, style: str) -> dict[str, int]:

@@ -55,6 +55,7 @@ _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
 
 _ALIASES = {"colwise_rep": GATHERED}
+"""Styles of older plans, by the names of today."""
 
 _KEY, _HINT = "strategy.tensor", "strategy.tensor=1; strategy=fsdp2 shards any model"
 

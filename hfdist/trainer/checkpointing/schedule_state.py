@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hfdist.errors import CheckpointError
 
 _SET_BY_SCHEDULES = ("lr", "betas", "momentum")
+"""Settings of a group that a schedule may change."""
 
 
 def schedule_state(scheduler: Any) -> dict[str, object]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import TrainerState, TrainingArguments
 
 TRAINER_STATE = "trainer_state.json"
+"""Name of the file, as transformers has it."""
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:

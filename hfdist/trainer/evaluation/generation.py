@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 GROUP = "hfdist.metrics"
 """Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
 _RESERVED = re.compile(r"(.*_)?loss|perplexity|tokens|runtime|.*_per_second|model_preparation_time")
+"""Names of figures that each evaluation has."""
 
 Generate = Callable[[Sequence[Sequence[int]], Forward], list[list[int]]]
 """(prompts, forward) -> their continuations, on all ranks. All ranks call it."""

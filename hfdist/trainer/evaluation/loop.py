@@ -24,6 +24,7 @@ from hfdist.trainer.training import Training
 logger = logging.getLogger(__name__)
 
 _LARGEST_EXPONENT = 700.0
+"""The largest exponent of a perplexity, which a float can hold."""
 
 _TOLD = (
     ("loss", "loss", "{:.4f}"),
@@ -35,6 +36,7 @@ _TOLD = (
     ("rewards/margins", "margin", "{:.4f}"),
     ("margins", "margin", "{:.4f}"),
 )
+"""Figures that are told, if there are any: end of the name, words, format."""
 
 
 class Measure(Protocol):

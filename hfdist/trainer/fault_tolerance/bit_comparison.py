@@ -14,6 +14,7 @@ import torch
 from hfdist.collectives import gather_json
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 _LOW = 0xFFFFFFFF
+"""The lower 32 bits."""
 
 
 def split_seeds(seeds: Sequence[int]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
 from hfdist.trainer.generation.limits import GenerationLimits
 
 _KEYS = "keys"
+"""Name in a batch of the keys of the rows' noise."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, is_lomo_available
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Where accelerate's optimizer has nothing else to do."""
 
 
 class LeanOptimizer(AcceleratedOptimizer):

@@ -26,6 +26,7 @@ from hfdist.trainer.step.same_draws import same_on_all_ranks
 
 _KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
          "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
+"""Attributes of a loader that one made in its place has, too."""
 
 
 class _Rows(Protocol):

@@ -16,6 +16,7 @@ from hfdist.models.flops import peak_flops
 
 T = TypeVar("T")
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
+"""Where Linux counts the time that the calling thread runs, and waits for a core."""
 
 
 class StepTimes(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 from hfdist.processes.stop_signals import STOP_SIGNALS
 
 _ALIVE_SECONDS = 1.0
+"""Seconds between looks for the rank."""
 
 
 def _end_with(parent: int) -> None:

@@ -17,7 +17,9 @@ from hfdist.tune.generators.processes import Processes
 logger = logging.getLogger(__name__)
 
 _POLL_MILLISECONDS = 50
+"""The longest pause between looks at the generators' processes."""
 _MOST_SAID = 100
+"""Characters of a stranger's name that are logged."""
 _NOT_UNDERSTOOD = -1
 """Number that stands in place of a prompt's number."""
 

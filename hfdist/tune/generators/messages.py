@@ -13,6 +13,7 @@ import zmq
 from hfdist.messages.message import Message, read_message
 
 Socket = zmq.Socket[bytes]
+"""A socket of ZeroMQ."""
 _PREFIX, _NAME = "hfdist-generators-", "broker"
 RANK = "rank-"
 """Prefix of the names of ranks."""
