@@ -27,6 +27,7 @@ WITHOUT, FOLDER, SLOW, S3 = "no mirror", "a folder", "a store of 20 MB/s", "an S
 GOAL = 1.05
 KEEP = Keep(newest=2)
 SLOW_BYTES_PER_SECOND = 20e6
+_STEPS_A_SAVE = 16
 
 
 class Cost(NamedTuple):
@@ -54,7 +55,7 @@ class SlowObjects(Objects):
 def main() -> None:
     """Measure and show."""
     options = read_options("mirror", __doc__, rounds=7)
-    megabytes, num_saves = (4, 2) if options.quick else (16, 4)
+    megabytes, num_saves = (4, 2) if options.quick else (8, 3)
     with tempfile.TemporaryDirectory() as folder, _s3_server() as address:
         stores: dict[str, Callable[[str], Objects] | None] = {
             WITHOUT: None,
@@ -122,14 +123,14 @@ def _train(folder: Path, store: Callable[[str], Objects] | None, megabytes: int,
     saver.wait()
     matrix = torch.randn(512, 512)
     begin, begin_cpu = time.monotonic(), time.thread_time()
-    for step in range(1, 24 * num_saves + 1):
-        for _ in range(16):
+    for step in range(1, _STEPS_A_SAVE * num_saves + 1):
+        for _ in range(8):
             matrix = torch.nn.functional.normalize(matrix @ matrix)
         for saved in saver.take_reports():
             stall_seconds += saved.stall_seconds
             if uploader is not None:
                 uploader.put(saved.path)
-        if step % 24 == 1:
+        if step % _STEPS_A_SAVE == 1:
             state.add_(1)
             held = frozenset[str]() if uploader is None else uploader.held
             keep = Keep(newest=1, held=held)

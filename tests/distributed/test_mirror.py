@@ -3,12 +3,16 @@
 import os
 import shutil
 import signal
+import time
 
 import pytest
+from transformers import TrainerCallback
 
 from hfdist.checkpoint.folder import step_name
+from hfdist.checkpoint.mirror import Mirror
 from hfdist.collectives import gather_json
 from hfdist.config.composition.compose import compose_config
+from hfdist.errors import PreemptedError
 from hfdist.records import RunFolder, read_lines
 from hfdist.run.builder import Run
 from hfdist.testing import RankFailed, run_ranks
@@ -95,3 +99,46 @@ def test_a_mirror_that_fails_ends_no_training(tmp_path, cache_dir):
     [alert] = events_of(folder, "alert")
     assert alert["kind"] == "mirror"
     assert "has no checkpoint" in alert["text"]
+
+
+class Stops(TrainerCallback):
+    """Sends this process a signal to stop before a step."""
+
+    def on_step_begin(self, args, state, control, **named):
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stop(config):
+    build, send = Run.build_trainer, Mirror.send
+
+    def send_slowly(mirror, *arguments):
+        # The training has ended by then.
+        time.sleep(1)
+        return send(mirror, *arguments)
+
+    def build_stopped(run):
+        build(run)
+        run.trainer.add_callback(Stops())
+
+    Run.build_trainer, Mirror.send = build_stopped, send_slowly
+    with pytest.raises(PreemptedError):
+        main.__wrapped__(config)
+
+
+def test_a_run_that_is_told_to_stop_leaves_nothing_behind(tmp_path, cache_dir):
+    config = compose_config(
+        [
+            *SETTINGS,
+            *TWO.overrides,
+            f"run.dir={tmp_path}/run",
+            "run.name=stopped",
+            f"checkpoint.mirror=file://{tmp_path}/mirror",
+        ]
+    )
+    run_ranks(_stop, TWO.num_ranks, config)
+    [path] = (tmp_path / "run/checkpoints").glob("step-*")
+    assert path.name != step_name(SAVED)
+    assert (tmp_path / f"mirror/stopped/{path.name}.json").is_file()
+    [upload] = events_of(tmp_path / "run", "mirror")
+    assert step_name(upload["newest_step"]) == path.name

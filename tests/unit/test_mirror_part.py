@@ -76,7 +76,7 @@ def test_the_end_waits_as_long_as_it_is_told_and_says_what_is_missing(hook, tmp_
     with caplog.at_level(logging.INFO, "hfdist"):
         getattr(MirrorPart(), hook)(run)
     told = [record.getMessage() for record in caplog.records]
-    assert told[0].startswith("waiting for the mirror: ")
+    assert told[0].startswith("waiting for the mirror")
     assert told[-1] == f"the mirror lacks {path} after checkpoint.mirror_minutes=0.005, and has no checkpoint"
     store.is_open.set()
     assert run.uploader.wait(60)

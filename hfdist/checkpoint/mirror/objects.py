@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from fsspec.spec import AbstractFileSystem
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # its __all__ lacks it
 
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.data.storage.network import Failure, Network

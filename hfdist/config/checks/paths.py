@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from hfdist.config.checks.urls import scheme_of
+from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.override_text import in_shell
 from hfdist.config.run import RunConfig
@@ -44,7 +44,9 @@ def check_model_paths(config: RunConfig) -> None:
         # An id of the Hub has one slash at the most.
         if _is_local(name) or name.count("/") > 1:
             what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
-            raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
+            of_mirror = "docs/checkpoints.md brings the checkpoint of a mirror to this machine"
+            hint = _near(key, name) if scheme_of(name) is None else of_mirror
+            raise ConfigError(what, where=key, found=redact(name), allowed=allowed, hint=hint)
     name = config.model.name or ""
     if os.path.isfile(os.path.expanduser(name)) and not name.endswith(".gguf"):
         what, folder = "a model is a folder, with its config.json", os.path.dirname(name) or "."

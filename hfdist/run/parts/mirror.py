@@ -102,7 +102,8 @@ def _wait(run: RunState) -> None:
     begin, next_seconds = time.monotonic(), 0.0
     while not (is_done := uploader.wait(next_seconds)) and time.monotonic() - begin < 60 * minutes:
         sent = uploader.progress
-        logger.info("waiting for the mirror: %s of %s", size(sent.done_bytes), size(sent.all_bytes))
+        so_far = f": {size(sent.done_bytes)} of {size(sent.all_bytes)}" if sent.all_bytes else ""
+        logger.info("waiting for the mirror%s", so_far)
         next_seconds = min(_LINE_SECONDS, max(begin + 60 * minutes - time.monotonic(), 0.0))
     run.trainer.checkpointer.report_uploads()
     own = list_checkpoints(run.config.run.folder.checkpoints)
