@@ -68,7 +68,7 @@ def index_sources(data: DataConfig, folder: Path) -> None:
 
 
 def _index(name: str, data: DataConfig, folder: Path) -> bool:
-    """Index a source, or the share of it that `data.shard` names; give whether the index is finished."""
+    """Index a source, or the share of its files that `data.shard` names; give whether the index is finished."""
     config, key = replace(data.sources[name], index=None), f"data.sources.{name}"
     data = replace(data, sources={**data.sources, name: config})
     assert config.path is not None  # checked with the config
@@ -92,7 +92,7 @@ def _index(name: str, data: DataConfig, folder: Path) -> bool:
         parts[number].write(entries, read, on_bad)
     missing = sum(part.summary() is None for part in parts)
     if missing:
-        logger.info("%s: shard %d of %d is done; %d are missing", folder, number, count, missing)
+        logger.info("%s: share %d of %d is done; %d are missing", folder, number, count, missing)
         return False
     _join(parts, read, {file.name: file for file in files}, on_bad, folder)
     return True
@@ -176,7 +176,7 @@ class _Part:
         found = self.summary()
         if found is None or not self.is_of(read):
             what = "a part of the index is of other files, or of other columns"
-            hint = "start that shard again: each must see the same files, of the same sizes and times"
+            hint = "start that share again: each must see the same files, of the same sizes and times"
             raise DataError(what, where=str(self._path), found=str(found), hint=hint)
         return read_files(self._file(FILES), found.files_hash), found.left_out
 
@@ -211,8 +211,8 @@ def _join(parts: Sequence[_Part], read: _Read, files: dict[str, DataFile], on_ba
 
         write_atomically(folder / STARTS, write_starts)
         digest = write_files(folder / FILES, table)
-    except FileNotFoundError:
-        # Another process has joined them meanwhile.
+    except (FileNotFoundError, DataError):
+        # Another process may have joined them meanwhile, and has removed them.
         if read_summary(folder / SUMMARY) is None:
             raise
         return

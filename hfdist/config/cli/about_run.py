@@ -9,7 +9,7 @@ from pathlib import Path
 from hfdist.config.checks.offline import OFFLINE_FLAG
 from hfdist.config.cli.arguments import as_config_flags, find_run, value_after
 from hfdist.config.cli.own_config import as_recipe
-from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, names_config, with_task
+from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, SHARED, names_config, with_task
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
@@ -60,7 +60,7 @@ class LineAboutRun:
 
     def compose(self) -> RunConfig:
         """Give the run's config; ConfigError: the first mistake in it."""
-        name = self.flags.get("--config-name") or self.recipe
+        name = self.flags.get("--config-name") or (RECIPES[0] if self.recipe in SHARED else self.recipe)
         return compose_config(self.overrides, name=name, extra_dir=self.config_dir)
 
 
@@ -71,6 +71,7 @@ def read_line(
     words: Sequence[str] = (),
     *,
     flags: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> LineAboutRun:
     """Divide a command line.
 
@@ -80,23 +81,25 @@ def read_line(
         keys: of that group, by their full names.
         words: keys of the command's own, beside `recipe` and `run`.
         flags: of the command's own, without values.
+        others: recipes that do not train, and that the command takes.
 
     Raises:
         ConfigError: a word that is given twice or without a value, a flag or a recipe that is not there, no such run,
             or two configs.
     """
     given, rest = _split_flags(as_config_flags(_write_run_out(arguments)), group, keys, (OFFLINE_FLAG, *flags))
-    own, of_group, overrides = _divide(rest, group, keys, (*_OF_RUN, *words))
-    name = choose("recipe", own.pop("recipe", RECIPES[0]), tuple(NAMES))
+    own, of_group, overrides = _divide(rest, group, keys, (*_OF_RUN, *words), (*NAMES, *others))
+    name = choose("recipe", own.pop("recipe", RECIPES[0]), (*NAMES, *others))
     if "run" in own:
         if given.keys() & {*_VALUE_FLAGS}:
             raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")
         folder: Path = find_run(own.pop("run"), (IN_RUN.config,), "run")
         refuse_references(folder / IN_RUN.config)
         given |= {"--config-dir": str(folder), "--config-name": IN_RUN.config.stem}
-    if not names_config(given):
+    if name in NAMES and not names_config(given):
         overrides = with_task(name, overrides)
-    return LineAboutRun(own=own, of_group=of_group, recipe=NAMES[name][0], flags=given, overrides=overrides)
+    recipe = NAMES[name][0] if name in NAMES else name
+    return LineAboutRun(own=own, of_group=of_group, recipe=recipe, flags=given, overrides=overrides)
 
 
 def choose(key: str, value: str | None, known: Sequence[str]) -> str:
@@ -116,14 +119,14 @@ def _write_run_out(arguments: Sequence[str]) -> list[str]:
 
 
 def _divide(
-    arguments: Sequence[str], group: str, keys: Container[str], words: Sequence[str]
+    arguments: Sequence[str], group: str, keys: Container[str], words: Sequence[str], recipes: Container[str]
 ) -> tuple[dict[str, str], list[str], list[str]]:
     own: dict[str, str] = {}
     of_group: list[str] = []
     of_run: list[str] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if not equals and argument in NAMES:
+        if not equals and argument in recipes:
             name, value = "recipe", argument
         elif not equals and is_run_folder(argument):
             name, value = "run", argument

@@ -9,6 +9,8 @@ from hfdist.errors import ConfigError
 
 RECIPES = ("pretrain", "finetune", "tune")
 """Those whose processes may be on several machines; each one's primary config has its name."""
+SHARED = ("index", "pretokenize")
+"""Those whose files several processes may share, each with a `data.shard`; their primary config is the first above."""
 NAMES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **{recipe: (recipe, ()) for recipe in RECIPES},
     "sft": ("finetune", ()),

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import BadRows
+from hfdist.config.override_text import in_shell
 from hfdist.config.paths import expand_user
 from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import FileShard, Layout
@@ -81,10 +82,16 @@ class IndexedShards(Shards):
         summary = read_summary(self._folder / SUMMARY)
         key = f"{section}.index"
         if summary is None:
-            what, hint = "there is no finished index", f"hfdist index with the same overrides, without {key}"
+            what, name = "there is no finished index", section.rpartition(".")[2]
+            hint = f"hfdist index with the same overrides, then {key}=runs/NAME/index/{name}"
+            if (self._folder / name / SUMMARY).is_file():
+                hint = in_shell(key, f"{folder}/{name}")
             raise ConfigError(what, where=key, found=folder, hint=hint)
         if summary.rows_key != rows.key:
-            what, hint = "the index was made for other columns, or another format", f"hfdist index, without {key}"
+            what, hint = (
+                "the index was made for other columns, or another format",
+                "hfdist index, with another run.name",
+            )
             raise ConfigError(what, where=key, found=summary.rows_key, allowed=rows.key, hint=hint)
         if summary.left_out:
             if on_bad is BadRows.error:
@@ -116,14 +123,14 @@ class IndexedShards(Shards):
         for start in range(0, len(self), _CHUNK):
             chunk = self._batch.slice(start, _CHUNK)
             columns = (chunk.column(name).to_pylist() for name in ("name", "identity", "place", "version"))
-            rows, sizes = self.runs_rows(start, len(chunk)), integers(chunk, "size_bytes").tolist()
+            rows, sizes = self._rows_of(start, len(chunk)), integers(chunk, "size_bytes").tolist()
             found = zip(*columns, rows, sizes, chunk.column("contents"), strict=True)
             for name, identity, place, version, num_rows, size_bytes, contents in found:
                 values = contents.values.to_numpy() if contents.is_valid else None
                 is_compared = values is not None or size_bytes <= 2 * SAMPLE_BYTES
                 yield Facts(name, num_rows, identity, values, None if is_compared else (self._url(place), version))
 
-    def runs_rows(self, start: int, count: int) -> list[int]:
+    def _rows_of(self, start: int, count: int) -> list[int]:
         """Give the rows of some shards."""
         ends = np.cumsum(self.runs.per_shard)
         first = int(ends[start] - self.runs.per_shard[start])

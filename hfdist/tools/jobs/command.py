@@ -12,8 +12,10 @@ from hfdist.config.checks.offline import check_offline
 from hfdist.config.checks.preflight import check_run, plan_run
 from hfdist.config.cli.about_run import MEANINGS, choose, read_line
 from hfdist.config.cli.arguments import as_command
+from hfdist.config.cli.recipe_names import SHARED
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.conf_folder import list_options, shipped_folder
+from hfdist.config.data import WHOLE
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.strategy import simple_layout
@@ -26,6 +28,7 @@ from hfdist.tools.jobs.parallelcluster import write_parallelcluster
 from hfdist.tools.jobs.ray import write_ray
 from hfdist.tools.jobs.skypilot import write_skypilot
 from hfdist.tools.jobs.slurm import write_slurm
+from hfdist.tools.jobs.slurm_array import write_slurm_array
 
 TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
     "slurm": ("sbatch", write_slurm),
@@ -35,6 +38,7 @@ TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
     "parallelcluster": ("sbatch", write_parallelcluster),
 }
 """Ending of the file of each target, and the function that writes it."""
+_OF_ARRAYS = "slurm"
 _HELP = """\
 Write the job file of a run for a cluster. It submits nothing.
 
@@ -47,6 +51,7 @@ cluster.KEY=VALUE   a key of the cluster:
 {keys}
 
 {meanings}
+                    index and pretokenize, to=slurm: cluster.nodes machines share the files, in an array
 out=FILE            default: the run's name in this folder; out=-: standard output
 --offline, --config-dir DIR and --config-name NAME mean what they mean for the recipe. All other arguments are overrides
 of the run's config, as `hfdist pretrain` takes them.
@@ -62,7 +67,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
         The target, and the job.
     """
     arguments = [f"to={argument}" if argument in TARGETS else argument for argument in arguments]
-    line = read_line(arguments, GROUP, cluster_keys(), ("to", "cluster", "out"))
+    line = read_line(arguments, GROUP, cluster_keys(), ("to", "cluster", "out"), others=SHARED)
     target = choose("to", line.own.get("to"), tuple(TARGETS))
     config = line.compose()
     of_user = None if line.config_dir is None else expand_user(line.config_dir)
@@ -72,7 +77,10 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
         for override in line.overrides:
             if override.startswith("run.dir="):
                 refuse_home("run.dir", override.partition("=")[2].strip("'\""))
-    check_job(config, cluster, is_offline=line.is_offline)
+    if line.recipe in SHARED:
+        check_array(config, target, line.recipe, is_offline=line.is_offline)
+    else:
+        check_job(config, cluster, is_offline=line.is_offline)
     out = line.own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
     job = Job(
         recipe=line.recipe,
@@ -87,7 +95,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
 
 def write_job(target: str, job: Job) -> None:
     """Write the files, and say how they are submitted; ConfigError: another file is in their place, or none can be."""
-    made = TARGETS[target][1](job)
+    made = write_slurm_array(job) if job.recipe in SHARED else TARGETS[target][1](job)
     if job.path == STANDARD_OUTPUT:
         sys.stdout.write("".join(file.text for file in made.files))
         return
@@ -115,6 +123,18 @@ main = as_command(
     ),
     _write,
 )
+
+
+def check_array(config: RunConfig, target: str, recipe: str, *, is_offline: bool) -> None:
+    """Check a job whose machines share the files of a corpus; ConfigError: the first mistake."""
+    if target != _OF_ARRAYS:
+        what, hint = f"machines that share the files of hfdist {recipe} are an array of SLURM", f"to={_OF_ARRAYS}"
+        raise ConfigError(what, where=f"to ({COMMAND_LINE})", found=target, hint=hint)
+    if config.data.shard != WHOLE:
+        what, hint = "the job gives each machine a share of its own", f"data.shard={WHOLE} cluster.nodes=4"
+        raise ConfigError(what, where="data.shard", found=config.data.shard, allowed=WHOLE, hint=hint)
+    if is_offline:
+        check_offline(config)
 
 
 def check_job(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> None:

@@ -63,13 +63,11 @@ def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
         requeues: whether a run that can go on is started again by its job, or by SLURM where that has ended the job.
     """
     submit = f"sbatch {job.shell_path}"
-    cluster, options = job.cluster, job.cluster.slurm
+    cluster = job.cluster
     setup, python = setup_lines(job), shlex.quote(cluster.python)
     container, in_container, verdict = "", "", python
     if cluster.image is not None:
-        words = [f"--container-image={cluster.image}"]
-        words += [f"--container-mounts={','.join(options.mounts)}"] if options.mounts else []
-        container = f"{shlex.join(words)} "
+        container = container_words(job)
         # The image has hfdist, the machine need not: all that needs it is done there.
         verdict = f"srun --nodes=1 --ntasks=1 {container}{python}"
         # Not indented: a set-up may have texts of several lines.
@@ -95,9 +93,18 @@ def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
     return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])
 
 
+def container_words(job: Job) -> str:
+    """Give the options of srun for the image, with a space after them; an empty text without one."""
+    image, mounts = job.cluster.image, job.cluster.slurm.mounts
+    if image is None:
+        return ""
+    words = [f"--container-image={image}", *([f"--container-mounts={','.join(mounts)}"] if mounts else [])]
+    return f"{shlex.join(words)} "
+
+
 def _directives(job: Job, requeues: bool) -> list[str]:
-    cluster, slurm = job.cluster, job.cluster.slurm
-    lines = [
+    cluster = job.cluster
+    return [
         f"--job-name={job.name}",
         f"--output={job.name}-%j.out",
         "--open-mode=append",  # a start after a requeue writes after the last one
@@ -107,7 +114,13 @@ def _directives(job: Job, requeues: bool) -> list[str]:
         *(["--requeue"] if requeues else []),
         # To the processes of srun, not to this script: they save.
         f"--signal=TERM@{cluster.grace_seconds}",
+        *directives_of(job),
     ]
+
+
+def directives_of(job: Job) -> list[str]:
+    """Give the options of sbatch that say what each machine must have, and what the user adds."""
+    cluster, slurm, lines = job.cluster, job.cluster.slurm, list[str]()
     if cluster.hours is not None:
         lines.append(f"--time={_duration(cluster.hours)}")
     if cluster.gpus:

@@ -73,18 +73,24 @@ def test_names_of_any_letters_have_one_fingerprint(data, cache, tmp_path):
     assert corpus.sources["files"].number_of("d é.jsonl") == 2
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "txt"])
-def test_nothing_is_asked_of_a_server_before_a_row_is_read(web, data, cache, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("store", "kind"), [("web", "parquet"), ("web", "jsonl.gz"), ("web", "txt"), ("s3", "parquet")]
+)
+def test_nothing_is_asked_of_a_server_before_a_row_is_read(request, data, cache, tmp_path, store, kind):
+    server = request.getfixturevalue(store)
     WRITERS[kind](data)
-    config = files_config(serve(web, data), cache)
+    if store == "s3":
+        for path in data.iterdir():
+            server.put(f"texts/{path.name}", path.read_bytes())
+    config = files_config("s3://corpus/texts/*.parquet" if store == "s3" else serve(server, data), cache)
     expected = batches_of(open_corpus(config), config)
     config = indexed(config, tmp_path / "index")
     shutil.rmtree(cache)
-    web.requests.clear()
+    server.requests.clear()
     corpus = open_corpus(config)
-    assert not web.requests
+    assert not server.requests
     assert batches_of(corpus, config) == expected
-    assert web.requests
+    assert server.requests
 
 
 def test_one_file_at_an_address_with_a_query(web, data, cache, tmp_path):
@@ -144,7 +150,7 @@ class TestShards:
     def test_one_that_saw_other_files_is_refused(self, config, data, tmp_path):
         index_sources(replace(config, shard="0/2"), tmp_path)
         write_rows(table_of_texts(), data / "9.parquet", 5)
-        with pytest.raises(DataError, match=r"(?s)part of the index is of other files.*start that shard again"):
+        with pytest.raises(DataError, match=r"(?s)part of the index is of other files.*start that share again"):
             index_sources(replace(config, shard="1/2"), tmp_path)
         index_sources(replace(config, shard="0/2"), tmp_path)
         assert read_summary(tmp_path / "files" / SUMMARY) is not None
@@ -293,11 +299,13 @@ class TestForeignIndex:
             path.unlink()
         config = indexed(files_config(WRITERS["parquet"](data), cache), tmp_path / "tables")
         self.folder = tmp_path / "tables" / "files"
-        forge(self.folder, runs=[[17, 33], [40]], num_starts=[2, 4])
         values = np.fromfile(self.folder / STARTS, "<i8")
-        np.concatenate([values[:2], values]).tofile(self.folder / STARTS)
-        with pytest.raises(DataError):
-            open_corpus(config).text(0)
+        first, second = values[:3], values[3:]
+        forge(self.folder, runs=[[10, 20, 20], [17, 17, 6]], starts_hash=[hash_of(first), hash_of(second)])
+        corpus = open_corpus(config)
+        with pytest.raises(DataError, match="the index of the source describes another file"):
+            corpus.text(0)
+        assert corpus.text(50) == texts()[50]
 
     @pytest.mark.parametrize("name", [FILES, SUMMARY, STARTS])
     def test_damage_is_told(self, config, name):
@@ -329,6 +337,10 @@ class TestForeignIndex:
         (self.folder / SUMMARY).write_text(json.dumps(values | {"version": 9}))
         with pytest.raises(DataError, match=r"(?s)another version.*version 9"):
             open_corpus(config)
+        source = replace(config.sources["files"], index=str(self.folder.parent))
+        with pytest.raises(ConfigError) as caught:
+            open_corpus(replace(config, sources={"files": source}))
+        assert caught.value.hint == f"data.sources.files.index={self.folder}"
         (self.folder / SUMMARY).unlink()
         with pytest.raises(ConfigError, match=r"(?s)no finished index.*hfdist index"):
             open_corpus(config)

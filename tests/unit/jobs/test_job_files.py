@@ -19,8 +19,10 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import Traine
 from hfdist.errors import ConfigError
 from hfdist.records import read_run
 from hfdist.tools.jobs import on_ray
+from hfdist.tools.jobs.command import parse_job
 from hfdist.tools.jobs.job import AGAIN
 from hfdist.tools.jobs.slurm import write_slurm
+from hfdist.tools.jobs.slurm_array import write_slurm_array
 from tests.marks import many
 from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
 
@@ -240,3 +242,64 @@ def test_new_machines_must_get_hfdist(tmp_path):
         make("skypilot", *none, folder=tmp_path)
     assert caught.value.where == "cluster.skypilot.install"
     make("skypilot", *none, "cluster.image=image:1", folder=tmp_path)
+
+
+class TestArray:
+    """Machines that share the files of a corpus."""
+
+    def run(self, script, place, number):
+        programs = place / "programs"
+        programs.mkdir(exist_ok=True)
+        for name, text in {
+            "python": '#!/bin/bash\nprintf "%s\\0" "$PWD" "$NAME" "$@" >"$CALLED"\n',
+            "srun": '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexec "$@"\n',
+        }.items():
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        called = place / f"called-{number}"
+        environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_ARRAY_TASK_ID": str(number), "CALLED": str(called)}
+        subprocess.run(["bash", "-c", script], env=environment, cwd=place, check=True)
+        return called.read_text().split("\0")[:-1]
+
+    @pytest.mark.parametrize("image", [(), ("cluster.image=image:1", "cluster.slurm.mounts=['/a:/b']")])
+    @pytest.mark.parametrize("recipe", ["pretokenize", "index"])
+    def test_each_task_has_a_share_of_its_own_and_no_value_leaves_its_quotes(self, tmp_path, recipe, image):
+        place = tmp_path / "a'b $(touch PWNED)"
+        place.mkdir()
+        hostile = [*HOSTILE, "data.workers=8"]
+        given = [
+            "slurm",
+            f"recipe={recipe}",
+            "cluster.nodes=3",
+            "cluster.hours=2",
+            "cluster.slurm.partition=cpu",
+            *image,
+        ]
+        given += [f"cluster.folder={json.dumps(str(place))}", 'cluster.environment.NAME="$(touch PWNED)\'"']
+        _, job = parse_job([*given, "run.name=web", f"out={tmp_path / 'web.sbatch'}", *hostile])
+        (script,) = write_slurm_array(job).files
+        for line in ("--array=0-2", "--time=0-02:00:00", "--partition=cpu", "--nodes=1", "--requeue"):
+            assert f"\n#SBATCH {line}\n" in script.text
+        checked = subprocess.run(
+            [SHELLCHECK, "--shell=bash", "--severity=warning", "-"],
+            input=script.text, text=True, capture_output=True, check=False,
+        )  # fmt: skip
+        assert checked.returncode == 0, checked.stdout
+        for number in range(3):
+            folder, name, *called = self.run(script.text, place, number)
+            assert (folder, name) == (str(place), "$(touch PWNED)'")
+            expected = ["-P", "-m", "hfdist", recipe, "run.name=web", *hostile, f"data.shard={number}/3"]
+            assert called == expected
+        assert not list(tmp_path.rglob("PWNED"))
+
+    @pytest.mark.parametrize(
+        ("given", "hint"),
+        [
+            (["ray", "recipe=pretokenize"], "to=slurm"),
+            (["slurm", "index", "data.shard=1/2"], "data.shard=0/1 cluster.nodes=4"),
+        ],
+    )
+    def test_what_it_is_not_for(self, given, hint):
+        with pytest.raises(ConfigError) as caught:
+            parse_job(given)
+        assert caught.value.hint == hint
