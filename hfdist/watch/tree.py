@@ -124,15 +124,17 @@ class Below:
 
     def hear(self, speaker: int, beat: Heartbeat, digest: Digest, each: Mapping[int, PeerState], now: float) -> None:
         """Take what a rank says of itself, of all below it, and maybe of each of them."""
-        under = self._under.get(speaker, [])
         self._beats[speaker], self._digests[speaker] = beat, digest
-        for number in under:
-            if number in each and each[number].beat.number >= self._beats[number].number:
-                self._beats[number] = each[number].beat
-            elif digest == ALL_HAVE_ENDED and number not in self._came and self._beats[number].left is None:
+        silent: dict[int, float] = {}
+        # Thousands of ranks: looked at only when there is something to see.
+        for number in self._under.get(speaker, []) if each or digest == ALL_HAVE_ENDED else []:
+            if number in each:
+                silent[number] = each[number].silent_seconds
+                if each[number].beat.number >= self._beats[number].number:
+                    self._beats[number] = each[number].beat
+            elif not each and number not in self._came and self._beats[number].left is None:
                 self._beats[number] = self._beats[number]._replace(left=0)
-        self._silent[speaker] = {number: each[number].silent_seconds for number in under if number in each}
-        self._came[speaker] = now
+        self._silent[speaker], self._came[speaker] = silent, now
 
     def knows_each(self) -> bool:
         """Whether all that have ranks below them have told of each in their last message, or have ended."""
