@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hfdist.watch.diagnosis import Heartbeat, PeerState
+from hfdist.watch.diagnosis import Heartbeat, PeerState, is_too_long
 
 WIDTH = 32
 """Leaders that have one leader."""
@@ -59,6 +59,11 @@ class Digest(NamedTuple):
             return cls(is_noted=bool(beat.left))
         is_noted = is_silent or beat.broken_seconds is not None
         return cls(1, beat.idle_seconds, beat.longest_idle_seconds, beat.exempt is not None, is_noted)
+
+    def is_suspect(self, heartbeat_seconds: float) -> bool:
+        """Whether one of these ranks may be lost, or all may be stalled: then each is looked at."""
+        is_idle = is_too_long(self.idle_seconds, self.longest_idle_seconds, heartbeat_seconds)
+        return self.is_noted or (is_idle and not self.is_exempt)
 
 
 ALL_HAVE_ENDED = Digest()
