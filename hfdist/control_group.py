@@ -100,6 +100,9 @@ class ControlGroup:
             leaders = dist.new_group(first, backend=ON_DEMAND, timeout=timeout)
             self._leaders = leaders if rank() in first else None
             self.pairs = dist.new_group(backend=ON_DEMAND, timeout=timeout)
+            # Now, as all are there: gloo waits for ever to connect with one that has ended since (torch 2.13).
+            self.begin_largest([0])()
+            self.gather(b"")
 
     def gather(self, text: bytes) -> list[bytes]:
         """Give the texts of all ranks, in order of rank."""

@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -18,7 +17,6 @@ from hfdist.messages.message import write_message
 from hfdist.watch.diagnosis import Heartbeat, PeerState
 from hfdist.watch.store import Store, read_told
 from hfdist.watch.tree import Below, Digest, find_parents
-from hfdist.watch.watcher import Watcher
 
 MACHINE_RANKS = 8
 _REDUCTIONS = 50
@@ -87,22 +85,25 @@ def measure_watch(num_ranks: int, machine_ranks: int) -> WatchCosts:
     machines = [range(begin, begin + machine_ranks) for begin in range(0, num_ranks, machine_ranks)]
     parents = find_parents(machines)
     known = [Heartbeat(number=0, host="a-machine", pid=1)] * num_ranks
-    below = Below(0, known, parents, time.monotonic())
+    below = Below(0, known, parents, 0.0)
     speakers = [number for number, parent in parents.items() if parent == 0]
-    of_speaker = {number: Below(number, known, parents, 0.0).digest(0.0, 1.0) for number in speakers}
+    leaders = set(parents.values())
+    of_speaker = {
+        number: Below(number, known, parents, 0.0).digest(0.0, 1.0) if number in leaders else Digest()
+        for number in speakers
+    }
     store = Store(0, num_ranks, below, None, None)
-    watcher = SimpleNamespace(_store=store, _beat_seconds=1.0, _heartbeat_seconds=60.0)
-    watcher._digest = lambda now: Watcher._digest(watcher, now)
     cpu_seconds, received_bytes = 0.0, 0
     for second in range(_SECONDS):
-        lines = [(number, line) for number, line in _lines(of_speaker, second)]
+        lines = list(_lines(of_speaker, second))
         received_bytes += sum(len(line) for _, line in lines)
         begin = time.process_time()
         for number, line in lines:
-            below.hear(number, *read_told(line, len(line)), time.monotonic())
+            below.hear(number, *read_told(line, len(line)), second)
         store.exchange(Heartbeat(number=second), None, 1.0)
         for _ in range(2):
-            assert not Watcher._is_suspect(watcher, PeerState(Heartbeat(number=second)), time.monotonic())
+            own = Digest.of(PeerState(Heartbeat(number=second)), 1.0)
+            assert not Digest.merged([own, below.digest(second, 1.0)]).is_suspect(60.0)
         cpu_seconds += time.process_time() - begin
     return WatchCosts(
         messages=len(speakers), received_bytes=received_bytes // _SECONDS, cpu_seconds=cpu_seconds / _SECONDS

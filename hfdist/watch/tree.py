@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hfdist.watch.diagnosis import Heartbeat, PeerState
+from hfdist.watch.diagnosis import Heartbeat, PeerState, is_too_long
 
 WIDTH = 32
 """Leaders that have one leader."""
@@ -59,6 +59,11 @@ class Digest(NamedTuple):
             return cls(is_noted=bool(beat.left))
         is_noted = is_silent or beat.broken_seconds is not None
         return cls(1, beat.idle_seconds, beat.longest_idle_seconds, beat.exempt is not None, is_noted)
+
+    def is_suspect(self, heartbeat_seconds: float) -> bool:
+        """Whether one of these ranks may be lost, or all may be stalled: then each is looked at."""
+        is_idle = is_too_long(self.idle_seconds, self.longest_idle_seconds, heartbeat_seconds)
+        return self.is_noted or (is_idle and not self.is_exempt)
 
 
 ALL_HAVE_ENDED = Digest()
@@ -124,15 +129,17 @@ class Below:
 
     def hear(self, speaker: int, beat: Heartbeat, digest: Digest, each: Mapping[int, PeerState], now: float) -> None:
         """Take what a rank says of itself, of all below it, and maybe of each of them."""
-        under = self._under.get(speaker, [])
         self._beats[speaker], self._digests[speaker] = beat, digest
-        for number in under:
-            if number in each and each[number].beat.number >= self._beats[number].number:
-                self._beats[number] = each[number].beat
-            elif digest == ALL_HAVE_ENDED and number not in self._came and self._beats[number].left is None:
+        silent: dict[int, float] = {}
+        # Thousands of ranks: looked at only when there is something to see.
+        for number in self._under.get(speaker, []) if each or digest == ALL_HAVE_ENDED else []:
+            if number in each:
+                silent[number] = each[number].silent_seconds
+                if each[number].beat.number >= self._beats[number].number:
+                    self._beats[number] = each[number].beat
+            elif not each and number not in self._came and self._beats[number].left is None:
                 self._beats[number] = self._beats[number]._replace(left=0)
-        self._silent[speaker] = {number: each[number].silent_seconds for number in under if number in each}
-        self._came[speaker] = now
+        self._silent[speaker], self._came[speaker] = silent, now
 
     def knows_each(self) -> bool:
         """Whether all that have ranks below them have told of each in their last message, or have ended."""

@@ -25,7 +25,6 @@ from hfdist.watch.diagnosis import (
     find_left,
     find_lost,
     find_stalled,
-    is_too_long,
 )
 from hfdist.watch.store import Store
 from hfdist.watch.tree import Digest
@@ -176,7 +175,9 @@ class Watcher:
             # By its own clock, and not by what came back from a store that may be gone.
             own = PeerState(self._own_beat(0))
             is_first = self._store.rank == 0
-            self._asks_each = is_first and self._is_suspect(own, now)
+            told = Digest.merged([Digest.of(own, self._beat_seconds), self._digest(now)])
+            # Then rank 0 looks at each rank: thousands take their time.
+            self._asks_each = is_first and told.is_suspect(self._heartbeat_seconds)
             followed = self._below(now) if self._asks_each else {}
             self._peers = {self._store.rank: own} | (followed if is_first else {0: PeerState(first, now - came[1])})
             if (asked := first.asked) not in (None, answered):
@@ -189,12 +190,6 @@ class Watcher:
                     rank for rank, one in self._peers.items() if one.silent_seconds > 3 * self._beat_seconds
                 }
                 self._end(verdict)
-
-    def _is_suspect(self, own: PeerState, now: float) -> bool:
-        """Whether something may be wrong, for which rank 0 looks at each rank: thousands take their time."""
-        told = Digest.merged([Digest.of(own, self._beat_seconds), self._digest(now)])
-        is_idle = is_too_long(told.idle_seconds, told.longest_idle_seconds, self._heartbeat_seconds)
-        return told.is_noted or (is_idle and not told.is_exempt)
 
     def _digest(self, now: float) -> Digest:
         return self._store.below.digest(now, self._beat_seconds)

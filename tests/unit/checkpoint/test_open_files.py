@@ -75,7 +75,7 @@ def test_a_limit_that_is_too_low_is_named(tmp_path):
 def raise_own():
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
     raise_limit(512)
-    with pytest.raises(ResourceError, match=r"to the other ranks.*RLIMIT_NOFILE 512, of at most 512"):
+    with pytest.raises(ResourceError, match=r"(?s)to the other ranks.*RLIMIT_NOFILE 512, of at most 512"):
         raise_limit(513)
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
