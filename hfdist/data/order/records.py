@@ -71,8 +71,9 @@ def join(records: Sequence[Records]) -> Records:
 
 def chain(digest: int, records: Records) -> int:
     """Give the digest of a lane after `records`, from the one before them. Digests are in [0, 2**64)."""
-    joined = digest.to_bytes(8, "little") + records.tobytes()
-    return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")
+    hashed = hashlib.blake2b(digest.to_bytes(8, "little"), digest_size=8)
+    hashed.update(records)
+    return int.from_bytes(hashed.digest(), "little")
 
 
 def count_begun(records: Records) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
+from itertools import repeat, tee
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ def concat(chunks: Iterator[tuple[Place, DocumentBatch]], shape: Shape) -> Itera
 
     def cut() -> Iterator[Sequence]:
         num_sequences = min(buffer.num_sequences(lane), _MOST_SEQUENCES)
-        return map(buffer.cut({lane: num_sequences}).sequence, range(num_sequences))
+        return buffer.cut({lane: num_sequences}).sequences(0, num_sequences)
 
     for place, chunk in chunks:
         buffer.add(chunk, [LaneDocuments(lane, place, len(chunk.numbers))])
@@ -185,7 +186,7 @@ class PackingBuffer:
         length, num_tokens = self._shape.length, self._num_tokens[lane]
         items = _Items(*self._columns[lane])
         self._columns[lane], self._num_tokens[lane] = self._columns[lane][:, :0], 0
-        sequence = CutSequences(items, 1, self._shape, self._arrays, self._errors).sequence(0)
+        (sequence,) = CutSequences(items, 1, self._shape, self._arrays, self._errors).sequences(0, 1)
         return sequence._replace(
             parts=[*sequence.parts, filling(length - num_tokens, self._shape)],
             lengths=[*sequence.lengths, length - num_tokens],
@@ -258,21 +259,24 @@ class CutSequences:
             self._blanks.setdefault(number, []).append((start, start + self._sizes[piece]))
         self._places = _next_places(items, ends, num_sequences, shape.length)
 
-    def sequence(self, number: int) -> Sequence:
-        """Make one of them: thousands that wait would be looked through by each garbage collection."""
-        start, stop = self._piece_ends[number : number + 2]
-        first, last = self._record_ends[number : number + 2]
-        records = self._records[first:last]
-        epochs, positions, offsets = self._places
-        return Sequence(
-            self._parts[start:stop],
-            self._sizes[start:stop],
-            self._blanks.get(number, ()),
-            Place(epochs[number], positions[number], offsets[number]),
-            self._length,
-            self._num_begun[number],
-            records,
-            self._problems(records) if self._errors else (),
+    def sequences(self, first: int, stop: int) -> Iterator[Sequence]:
+        """Give some of them, each made when it is asked for: thousands that wait would be looked through by each
+        garbage collection.
+        """
+        # All in C: a call of Python for each column of each sequence would be most of what packing costs.
+        pieces = self._piece_ends[first:stop], self._piece_ends[first + 1 : stop + 1]
+        records = map(slice, self._record_ends[first:stop], self._record_ends[first + 1 : stop + 1])
+        own, again = tee(map(self._records.__getitem__, records))
+        return map(
+            Sequence,
+            map(self._parts.__getitem__, map(slice, *pieces)),
+            map(self._sizes.__getitem__, map(slice, *pieces)),
+            map(self._blanks.get, range(first, stop), repeat(())),
+            map(Place, *(column[first:stop] for column in self._places)),
+            repeat(self._length),
+            self._num_begun[first:stop],
+            own,
+            map(self._problems, again) if self._errors else repeat(()),
         )
 
     def _problems(self, records: Records) -> tuple[str, ...]:

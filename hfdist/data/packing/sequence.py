@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ def make_rows(
     else:
         ids = tokens.astype(dtype)
         labels = ids.copy()
-    places = np.arange(max(lengths), dtype=dtype).data
+    places = _places(max(lengths).bit_length(), dtype)
     positions = np.frombuffer(bytearray().join([places[:length] for length in lengths]), dtype)
     labels[[0, *accumulate(lengths[:-1])]] = IGNORED
     first = 0
@@ -119,6 +120,12 @@ def make_rows(
             labels[first + start : first + stop] = IGNORED
         first += sum(one.lengths)
     return ids, positions, labels
+
+
+@lru_cache(maxsize=2)
+def _places(num_bits: int, dtype: DTypeLike) -> memoryview:
+    """Numbers from 0 on, of so many bits: making them would be a tenth of a batch."""
+    return np.arange(1 << num_bits, dtype=dtype).data
 
 
 def _tokens(sequences: Sequences[Sequence]) -> NDArray[np.integer]:

@@ -69,9 +69,14 @@ class Lane:
         self._plan, self._lane = plan, lane
         self._sequences = dict(sequences)
         self._available = tuple(self._sequences)
+        (first, *others) = plan.pools
+        self._endless = None if others or first.epochs is not None else self._sequences[0]
+        """The only pool's sequences, where they never end."""
 
     def next(self, sample: int) -> Packed:
         """Give the lane's next sequence, number `sample` of the run; DataError: bad data, or none to train on."""
+        if self._endless is not None:
+            return self._lane, 0, next(self._endless)
         pool = self._plan.mixture.pick(sample, self._available)
         if pool is None:
             return self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place())
@@ -146,12 +151,21 @@ class DocumentIterator:
         """
         limit = self._pool.epochs
         while not len(self._numbers) and (limit is None or self.place.epoch < limit):
-            epoch, position, _ = self.place
-            if position < self._order.lane_length(epoch, self._lane):
-                self._numbers = self._order.rest_of_blocks(epoch, self._lane, position, most or 1)
+            if self.place.position < self._order.lane_length(self.place.epoch, self._lane):
+                self._numbers = self._after(0, most or 1)
             else:
                 self._end_epoch()
+        # Whole blocks are less, by up to a block, than what is asked for.
+        while most is not None and 0 < len(self._numbers) < most and len(more := self._after(len(self._numbers), most)):
+            self._numbers = np.concatenate([self._numbers, more])
         return self._numbers[:most]
+
+    def _after(self, num_documents: int, most: int) -> NDArray[np.int64]:
+        """Give the documents of this epoch that come after so many next ones, `most` with these if blocks allow it."""
+        epoch, position = self.place.epoch, self.place.position + num_documents
+        if position >= self._order.lane_length(epoch, self._lane):
+            return self._numbers[:0]
+        return self._order.rest_of_blocks(epoch, self._lane, position, most - num_documents)
 
     def advance(self, num_documents: int, num_barren: int) -> None:
         """Move past the next documents, of which `num_barren` come after the last one to train on."""
@@ -181,6 +195,8 @@ class MultiLaneReader:
     def __init__(self, iterators: Mapping[int, DocumentIterator], documents: Documents, shape: Shape) -> None:
         self._iterators, self._documents, self._shape = iterators, documents, shape
         self._buffer = PackingBuffer(shape, iterators)
+        self._given: dict[int, Iterator[sequence.Sequence]] = {lane: iter(()) for lane in iterators}
+        """What each lane gives now, and then `_ready`."""
         self._ready: dict[int, deque[Iterator[sequence.Sequence]]] = {lane: deque() for lane in iterators}
         self._num_ready = dict.fromkeys(iterators, 0)
         self._num_lanes = self._num_sequences = 1
@@ -189,15 +205,14 @@ class MultiLaneReader:
 
     def next(self, lane: int) -> sequence.Sequence | None:
         """Give the next sequence of a lane, or raise its error; None: the lane has ended."""
-        if not self._num_ready[lane]:
-            self._pack(self._lacking(lane))
-        ready = self._ready[lane]
-        while ready:
-            if (packed := next(ready[0], None)) is not None:
-                self._num_ready[lane] -= 1
-                return packed
-            ready.popleft()
-        return None
+        while (packed := next(self._given[lane], None)) is None:
+            if not self._ready[lane]:
+                self._pack(self._lacking(lane))
+            if not self._ready[lane]:
+                return None
+            self._given[lane] = self._ready[lane].popleft()
+        self._num_ready[lane] -= 1
+        return packed
 
     def _lacking(self, first: int) -> list[int]:
         """Give the lane `first` and the next lanes that need more soon: as many as are packed at once now."""
@@ -221,7 +236,7 @@ class MultiLaneReader:
             stop = 0
             for lane, count in counts.items():
                 start, stop = stop, stop + count
-                self._add_ready(lane, map(cut.sequence, range(start, stop)), count)
+                self._add_ready(lane, cut.sequences(start, stop), count)
         for lane, count in counts.items():
             if not count and self._buffer.num_documents(lane):
                 self._add_ready(lane, iter([self._buffer.rest(lane)]), 1)
@@ -265,5 +280,8 @@ class MultiLaneReader:
         self._num_tokens += int(chunk.lengths.sum())
 
     def _guess(self, num_sequences: int) -> int:
-        """Guess how many documents the sequences take, from the mean length of the documents so far."""
-        return -(-num_sequences * self._shape.length * self._num_documents // self._num_tokens)
+        """Guess how many documents the sequences take, from the mean length of the documents so far.
+
+        A few too many: what is left over is read already, and too few need a whole pass more.
+        """
+        return -(-num_sequences * self._shape.length * self._num_documents * 9 // (8 * self._num_tokens))
