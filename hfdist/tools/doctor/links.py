@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from hfdist.errors import ResourceError, first_line, printable
+from hfdist.launch.address import address_of, listen
+from hfdist.launch.gloo_interface import VARIABLE, address_of_own_name, choose_gloo_interface
 from hfdist.messages.message import NotAMessageError, read_json
 from hfdist.tools.doctor.pairs import SIZES_MIB, Pair
 from hfdist.topology import LauncherPlace
@@ -95,8 +97,6 @@ class Rendezvous:
 
 def meet(place: LauncherPlace) -> Rendezvous:
     """Join the other ranks; ResourceError: this rank does not reach them."""
-    from hfdist.launch.gloo_interface import VARIABLE, choose_gloo_interface
-
     if not os.environ.get(VARIABLE):
         # As each run does, so that the links of a run are tried.
         choose_gloo_interface()
@@ -156,7 +156,7 @@ def _connect(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float, pati
     other = pair.ranks[1] if rendezvous.rank == pair.ranks[0] else pair.ranks[0]
     own_address = gloo_address()
     try:
-        listener = socket.create_server((own_address, 0))
+        listener = listen(own_address, 0)
     except OSError as error:
         return f"{own_address} cannot be listened on: {error.strerror}"
     with listener:
@@ -199,12 +199,11 @@ def _measure(pair: Pair) -> None:
     repeats = _REPEATS
     for mib in SIZES_MIB:
         tensor = torch.zeros(mib << 18, device=device)
-        nbytes = tensor.numel() * tensor.element_size()
         # There and back: two messages.
         best = min(_timed(lambda: _send_and_receive(own, tensor), device) for _ in range(repeats))  # noqa: B023
-        pair.gbs[str(mib)] = 2 * nbytes / best / 1e9
+        pair.gbs[str(mib)] = 2 * tensor.nbytes / best / 1e9
         reduced = min(_timed(lambda: dist.all_reduce(tensor), device) for _ in range(repeats))  # noqa: B023
-        pair.all_reduce_gbs[str(mib)] = nbytes / reduced / 1e9
+        pair.all_reduce_gbs[str(mib)] = tensor.nbytes / reduced / 1e9
         agreed = torch.tensor([1 if best > _LONG_SECONDS else _REPEATS], device=device)
         dist.broadcast(agreed, src=0)
         repeats = int(agreed)
@@ -261,7 +260,7 @@ def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seco
                 tensor = torch.zeros(mib << 18, device=device)
                 best = min(_timed(lambda: dist.all_reduce(tensor), device) for _ in range(_REPEATS))  # noqa: B023
                 factor = 2 * (len(ranks) - 1) / len(ranks)
-                own.all_reduce_gbs[str(mib)] = factor * tensor.numel() * tensor.element_size() / best / 1e9
+                own.all_reduce_gbs[str(mib)] = factor * tensor.nbytes / best / 1e9
     except Exception as error:
         return what_failed(error)
     return own.all_reduce_gbs
@@ -284,14 +283,10 @@ def _end_group(backend: str) -> None:
 
 def gloo_address() -> str:
     """Give the address that gloo tells the other ranks: that of GLOO_SOCKET_IFNAME, or else of the host's name."""
-    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-        for found in psutil.net_if_addrs().get(name, []):
-            if found.family == socket.AF_INET:
-                return str(found.address)
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    for name in os.environ.get(VARIABLE, "").split(","):
+        with suppress(OSError):
+            return address_of(name)
+    return address_of_own_name()
 
 
 def link_gbs() -> float | None:
@@ -300,7 +295,7 @@ def link_gbs() -> float | None:
     for name, found in psutil.net_if_addrs().items():
         folder = Path("/sys/class/net") / name
         # A virtual one names a speed that nothing keeps.
-        if address in {one.address for one in found} and (folder / "device").exists():
+        if address in {one.address.partition("%")[0] for one in found} and (folder / "device").exists():
             with suppress(OSError, ValueError):
                 megabits = int((folder / "speed").read_text())
                 return megabits / 8000 if megabits > 0 else None
