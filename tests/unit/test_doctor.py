@@ -13,8 +13,10 @@ from hfdist.host_memory import CgroupMemory
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.command import main, parse_request
 from hfdist.tools.doctor.finding import ERROR, Finding, lines
-from hfdist.tools.doctor.links import Rendezvous, gloo_address, offset_seconds
+from hfdist.tools.doctor.link_speed import offset_seconds
+from hfdist.tools.doctor.links import gloo_address
 from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs, rounds
+from hfdist.tools.doctor.rendezvous import Rendezvous
 from hfdist.topology import read_launcher
 
 GPUS = """\

@@ -21,7 +21,8 @@ from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import refuse_target
 from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
 from hfdist.config.override_text import as_override
-from hfdist.config.schema import Key, all_keys, find_key, flatten, members
+from hfdist.config.plain_values import flatten
+from hfdist.config.schema import Key, all_keys, find_key, members
 from hfdist.errors import ConfigError, nearest
 from hfdist.records.run_folder import is_run_folder
 

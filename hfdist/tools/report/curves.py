@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hfdist.tools.report.drawing.chart import COLOURS, Chart, Curve, Mark, colour, draw
+from hfdist.tools.report.event_marks import marked
 from hfdist.tools.report.figures import learning_curves
-from hfdist.tools.report.history import marked
 from hfdist.tools.report.reading.downsample import Point
 from hfdist.tools.report.reading.rank_steps import PARTS, STEP, RankSteps
 from hfdist.tools.report.reading.run_files import CURVES, HELD_OUT, LOSS, RunFiles

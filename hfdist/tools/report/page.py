@@ -14,7 +14,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from hfdist.tools.report import compare, curves, figures, plan, rollouts, sections, sweep
+from hfdist.tools.report import compare, curves, figures, plan, rollouts, run_head, sections, sweep
 from hfdist.tools.report.drawing.chart import colour
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import escaped
@@ -57,7 +57,7 @@ def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, st
     """
     several = len(runs) > 1
     of_sweeps = {f"sweep-{place}": sweep.sweep(folder) for place, folder in enumerate(sweeps)}
-    heads = (sections.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
+    heads = (run_head.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
     found = of_sweeps | {
         "heads": "".join(heads),
         "differences": compare.differences(runs) if several else "",
