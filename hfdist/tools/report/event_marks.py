@@ -15,7 +15,7 @@ _MOST_TEXTS = 4
 """Most texts of a mark."""
 
 
-class Marked(NamedTuple):
+class EventMark(NamedTuple):
     """Events at about one step, as one mark in all curves."""
 
     step: float
@@ -25,16 +25,16 @@ class Marked(NamedTuple):
     is_bad: bool
 
 
-def marked(run: RunFiles, most: int) -> list[Marked]:
+def find_marks(run: RunFiles, most: int) -> list[EventMark]:
     """Give about `most` marks at most; a good end has none. Events near each other share a mark."""
     found = []
     for event, step in _with_steps(run):
         letter = style_of(event).letter
         if letter is not None and (not is_of(event, Event.end) or is_bad(event)):
             text = f"step {step:,.0f}: {style_of(event).words(event)}"
-            found.append(Marked(step, letter, printable(text, LONGEST), is_bad(event)))
+            found.append(EventMark(step, letter, printable(text, LONGEST), is_bad(event)))
     found.sort(key=lambda mark: mark.step)
-    groups: list[list[Marked]] = []
+    groups: list[list[EventMark]] = []
     for mark in found:
         if groups and mark.step - groups[-1][0].step < max([found[-1].step, *run.steps[-1:]]) / most:
             groups[-1].append(mark)
@@ -43,12 +43,12 @@ def marked(run: RunFiles, most: int) -> list[Marked]:
     return [_join(own) for own in groups]
 
 
-def _join(marks: list[Marked]) -> Marked:
+def _join(marks: list[EventMark]) -> EventMark:
     letters = "".join(dict.fromkeys(mark.letters for mark in marks))
     texts = list(dict.fromkeys(mark.text for mark in marks))
     more = [f"and {len(texts) - _MOST_TEXTS} more near it"] if len(texts) > _MOST_TEXTS else []
     text = "\n".join([*texts[:_MOST_TEXTS], *more])
-    return Marked(marks[0].step, letters, text, any(mark.is_bad for mark in marks))
+    return EventMark(marks[0].step, letters, text, any(mark.is_bad for mark in marks))
 
 
 def _with_steps(run: RunFiles) -> Iterator[tuple[Mapping[str, object], float]]:
