@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import in_override, plain
 from hfdist.config.strategy import ONE_F_ONE_B, ContextMethod, Offload, Schedule, Sharding
 from hfdist.config.train import Recompute, TrainConfig
 from hfdist.topology import MODEL_AXES, Mesh
@@ -72,7 +72,7 @@ class Layout(Mesh):
         changed: list[str] = []
         for section in ("strategy", "train", "data"):
             before, after = plain(getattr(config, section)), plain(getattr(new, section))
-            changed += [f"{section}.{key}={in_override(after[key])}" for key in after if after[key] != before[key]]
+            changed += [f"{section}.{key}={override_value(after[key])}" for key in after if after[key] != before[key]]
         return tuple(changed)
 
     @classmethod

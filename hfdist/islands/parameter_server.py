@@ -19,7 +19,7 @@ import torch
 
 from hfdist.config.islands import Codec
 from hfdist.config.optimizer import OptimizerConfig
-from hfdist.config.schema import from_plain
+from hfdist.config.plain_values import from_plain
 from hfdist.errors import ConfigError
 from hfdist.islands.codec import decode
 from hfdist.islands.codec import num_bytes as num_bytes_of

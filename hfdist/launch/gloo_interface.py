@@ -35,18 +35,18 @@ def choose_gloo_interface() -> None:
         ConfigError: the variable names an interface that this machine does not have.
     """
     named = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
-    usable = list(own_interfaces())
+    interfaces = list(own_interfaces())
     missing = [name for name in named if name not in psutil.net_if_addrs()]
     if missing:
         what, where = "this machine has no such network interface", f"{VARIABLE} (environment)"
         found = f"{', '.join(missing)}, on {socket.gethostname()}"
-        raise ConfigError(what, where=where, found=found, allowed=", ".join(usable) or None)
-    if named or not usable or not read_launcher().has_other_machines:
+        raise ConfigError(what, where=where, found=found, allowed=", ".join(interfaces) or None)
+    if named or not interfaces or not read_launcher().has_other_machines:
         return
     address = address_of_own_name()
     if is_loopback(address):
         routes = (_interface_to(peer) for peer in (os.environ.get("MASTER_ADDR"), _ANYWHERE) if peer)
-        os.environ[VARIABLE] = chosen = next((name for name in routes if name in usable), usable[0])
+        os.environ[VARIABLE] = chosen = next((name for name in routes if name in interfaces), interfaces[0])
         logger.info("gloo connects by %s, as the name of this machine leads to %s: see %s", chosen, address, VARIABLE)
 
 

@@ -18,6 +18,7 @@ from hfdist.config.strategy import Offload, Sharding
 from hfdist.config.train import Recompute
 from hfdist.errors import ResourceError
 from hfdist.pipeline.schedule import stages_per_rank
+from hfdist.planning.costs import bytes_by_axis
 from hfdist.planning.describe import describe_plan
 from hfdist.planning.machines import find_machines
 from hfdist.planning.make_plan import find_planned_architecture, make_plan
@@ -125,7 +126,7 @@ def _to_json(one: Candidate, request: PlanRequest) -> dict[str, object]:
         "tokens_per_second": _tokens(request) / one.time.seconds,
         "mfu": one.mfu,
         "memory": asdict(one.memory.use) | {"total": one.memory.use.total, "rank": one.memory.rank},
-        "sent_bytes": {sent.axis: sent.sent_bytes for sent in one.traffic},
+        "sent_bytes": bytes_by_axis(one.traffic),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hfdist.strategies.step_memory import MemoryUse
@@ -87,6 +88,14 @@ class AxisTraffic:
     """Micro batches with this traffic; the computation of the others hides none of it."""
     overlaps: Phase | None = None
     """The phase beside which it can run; None: all wait for it."""
+
+
+def bytes_by_axis(traffic: Iterable[AxisTraffic]) -> dict[str, float]:
+    """Give the bytes that a rank sends in a step, by axis: an axis may have traffic of several kinds."""
+    found: dict[str, float] = {}
+    for one in traffic:
+        found[one.axis] = found.get(one.axis, 0.0) + one.sent_bytes
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

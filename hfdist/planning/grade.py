@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
+from hfdist.planning.costs import bytes_by_axis
 from hfdist.planning.describe import uses
 from hfdist.planning.plan import Plan
 from hfdist.strategies.traffic import Phase
@@ -109,9 +110,7 @@ def _time(plan: Plan, measured: Measured) -> Iterator[Item]:
 
 
 def _traffic(plan: Plan, measured: Measured) -> Iterator[Item]:
-    planned: dict[str, float] = {}
-    for one in plan.traffic:
-        planned[one.axis] = planned.get(one.axis, 0.0) + one.sent_bytes
+    planned = bytes_by_axis(plan.traffic)
     for axis in [axis for axis in planned if axis in measured.sent_bytes]:
         sent = measured.sent_bytes[axis]
         yield Item(name=f"sent along {axis}", unit="bytes", predicted=planned[axis], measured=sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -59,7 +60,8 @@ SANDBOXED = MappingProxyType({"code": code, WITHOUT_LANDLOCK: code_without_landl
 def find_program(text: str) -> str:
     """Give the last fenced block of Python; a text without one is a program itself."""
     blocks: list[str] = _BLOCK.findall(text)
-    return blocks[-1] if blocks else text
+    # A block within an item of a list is indented as a whole.
+    return textwrap.dedent(blocks[-1]) if blocks else text
 
 
 def _count_tests(reference: str) -> int:

@@ -74,14 +74,14 @@ def _is_finite(value: Any) -> bool:
 
 
 def load_rewards(
-    names: Mapping[str, float], *, where: str = "rewards", made: Mapping[str, Score] = MappingProxyType({})
+    names: Mapping[str, float], *, where: str = "rewards", others: Mapping[str, Score] = MappingProxyType({})
 ) -> list[Reward]:
     """Find rewards by name, and import the packages that offer them.
 
     Args:
         names: the weight of each reward.
         where: the config key that holds `names`.
-        made: further rewards of the caller, by name.
+        others: further rewards of the caller, by name.
 
     Raises:
         ConfigError: a weight is no finite number, or no installed package offers a reward of this name.
@@ -97,7 +97,7 @@ def load_rewards(
         if not _is_finite(weight):
             what = "the weight of a reward is no finite number"
             raise ConfigError(what, where=f"{where}.{name}", found=weight, hint=f"{where}.{name}=1.0")
-    known = {**BUILT_IN, **made}
+    known = {**BUILT_IN, **others}
     return [
         Reward(name=name, weight=float(weight), score=known[name] if name in known else _load(name, where))
         for name, weight in names.items()

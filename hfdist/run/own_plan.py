@@ -47,7 +47,8 @@ _MOST_SECONDS = 60.0
 _OF_HOST = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
 _CONNECTION = 3
 """File descriptor of a new process: the first one after its standard streams."""
-Made = tuple[Plan, Machines]
+PlanAndMachines = tuple[Plan, Machines]
+"""A plan, and the machines for which it was made."""
 
 
 class OwnPlan:
@@ -58,7 +59,7 @@ class OwnPlan:
         forks: whether that is a fork of this one; else a new one without a GPU, for which `make` is pickled.
     """
 
-    def __init__(self, make: Callable[[], Made], *, forks: bool = True) -> None:
+    def __init__(self, make: Callable[[], PlanAndMachines], *, forks: bool = True) -> None:
         self._connection, theirs = Pipe()
         if forks:
             self._pid = _fork(make, theirs)
@@ -71,9 +72,9 @@ class OwnPlan:
             with suppress(pickle.PicklingError, AttributeError, TypeError, OSError):
                 self._connection.send(make)
 
-    def take(self) -> Made | str:
+    def take(self) -> PlanAndMachines | str:
         """Wait for the plan, and give it, or why there is none. Call it once."""
-        found: Made | str = f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
+        found: PlanAndMachines | str = f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
         # OSError: it has ended before it has read what it was sent.
         with suppress(EOFError, OSError):
             if self._connection.poll(_MOST_SECONDS):
@@ -113,7 +114,7 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
 
 def _make_own(
     config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int, architecture: PreTrainedConfig
-) -> Made:
+) -> PlanAndMachines:
     machines = find_machines(config, asked, hardware, processes)
     return make_plan(config, machines, processes, architecture), machines
 
@@ -164,7 +165,7 @@ def naming_lack_of_memory(plan: Plan | None) -> Iterator[None]:
         raise ResourceError(what, where="memory", found=found, hint=hint) from error
 
 
-def _fork(make: Callable[[], Made], connection: Connection) -> int:
+def _fork(make: Callable[[], PlanAndMachines], connection: Connection) -> int:
     # Some libraries warn of a fork after they have started threads, which do nothing here.
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
@@ -197,14 +198,14 @@ def make_received(descriptor: int) -> None:
     _answer(lambda: connection.recv()(), connection)
 
 
-def _answer(make: Callable[[], Made], connection: Connection) -> None:
+def _answer(make: Callable[[], PlanAndMachines], connection: Connection) -> None:
     for number in heard_signals():
         signal.signal(number, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
             # What libraries say to developers is said by the run itself.
             warnings.simplefilter("ignore")
-            found: Made | str = make()
+            found: PlanAndMachines | str = make()
     except Exception as error:
         found = f"{type(error).__name__}: {first_line(error)}"
     connection.send(found)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hfdist.errors import PeerError
 from hfdist.records import RunFolder, RunRecord, State, read_run
-from hfdist.tools.hang_case import HangCase, Row, Wait
+from hfdist.tools.hang_case import HangCase, Row, WaitingRanks
 from hfdist.tools.report.text import instant
 from hfdist.watch.diagnosis import name_ranks
 from hfdist.watch.requests import ASKED, request, withdraw
@@ -33,7 +33,7 @@ class Explanation:
     folder: Path | None
     """Folder of the stacks; None: there are none."""
     rows: list[Row] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[WaitingRanks] = field(default_factory=list)
     verdict: str = ""
     hint: str = ""
 

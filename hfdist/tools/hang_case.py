@@ -33,7 +33,7 @@ class Row(NamedTuple):
     """File, line and function."""
 
 
-class Wait(NamedTuple):
+class WaitingRanks(NamedTuple):
     """Ranks that wait for others in a collective."""
 
     waiting: list[int]
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
 
     verdict: str
     hint: str
-    waits: list[Wait]
+    waits: list[WaitingRanks]
 
 
 _FROM_CHECKPOINT = "the same command goes on from the last checkpoint"
@@ -116,11 +116,11 @@ class HangCase:
 
     # ---- what may be wrong, the surest first ----
 
-    def _judge_silent(self, waits: list[Wait]) -> Verdict:
+    def _judge_silent(self, waits: list[WaitingRanks]) -> Verdict:
         silent = sorted(self._silent)
         waiting = [rank for rank in self._beats if rank not in self._silent]
         if not any(set(wait.awaited) & set(silent) for wait in waits) and waiting:
-            waits = [*waits, Wait(waiting, silent, "whatever comes next")]
+            waits = [*waits, WaitingRanks(waiting, silent, "whatever comes next")]
         first = self._silent[silent[0]]
         place = f"{name_ranks(silent)} (on {first.beat.host or '?'}, process {first.beat.pid or 'unknown'})"
         after = f"after {first.beat.mark}, {first.beat.step} steps done"
@@ -138,7 +138,7 @@ class HangCase:
             hint = f"ssh {first.beat.host} ps {first.beat.pid}; if it is there, `hfdist doctor` tests the links"
         return Verdict(verdict, hint, waits)
 
-    def _judge_differing(self, waits: list[Wait]) -> Verdict | None:
+    def _judge_differing(self, waits: list[WaitingRanks]) -> Verdict | None:
         """Find the first number of a group under which ranks have begun different collectives."""
         for _, begun in sorted(self._begun.items()):
             knows_sizes = not any(one.is_done for one in begun.values())
@@ -156,10 +156,10 @@ class HangCase:
                 "out, or called one too many"
             )
             hint = "look for a condition in these lines, or above them, that is not the same on all ranks"
-            return Verdict(verdict, hint, waits or [Wait(usual, odd, f"{_short(one)}, {one.place}")])
+            return Verdict(verdict, hint, waits or [WaitingRanks(usual, odd, f"{_short(one)}, {one.place}")])
         return None
 
-    def _judge_missing(self, waits: list[Wait]) -> Verdict | None:
+    def _judge_missing(self, waits: list[WaitingRanks]) -> Verdict | None:
         """Find ranks that others wait for, and that wait for nobody."""
         waiting = {rank for wait in waits for rank in wait.waiting}
         for wait in waits:
@@ -181,7 +181,7 @@ class HangCase:
             return Verdict(verdict, "all ranks must call the collectives of all groups in the same order", waits)
         return None
 
-    def _judge_all_inside(self, waits: list[Wait]) -> Verdict | None:
+    def _judge_all_inside(self, waits: list[WaitingRanks]) -> Verdict | None:
         """Find a collective in which all ranks of its group are, and which does not end."""
         for group in self._members:
             pending = {
@@ -194,7 +194,7 @@ class HangCase:
                 return Verdict(verdict, "the links between them: `hfdist doctor` tests each pair of ranks", waits)
         return None
 
-    def _judge_by_progress(self, waits: list[Wait]) -> Verdict:
+    def _judge_by_progress(self, waits: list[WaitingRanks]) -> Verdict:
         if not self._beats:
             return Verdict("no rank has left anything here", "py-spy dump --pid PID, on each rank's machine", waits)
         exempt = {beat.exempt for beat in self._beats.values()} - {None}
@@ -205,21 +205,21 @@ class HangCase:
         behind = [rank for rank, beat in self._beats.items() if beat.marks == fewest]
         waiting = [rank for rank in self._beats if rank not in behind]
         found = f"{name_ranks(behind)} made no progress{self._at(behind[0])}"
-        waits = [*waits, Wait(waiting, behind, "what comes next")] if waiting else waits
+        waits = [*waits, WaitingRanks(waiting, behind, "what comes next")] if waiting else waits
         return Verdict(found, f"the line above; all of {self._file(behind[0])}", waits)
 
     # ---- who waits for whom ----
 
-    def _waits(self) -> list[Wait]:
+    def _waits(self) -> list[WaitingRanks]:
         """Say of each collective that has not ended who is in it, and who has not come to it."""
-        found: dict[tuple[str, int, str], Wait] = {}
+        found: dict[tuple[str, int, str], WaitingRanks] = {}
         for rank, pending in sorted(self._pending.items()):
             for one in pending[:1]:
                 missing = [other for other in self._partners(rank, one) if not self._has_begun(other, one)]
                 key = one.group, one.number, one.name if one.is_p2p else ""
                 if missing:
                     waiting = [*(found[key].waiting if key in found else []), rank]
-                    found[key] = Wait(waiting, missing, f"{_short(one)}, {one.place}")
+                    found[key] = WaitingRanks(waiting, missing, f"{_short(one)}, {one.place}")
         return list(found.values())
 
     def _partners(self, rank: int, one: Collective) -> list[int]:

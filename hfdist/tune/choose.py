@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from hfdist.config.plain_values import plain
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import plain
 from hfdist.config.task import REWARD_MODEL, TaskName
 from hfdist.data.documents.examples import take_examples
 from hfdist.rewards import Generation, Reward, load_rewards
@@ -55,7 +55,7 @@ def make_objective(
 def check_rewards(names: Mapping[str, float]) -> None:
     """Raise a ConfigError on a reward that no package offers, or that runs programs where they cannot be confined."""
     made = {REWARD_MODEL: lambda generations: [0.0] * len(generations)}
-    for reward in load_rewards(names, where="task.rewards", made=made):
+    for reward in load_rewards(names, where="task.rewards", others=made):
         if reward.name in SANDBOXED:
             reward([Generation(prompt="", text="", reference="assert True")])
 
@@ -66,7 +66,7 @@ def _rewards(
     path, made = config.task.reward_model, {}
     if path is not None:
         made[REWARD_MODEL] = LearnedReward(path, tokenizer, layout=strategy, arguments=arguments)
-    return load_rewards(config.task.rewards, where="task.rewards", made=made)
+    return load_rewards(config.task.rewards, where="task.rewards", others=made)
 
 
 def _table(config: RunConfig) -> ReferenceTable:

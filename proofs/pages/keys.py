@@ -13,11 +13,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.compose import compose_untyped, make_request
+from hfdist.config.composition.other_trainers import OVERRIDES, REASONS
 from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
 from hfdist.config.data import SourceConfig
-from hfdist.config.schema import ANY_NAME, Key, all_keys, members, plain
+from hfdist.config.plain_values import plain
+from hfdist.config.schema import ANY_NAME, Key, all_keys, members
 from proofs.pages.python_names import python
 from proofs.pages.shipped_tables import getting_started, words_of
 
@@ -50,7 +51,8 @@ hfdist pretrain --help
 ```
 
 A name of another trainer is a mistake here, and the message says what to write. These are all the names that hfdist
-knows; `VALUE` is the value that you gave. `make docs` writes this page from `hfdist/config/composition/aliases.py`.
+knows; `VALUE` is the value that you gave. `make docs` writes this page from
+`hfdist/config/composition/other_trainers.py`.
 
 | name | here |
 |---|---|

@@ -17,8 +17,9 @@ import pytest
 
 from hfdist.records import versions
 from hfdist.testing import forget_parent
-from hfdist.tools.doctor import links
-from hfdist.tools.doctor.examine import Request, examine_rank
+from hfdist.tools.doctor import link_speed, ranks, rendezvous
+from hfdist.tools.doctor.examine import Request
+from hfdist.tools.doctor.ranks import examine_rank
 from tests.cluster.machines import ip
 
 pytestmark = pytest.mark.distributed
@@ -112,7 +113,7 @@ def break_machine(number, folder, runs):
     if number == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
         # The kernel has no clock for each namespace.
-        links.time = SimpleNamespace(time=lambda: time.time() + 5, monotonic=time.monotonic)
+        link_speed.time = SimpleNamespace(time=lambda: time.time() + 5, monotonic=time.monotonic)
     elif number == 2:
         mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
         lead_own_name_to_loopback(number, folder)
@@ -215,7 +216,8 @@ def test_each_break_is_named_with_what_to_do(tmp_path, network):
 
 
 def test_a_rank_that_never_comes_is_named_and_the_others_are_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr(links, "JOIN_SECONDS", 3.0)
+    for module in (ranks, rendezvous):
+        monkeypatch.setattr(module, "JOIN_SECONDS", 3.0)
     monkeypatch.setattr("tests.distributed.test_doctor.address", lambda machine: "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as free:
         monkeypatch.setattr("tests.distributed.test_doctor.PORT", free.getsockname()[1])

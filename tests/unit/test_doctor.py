@@ -13,8 +13,10 @@ from hfdist.host_memory import CgroupMemory
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.command import main, parse_request
 from hfdist.tools.doctor.finding import ERROR, Finding, lines
-from hfdist.tools.doctor.links import Rendezvous, offset_seconds
+from hfdist.tools.doctor.link_speed import offset_seconds
+from hfdist.tools.doctor.links import gloo_address
 from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs, rounds
+from hfdist.tools.doctor.rendezvous import Rendezvous
 from hfdist.topology import read_launcher
 
 GPUS = """\
@@ -59,6 +61,13 @@ def test_a_pair_below_half_the_median_is_named():
     pairs += [pair(0, 3, 1.0), pair(2, 3, 0.2)]
     slow = [one.text for one in judge_pairs(pairs, {}) if one.level == "warning"]
     assert [text.partition(" (")[0] for text in slow] == ["ranks 2-3"]
+
+
+def test_the_address_that_gloo_tells_may_be_one_of_ipv6(monkeypatch):
+    known = {"eth7": [SimpleNamespace(family=socket.AF_INET6, address="2001:db8::7")]}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: known)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert gloo_address() == "2001:db8::7"
 
 
 def test_links_are_compared_with_what_the_interface_is_made_for():

@@ -9,7 +9,7 @@ import pytest
 
 from hfdist import __main__ as command
 from hfdist.config.cli.arguments import as_command
-from hfdist.config.cli.process_end import print_at_once, printing
+from hfdist.config.cli.process_end import print_at_once, tolerating_broken_pipe
 from hfdist.errors import UNREAD, DataError
 from tests.unit.config.shipped import CONF
 
@@ -108,9 +108,9 @@ def unread(monkeypatch):
 def test_who_reads_may_have_seen_enough(num_bytes, monkeypatch):
     """What is not read any more is no error, but another broken connection is."""
     with unread(monkeypatch) as out:
-        with printing():
+        with tolerating_broken_pipe():
             out.write("x" * num_bytes)
-        with pytest.raises(BrokenPipeError), printing():
+        with pytest.raises(BrokenPipeError), tolerating_broken_pipe():
             raise BrokenPipeError
 
 

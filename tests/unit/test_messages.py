@@ -19,12 +19,12 @@ import zmq
 
 from hfdist.config.islands import Codec
 from hfdist.config.optimizer import OptimizerConfig
-from hfdist.config.schema import plain
+from hfdist.config.plain_values import plain
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.transport import AbortedError, Transport
 from hfdist.messages.door import SECRET, knock, read_line
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message
-from hfdist.tools.doctor.links import Rendezvous
+from hfdist.tools.doctor.rendezvous import Rendezvous
 from hfdist.tune.generators.broker import Broker
 from hfdist.tune.generators.messages import connect, open_broker, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles

@@ -9,7 +9,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 import hfdist
-from hfdist.config.composition.aliases import OVERRIDES, REASONS
+from hfdist.config.composition.other_trainers import OVERRIDES, REASONS
 from hfdist.config.composition.python_words import in_python
 from hfdist.errors import ConfigError
 from hfdist.strategies.select import make_strategy

@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 from hfdist.config.checks.conflict import conflict
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, AdapterPart
+from hfdist.config.plain_values import plain
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import plain
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 

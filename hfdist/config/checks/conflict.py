@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import reduce
 
+from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import in_override, plain
 from hfdist.errors import ConfigError
 
 
@@ -25,4 +25,4 @@ def shown(config: RunConfig, key: str) -> str:
     value = plain(reduce(getattr, key.split("."), config))
     if isinstance(value, (list, dict)):
         return f"[{', '.join(map(str, value))}]"
-    return f"{value:g}" if isinstance(value, float) else in_override(value)
+    return f"{value:g}" if isinstance(value, float) else override_value(value)

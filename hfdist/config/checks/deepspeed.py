@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from hfdist.config.optimizer import OptimizerName, Schedule
 from hfdist.config.paths import expand_user
+from hfdist.config.plain_values import flatten
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import flatten
 from hfdist.errors import ConfigError
 from hfdist.messages.message import NotAMessageError, read_json
 

@@ -8,8 +8,8 @@ import re
 
 from hfdist.config.checks.conflict import conflict
 from hfdist.config.islands import Codec, IslandMethod, IslandsConfig
+from hfdist.config.plain_values import plain
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import plain
 from hfdist.config.train import Precision
 from hfdist.topology import PARTS
 

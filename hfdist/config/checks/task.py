@@ -7,8 +7,8 @@ import json
 from functools import reduce
 
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
+from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import in_override, plain
 from hfdist.config.task import REWARD_MODEL, SCORE, PreferenceLoss, TaskConfig, TaskName
 from hfdist.errors import ConfigError
 
@@ -68,7 +68,7 @@ def _check_others(config: RunConfig) -> None:
 
 
 def _misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:
-    found = in_override(plain(reduce(getattr, key.split("."), config)))
+    found = override_value(plain(reduce(getattr, key.split("."), config)))
     task = f"task.name={config.task.name.value}"
     return ConfigError(why, where=key, found=f"{found}, with {task}", allowed=allowed, hint=f"{key}={allowed}")
 

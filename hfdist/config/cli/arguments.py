@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from hfdist.config.cli.process_end import printing, stop_everywhere, told_in_one_message
+from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message, tolerating_broken_pipe
 from hfdist.config.cli.recipe_names import RECIPES
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.paths import expand_user
@@ -29,7 +29,7 @@ def as_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[]
     @functools.wraps(main)
     def command() -> None:
         is_help = not {"-h", "--help"}.isdisjoint(sys.argv[1:])
-        with told_in_one_message(stop_everywhere), printing(0 if is_help else UNREAD):
+        with told_in_one_message(stop_everywhere), tolerating_broken_pipe(0 if is_help else UNREAD):
             if is_help:
                 sys.stdout.write(help_text)
             else:

@@ -22,15 +22,22 @@ from hfdist.config.checks.offline import OFFLINE_FLAG, check_offline
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.arguments import as_config_flags, value_after
 from hfdist.config.cli.finished import describe_finished
-from hfdist.config.cli.process_end import ending, printing, stop_everywhere, stop_here, told_in_one_message
+from hfdist.config.cli.process_end import (
+    ending,
+    stop_everywhere,
+    stop_here,
+    told_in_one_message,
+    tolerating_broken_pipe,
+)
 from hfdist.config.cli.unnamed import choose_run_name
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
 from hfdist.config.composition.files import searching
 from hfdist.config.composition.help import describe
 from hfdist.config.composition.request import Request
+from hfdist.config.likely_keys import nearest_key
 from hfdist.config.run import AUTO, RunConfig
-from hfdist.config.schema import find_key, nearest_key
+from hfdist.config.schema import find_key
 from hfdist.errors import ConfigError, nearest
 from hfdist.garbage_collector import collector_paused
 from hfdist.processes.startup import reporting, switch_reports
@@ -273,7 +280,7 @@ def _print_only(command: Callable[[], None], flags: argparse.Namespace, request:
     """Print the help, or let Hydra print the config, once nothing in the command line is wrong."""
     if read_launcher().rank != 0:
         return
-    with printing():
+    with tolerating_broken_pipe():
         if flags.help:
             sys.stdout.write(describe(compose_untyped(request), request))
         else:

@@ -54,7 +54,7 @@ def told_in_one_message(stop: Callable[[HfdistError], NoReturn]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def printing(cut_off: int = 0) -> Iterator[None]:
+def tolerating_broken_pipe(cut_off: int = 0) -> Iterator[None]:
     """Let the block print; end quietly where nobody reads standard output any more, as of `hfdist plan ... | head`.
 
     Args:

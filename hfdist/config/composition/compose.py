@@ -27,9 +27,9 @@ from hfdist.config.conf_folder import shipped_folder
 from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind
 from hfdist.config.model import Init
 from hfdist.config.paths import expand_user
+from hfdist.config.plain_values import flatten, plain
 from hfdist.config.rates import default_learning_rate
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = RUN_DEFAULTS[0]

@@ -11,8 +11,8 @@ from hfdist.config.composition.compose import compose_config, to_values
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.data import SourceConfig
 from hfdist.config.optimizer import Schedule
+from hfdist.config.plain_values import plain
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import plain
 from hfdist.config.strategy import Compression
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.records.run_folder import RunFolder

@@ -15,7 +15,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from hfdist.config.composition.aliases import OWN_REWARD, override_for
+from hfdist.config.composition.aliases import override_for
 from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.options import (
     as_yaml_line,
@@ -25,6 +25,7 @@ from hfdist.config.composition.options import (
     no_option,
     override_for_synonym,
 )
+from hfdist.config.composition.other_trainers import OWN_REWARD
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
 from hfdist.config.composition.request import Request
 from hfdist.config.composition.unknown_keys import unknown_key
@@ -36,7 +37,9 @@ from hfdist.config.composition.value_hints import (
     weighted_rewards,
 )
 from hfdist.config.conf_folder import list_options
-from hfdist.config.schema import all_keys, find_key, flatten, members, nearest_key
+from hfdist.config.likely_keys import nearest_key
+from hfdist.config.plain_values import flatten
+from hfdist.config.schema import all_keys, find_key, members
 from hfdist.errors import ConfigError, first_line, nearest
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -21,7 +20,9 @@ from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import refuse_target
 from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
-from hfdist.config.schema import Key, all_keys, find_key, flatten, members
+from hfdist.config.override_text import as_override
+from hfdist.config.plain_values import flatten
+from hfdist.config.schema import Key, all_keys, find_key, members
 from hfdist.errors import ConfigError, nearest
 from hfdist.records.run_folder import is_run_folder
 
@@ -151,7 +152,7 @@ def _name_files(text: str, folders: Sequence[Path]) -> list[str]:
     key, _, value = text.partition("=")
     if key.lstrip("+") == PLACE and value.endswith(".json"):
         where = f"{PLACE} ({COMMAND_LINE})"
-        return [f"{PLACE}={_in_words(read_deepspeed_file(value, where))}"]
+        return [as_override(PLACE, read_deepspeed_file(value, where))]
     if key not in _OF_PATHS or not (re.search(_OF_PATHS[key].looks, value) or _is_there(key, value, folders)):
         return [text]
     option, path_key, _ = _OF_PATHS[key]
@@ -163,15 +164,6 @@ def _is_there(group: str, name: str, folders: Sequence[Path]) -> bool:
     """Whether a name without a slash is that of a file or folder here, and of no option."""
     is_one = bool(name) and (_is_model(name) if group == "model" else os.path.exists(name))
     return is_one and not any(name in list_options(folder, group) for folder in folders)
-
-
-def _in_words(value: object) -> str:
-    """Write JSON as the grammar of overrides has it."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_in_words(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_in_words, value)) + "]"
-    return f"'{value}'" if isinstance(value, str) else json.dumps(value)
 
 
 def _prepare(text: str, recipe: str) -> GivenOverride:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hfdist.config.plain_values import accepts_text
 from hfdist.config.schema import find_key
 
 _COUNTS = {"%": 0.01, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -26,5 +27,5 @@ def read_quantity(key: str, text: str) -> str | None:
         return None
     value = round(float(written[1].replace("_", "")) * factor[written[2].lower()], 9)
     number = f"{int(value)}" if value.is_integer() else f"{value:g}"
-    is_allowed = known.accepts(number) and (known.limit is None or known.limit.accepts(float(number)))
+    is_allowed = accepts_text(known, number) and (known.limit is None or known.limit.accepts(float(number)))
     return number if is_allowed else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from hfdist.config.composition.files import read_config
 from hfdist.config.composition.overrides import GivenOverride
 from hfdist.config.conf_folder import list_groups, list_options
-from hfdist.config.schema import flatten
+from hfdist.config.plain_values import flatten
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.paths import expand_user
-from hfdist.config.schema import ANY_NAME, Key, all_keys, flatten, keys_of, plain, values_by_key
+from hfdist.config.plain_values import flatten, plain
+from hfdist.config.schema import ANY_NAME, Key, all_keys, keys_of, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
 T = TypeVar("T")

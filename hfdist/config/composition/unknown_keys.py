@@ -7,12 +7,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hfdist.config.composition.aliases import VALUES, override_for, reason_against
+from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.options import as_yaml_line, defaults_line, join_names
+from hfdist.config.composition.other_trainers import VALUES
 from hfdist.config.composition.overrides import COMMAND_LINE, in_yaml
 from hfdist.config.composition.quantities import read_quantity
 from hfdist.config.composition.request import Request
-from hfdist.config.schema import find_key, likely_keys, members, unknown_keys
+from hfdist.config.likely_keys import likely_keys
+from hfdist.config.plain_values import accepts_text
+from hfdist.config.schema import find_key, members, unknown_keys
 from hfdist.errors import ConfigError, nearest
 
 _OPTION_NAMES = ("name", "type", "option", "preset", "kind")
@@ -116,5 +119,7 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
         return None
     if find_key(section) is not None and not near.startswith(f"{section}."):
         # The same word may mean another thing in another section.
-        return f"{near}={text}, if that is meant" if known is None or known.accepts(str(text)) else None
-    return f"{near}={text}" if known is None or known.accepts(str(text)) else f"{near}, which takes {known.allowed}"
+        return f"{near}={text}, if that is meant" if known is None or accepts_text(known, str(text)) else None
+    return (
+        f"{near}={text}" if known is None or accepts_text(known, str(text)) else f"{near}, which takes {known.allowed}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from hfdist.config.composition.aliases import VALUES
+from hfdist.config.composition.other_trainers import VALUES
 from hfdist.config.composition.overrides import in_yaml
 from hfdist.config.composition.quantities import read_quantity
 from hfdist.config.conf_folder import shipped_folder

@@ -8,9 +8,9 @@ along a line, as the length of a sequence is that of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from hfdist.config.batch import plan_batch
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
-from hfdist.config.train import Precision, Recompute
+from hfdist.config.train import Precision
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.embeddings import input_embeddings
 from hfdist.models.flops import flops_per_token, measure_size
@@ -38,11 +38,12 @@ from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
 from hfdist.pipeline.costs import costs_by_flops
 from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure
 from hfdist.planning.costs import OpCosts
-from hfdist.planning.searching.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
+from hfdist.planning.searching.constants import MODES, Mode, ModelConstants, PartCosts
+from hfdist.planning.searching.fit_parts import PartTrace, fit_part, with_chunks
 from hfdist.planning.searching.shares import find_shares, find_tensor_plans
 from hfdist.planning.timing.traffic import step_sizes
+from hfdist.planning.tracing.as_trainer import find_loss_head
 from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
-from hfdist.planning.tracing.memory import find_loss_head
 from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.model_fit import check_degrees
@@ -92,15 +93,15 @@ def measure_constants(
         shares_tokens = class_keeps_documents_apart(model) is not False
         with fake_tensors:
             measurement = _Measurement(config, model, loss_head)
-            kinds, ends = measurement.kinds(), measurement.ends
+            kinds, prologue, epilogue = measurement.measure()
     embedding, head = input_embeddings(model), model.get_output_embeddings()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
     return with_whole(
         kinds=kinds,
         kind_of_block=tuple(measurement.kind_of_block),
-        prologue=ends[0],
-        epilogue=ends[1],
+        prologue=prologue,
+        epilogue=epilogue,
         tied_parameters=_tied(embedding, head),
         sequence_length=length,
         boundary_bytes=measurement.boundary_bytes,
@@ -140,27 +141,6 @@ def _tied(embedding: Any, head: Any) -> float:
 
 
 @dataclass
-class _Seen:
-    """What was measured of one part with so many sequences."""
-
-    forward: OpCosts = field(default_factory=OpCosts)
-    backward: OpCosts = field(default_factory=OpCosts)
-    kept: float = 0.0
-    working: float = 0.0
-    whole: float = 0.0
-    """Bytes of what is kept that are as wide as the hidden states."""
-
-    def __add__(self, other: _Seen) -> _Seen:
-        return _Seen(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.kept + other.kept,
-            max(self.working, other.working),
-            self.whole + other.whole,
-        )
-
-
-@dataclass
 class _Call:
     """How the model calls a module of a block."""
 
@@ -185,10 +165,10 @@ class _Measurement:
 
     # ---- the blocks ----
 
-    def kinds(self) -> tuple[PartCosts, ...]:
-        """Measure each kind of block, and set `ends`."""
+    def measure(self) -> tuple[tuple[PartCosts, ...], PartCosts, PartCosts]:
+        """Measure each kind of block, and what is before and after the blocks."""
         around = {number: _Around(self, number) for number in _NUMBERS}
-        seen: dict[Mode, list[dict[int, _Seen]]] = {}
+        seen: dict[Mode, list[dict[int, PartTrace]]] = {}
         for mode in MODES:
             if mode is not None:
                 checkpoint_blocks(self._model, mode)
@@ -200,26 +180,26 @@ class _Measurement:
         for kind, of_plain in enumerate(seen[None]):
             block = self.blocks[self.kind_of_block.index(kind)]
             named = {name: p for part in block for name, p in part.named_parameters()}
-            parts.append(_part(self._item_bytes, named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
+            parts.append(fit_part(self._item_bytes, named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
         embedding, head = input_embeddings(self._model), self._model.get_output_embeddings()
         own_embedding = {} if embedding is None else dict(embedding.named_parameters())
         own_head = {} if head is None or _tied(embedding, head) else dict(head.named_parameters())
         prologue = {number: one.prologue for number, one in around.items()}
         epilogue = {number: one.epilogue for number, one in around.items()}
-        self.ends = (
-            _part(self._item_bytes, own_embedding, prologue, dict.fromkeys(MODES, prologue)),
-            _with_chunks(_part(self._item_bytes, own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
+        return (
+            tuple(parts),
+            fit_part(self._item_bytes, own_embedding, prologue, dict.fromkeys(MODES, prologue)),
+            with_chunks(fit_part(self._item_bytes, own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
         )
-        return tuple(parts)
 
-    def _run(self, calls: list[_Call], number: int) -> _Seen:
-        seen = _Seen()
+    def _run(self, calls: list[_Call], number: int) -> PartTrace:
+        seen = PartTrace()
         for call in calls:
             with self._trace:
                 seen += self._run_one(call, number)
         return seen
 
-    def _run_one(self, call: _Call, number: int) -> _Seen:
+    def _run_one(self, call: _Call, number: int) -> PartTrace:
         trace, wide = self._trace, _WideTensors(self._width, self._config.data.sequence_length, number)
         inputs = call.inputs
         # Gradients go to what comes from the block before, and to nothing else.
@@ -228,7 +208,7 @@ class _Measurement:
         with self.autocast(), wide.hooks():
             output = next(_floats(call.module(*inputs[0], **inputs[1])))
         kept = trace.held.activations - base
-        seen = _Seen(forward=trace.costs(Phase.forward), kept=kept, whole=wide.total + output.nbytes)
+        seen = PartTrace(forward=trace.costs(Phase.forward), kept=kept, whole=wide.total + output.nbytes)
         seen.backward, peak = self.backward(output)
         seen.working = peak - base - kept
         for parameter in call.module.parameters():
@@ -278,7 +258,7 @@ class _Around:
 
     def __init__(self, measurement: _Measurement, number: int) -> None:
         self.calls: dict[int, list[_Call]] = {}
-        self.prologue, self.epilogue = _Seen(), _Seen()
+        self.prologue, self.epilogue = PartTrace(), PartTrace()
         self._owner, self._last = measurement, BlockPlace(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
         self._outputs: dict[tuple[int, int], object] = {}
         self._first: torch.Tensor | None = None
@@ -292,7 +272,7 @@ class _Around:
             with measurement.deferring(copied), measurement.autocast():
                 loss = copied(input_ids=ids, labels=ids).loss
             kept = trace.held.activations - self._base
-            self.epilogue = _Seen(forward=trace.costs(Phase.forward), kept=kept)
+            self.epilogue = PartTrace(forward=trace.costs(Phase.forward), kept=kept)
             highest = trace.peak_of(Phase.forward).activations
             self.epilogue.backward, peak = measurement.backward(loss)
             self.epilogue.working = max(peak, highest) - self._base - kept
@@ -311,7 +291,7 @@ class _Around:
             self._first = next(_floats((args, kwargs)))
             owner.set_width(self._first)
             trace = owner.trace
-            self.prologue = _Seen(forward=trace.costs(Phase.forward), kept=trace.held.activations - self._base)
+            self.prologue = PartTrace(forward=trace.costs(Phase.forward), kept=trace.held.activations - self._base)
         if (kind, place.part) not in self._outputs:
             inputs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
             self.calls.setdefault(kind, []).append(_Call(module, inputs))
@@ -371,60 +351,3 @@ def _kind(block: Block) -> str:
     ]
     shapes = [(name, tuple(p.shape), p.requires_grad) for part in block for name, p in part.named_parameters()]
     return repr((modules, shapes))
-
-
-def _part(
-    item_bytes: int,
-    named: Mapping[str, nn.Parameter],
-    plain: Mapping[int, _Seen],
-    by_mode: Mapping[Mode, Mapping[int, _Seen]],
-) -> PartCosts:
-    one = plain[1]
-    # How much of what grows with the sequences is whole on each tensor rank.
-    growing = max(plain[2].kept - one.kept, 1.0)
-    share = min(1.0, (plain[2].whole - one.whole) / growing)
-    least = by_mode[Recompute.all]
-    floor = max(0.0, least[2].kept - least[1].kept)
-
-    def kept(mode: Mode, seen: Mapping[int, _Seen]) -> Growth:
-        fixed, line = _line({number: found.kept for number, found in seen.items()})
-        # The blocks' inputs are whole, of the rest as much as without checkpointing.
-        whole = min(line, floor + (line - floor) * share) if mode is not None else line * share
-        return Growth(fixed=fixed, whole=whole, divided=line - whole)
-
-    def spread(values: Mapping[int, float]) -> Growth:
-        fixed, line = _line(values)
-        return Growth(fixed=fixed, whole=line * share, divided=line * (1 - share))
-
-    def work(values: Mapping[int, OpCosts]) -> Work:
-        moved = spread({number: costs.moved_bytes for number, costs in values.items()})
-        return Work(flops=values[1].flops, moved=moved, kernels=values[1].kernels)
-
-    return PartCosts(
-        parameters=sum(p.nbytes for p in named.values()) / item_bytes,
-        trained=float(sum(p.numel() for p in named.values() if p.requires_grad)),
-        forward=work({number: seen.forward for number, seen in plain.items()}),
-        backward={
-            mode: work({number: found.backward for number, found in seen.items()}) for mode, seen in by_mode.items()
-        },
-        kept={mode: kept(mode, seen) for mode, seen in by_mode.items()},
-        working={
-            mode: spread({number: found.working for number, found in seen.items()}) for mode, seen in by_mode.items()
-        },
-    )
-
-
-def _with_chunks(epilogue: PartCosts, head: nn.Module | None) -> PartCosts:
-    """Tell what grows with the head's weights, as their gradient does, from chunks of logits."""
-    of_weights = 0.0 if head is None else float(sum(p.nbytes for p in head.parameters() if p.requires_grad))
-    working = {
-        mode: replace(grown, fixed=min(grown.fixed, of_weights), constant=max(0.0, grown.fixed - of_weights))
-        for mode, grown in epilogue.working.items()
-    }
-    return replace(epilogue, working=working)
-
-
-def _line(values: Mapping[int, float]) -> tuple[float, float]:
-    """Give what does not grow with the sequences, and what each adds."""
-    each = max(0.0, values[2] - values[1])
-    return max(0.0, values[1] - each), each

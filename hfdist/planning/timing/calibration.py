@@ -9,16 +9,15 @@ minute, and outliers count less. What the steps do not tell apart stays near its
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hfdist.config.hardware import Hardware
+from hfdist.records.lines import Line, append_line, read_lines
 
 COMPONENTS = ("compute", "memory", "kernels", "link")
 _VERSION = 1
@@ -81,29 +80,23 @@ class TimedStep:
 def write_step(step: TimedStep, path: Path) -> None:
     """Add a line to a file; ranks of several runs may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(step)) + "\n")
+    append_line(path, asdict(step))
 
 
 def read_steps(path: Path, hardware: str) -> list[TimedStep]:
     """Give the steps of one hardware, the oldest first. Lines of other versions, or damaged ones, are left out."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
-    steps = [step for line in lines if (step := _parse(line)) is not None]
+    steps = [step for line in read_lines(path) if (step := _parse(line)) is not None]
     return [step for step in steps if step.hardware == hardware]
 
 
-def _parse(line: str) -> TimedStep | None:
+def _parse(values: Line) -> TimedStep | None:
     try:
-        values: dict[str, Any] = json.loads(line)
         known = {field.name: values[field.name] for field in fields(TimedStep) if field.name in values}
         step = TimedStep(**known)
         ideal = sum(step.ideal.get(name, 0.0) for name in COMPONENTS)
         is_right = "version" in values and step.version == _VERSION
         is_right = is_right and 0 < step.step_seconds < math.inf and 0 < ideal < math.inf
-    except (ValueError, TypeError, AttributeError):
+    except (TypeError, AttributeError):
         return None
     return step if is_right else None
 

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage3, utils
 from torch import nn
 
-# Not public; see memory.py.
+# Not public; see fake_ranks.py.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +33,7 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
-from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
+from hfdist.planning.tracing.as_trainer import loss_function, prepare_as_trainer
 from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED

@@ -40,11 +40,6 @@ def tensors_of(values: object) -> Iterator[torch.Tensor]:
             yield from tensors_of(value)
 
 
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Give the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
-
-
 def run_operation(operation: Operation, types: tuple[type, ...], args: Arguments, kwargs: Named) -> object:
     """Run an operation: for real, where its tensors are real and small.
 

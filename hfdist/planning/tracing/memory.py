@@ -6,38 +6,31 @@ are there already when the traced one begins, so that what is traced is the last
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-# Neither is public; with both, torch's own tests run layouts without processes and without memory.
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+# Not public; see fake_ranks.py.
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfdist.config.batch import IGNORED, plan_batch
+from hfdist.config.batch import plan_batch
 from hfdist.config.checks.preflight import plan_run
-from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule
-from hfdist.models.loss import LossHead, choose_loss
-from hfdist.models.loss.chunked import CHUNK_LOGITS
-from hfdist.optim.registry import find_optimizer, make_over
 from hfdist.planning.costs import PeakMemory, RankCosts, StageCosts
-from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer, quantize_fake
+from hfdist.planning.tracing.as_trainer import find_loss_head, make_batch, make_optimizer, prepare_as_trainer, run_step
+from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
+from hfdist.planning.tracing.fake_ranks import deepspeed_of, fake_ranks, fake_tensors
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
-from hfdist.strategies.engine import Batch, Engine, TrainerHooks
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import select_strategy
 from hfdist.strategies.step_memory import MemoryUse
@@ -49,8 +42,6 @@ if TYPE_CHECKING:
     from hfdist.strategies.deepspeed.zero import ZeroStrategy
     from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 
-SHORT_DOCUMENT = 2
-"""Tokens of the second document in each traced sequence."""
 _RANGES = {"cpu": (0.97, 1.03), "cuda": (0.97, 1.15)}
 """Range of a peak, as shares of the traced one. On a CPU: how traces and measured peaks differ (docs/plan.md). A GPU's
 allocator rounds sizes up and keeps pieces that fit nothing; and its kernels have workspaces of their own."""
@@ -113,51 +104,6 @@ def trace_rank(
         else:
             trace, state = _trace_engine(config, architecture, strategy, device_type)
     return _to_rank_trace(config, topology, trace, state, device_type, stages)
-
-
-@contextmanager
-def fake_ranks(topology: Topology) -> Iterator[None]:
-    """Start a process group of which this process is one rank, and the others do not exist; end it after the block."""
-    if topology.world_size == 1:
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=topology.rank, world_size=topology.world_size)
-    try:
-        yield
-    finally:
-        # DeepSpeed has ended its own.
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-@contextmanager
-def fake_tensors(strategy: Strategy) -> Iterator[None]:
-    """Make tensors of the block without memory, but the mesh of the layout with real ones."""
-    if strategy.topology.world_size > 1:
-        _ = strategy.mesh
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-        yield
-
-
-def deepspeed_of(strategy: Strategy) -> AbstractContextManager[None]:
-    """Give a context in which DeepSpeed, where the layout has it, works on fake tensors."""
-    if not strategy.config.sharding.is_deepspeed:
-        return nullcontext()
-    # It takes a second to import, which other layouts save.
-    from hfdist.planning.tracing.deepspeed_trace import deepspeed_on_fake_tensors
-
-    return deepspeed_on_fake_tensors(strategy.topology)
-
-
-def find_loss_head(
-    config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str, *, by_size: bool = True
-) -> LossHead | None:
-    """Find the loss head of the run, on fake tensors, with chunks as large as on the run's device.
-
-    The arguments are those of `choose_loss`.
-    """
-    loss_head = choose_loss(config, model, strategy, by_size=by_size)
-    return None if loss_head is None else LossHead(CHUNK_LOGITS[device_type])
 
 
 def _trace_zero(
@@ -272,28 +218,6 @@ def _to_rank_trace(
     return RankTrace(peak=peak, costs=costs, state=state)
 
 
-def make_optimizer(
-    config: RunConfig, engine: Engine, device_type: str = "cpu", *, sets_up: bool = True
-) -> torch.optim.Optimizer:
-    """Make the optimizer as the Trainer does: weight decay on matrices only, and a group for each mesh of DTensors."""
-    model = engine.model
-    alike: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            decays = len(engine.whole_shape(parameter)) >= 2
-            alike[decays, getattr(parameter, "device_mesh", None)].append(parameter)
-    decay = config.optimizer.weight_decay
-    groups = [{"params": own, "weight_decay": decay * decays} for (decays, _), own in alike.items()]
-    optimizer = make_over(find_optimizer(config.optimizer, warmup_steps=0), model, groups)
-    if sets_up:
-        engine.setup(model, SimpleNamespace(optimizer=optimizer), None)
-    for group in optimizer.param_groups:
-        if device_type == "cuda" and not group.get("fused") and group.get("foreach", True) is None:
-            # torch's own choice there: all parameters of a group at once, which takes memory.
-            group["foreach"] = True
-    return optimizer
-
-
 @torch.no_grad()
 def make_state(optimizer: torch.optim.Optimizer, model: nn.Module, trace: Trace) -> None:
     """Make the optimizer's state and the gradients, as they are after a micro batch."""
@@ -324,48 +248,6 @@ def put_gradients_in_buckets(model: nn.Module, trace: Trace) -> None:
             parameter.grad = bucket.view(bucket.shape)
 
         parameter.register_post_accumulate_grad_hook(copy)
-
-
-def run_step(
-    config: RunConfig,
-    strategy: Strategy,
-    engine: Engine,
-    optimizer: torch.optim.Optimizer,
-    loss_head: LossHead | None,
-    trace: Trace,
-) -> None:
-    """Run the last micro batch of a step (a pipeline: all), and the optimizer's step, as the Trainer does."""
-
-    def backward(loss: torch.Tensor) -> None:
-        trace.phase = Phase.backward
-        loss.backward()
-
-    runs_whole_step = strategy.topology.pipeline > 1
-    batch = make_batch(config, strategy.batch.num_microbatches if runs_whole_step else 1)
-    num_items = (batch["labels"][:, 1:] != IGNORED).sum()
-    hooks = TrainerHooks(model=engine.model, loss=loss_function(engine.model, loss_head), backward=backward)
-    trace.phase = Phase.forward
-    engine.forward_backward(batch, num_items, hooks)
-    trace.phase = Phase.optimizer
-    engine.clip_grad_norm(config.train.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@unset_fake_temporarily()
-def make_batch(config: RunConfig, number: int = 1) -> Batch:
-    """Make micro batches of real numbers: without packing a document a sequence, else another of two tokens after it.
-
-    Nothing is known of the run's documents. Longer ones hold more: attention with dropout or soft caps keeps scores of
-    tokens x tokens. A second one makes borders, or a mask.
-    """
-    shape = number * config.train.micro_batch_size, config.data.sequence_length
-    ids = torch.zeros(shape, dtype=torch.int64)
-    if config.data.packing is Packing.none:
-        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-    positions, start = torch.arange(shape[1]).repeat(shape[0], 1), max(shape[1] - SHORT_DOCUMENT, 1)
-    positions[:, start:] -= start
-    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions}
 
 
 def fullest_pipeline(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> range:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfdist.garbage_collector import collector_paused
 from hfdist.planning.costs import OpCosts
-from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation, num_bytes, run_operation, tensors_of
+from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation, run_operation, tensors_of
 from hfdist.planning.tracing.flop_formulas import find_formula
 from hfdist.strategies.step_memory import MemoryUse
 from hfdist.strategies.traffic import Phase
@@ -249,7 +249,7 @@ class Trace(TorchDispatchMode):
             self.hold((tensor for tensor in given if self._is_activation(tensor)), BUFFERS)
             if self._copies_gathered and operation is _GATHER:
                 copy = _Block(0, BUFFERS)
-                self._grow(copy, num_bytes(args[0]))
+                self._grow(copy, args[0].nbytes)
                 self._grow(copy, -copy.size)
             return output
         sums_gradients = _sums_gradients(operation)
@@ -276,9 +276,9 @@ class Trace(TorchDispatchMode):
         if formula is not None:
             counter.flops += formula(*args, **kwargs, out_val=output)
             return
-        read = 0 if packet in _FILLING else sum(map(num_bytes, tensors_of(args)))
+        read = 0 if packet in _FILLING else sum(tensor.nbytes for tensor in tensors_of(args))
         # What is written in place is among the outputs, too, but for optimizers, which give nothing back.
-        counter.moved_bytes += read + sum(map(num_bytes, outputs or tensors_of(args)))
+        counter.moved_bytes += read + sum(tensor.nbytes for tensor in outputs or tensors_of(args))
 
 
 def _sums_gradients(operation: object) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag, read_number
 from hfdist.config.cli.command import go_offline
 from hfdist.config.run import AUTO
-from hfdist.tools.doctor.examine import Request, check_alone, examine_rank, report
+from hfdist.tools.doctor.examine import Request, check_alone, report
 from hfdist.tools.doctor.processes import read_processes
 
 _HELP = """\
@@ -37,14 +37,17 @@ def _examine(arguments: list[str]) -> None:
     request, is_launched = parse_request(arguments)
     if request.is_offline:
         go_offline()
+    if not is_launched and request.processes == 1:
+        report(check_alone(request), [], [], as_json=request.as_json)
+        return
+    # Here: one process needs no torch.
+    from hfdist.launch.launch import start_ranks
+    from hfdist.tools.doctor.ranks import examine_rank
+
     if is_launched:
         examine_rank(request)
-    elif request.processes > 1:
-        from hfdist.launch.launch import start_ranks
-
-        sys.exit(start_ranks(examine_rank, request, processes=request.processes, max_restarts=0))
     else:
-        report(check_alone(request), [], [], as_json=request.as_json)
+        sys.exit(start_ranks(examine_rank, request, processes=request.processes, max_restarts=0))
 
 
 main = as_command(_HELP, _examine)

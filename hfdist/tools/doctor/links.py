@@ -1,113 +1,28 @@
-"""Tests of links: ranks meet at a store and try each pair with a time limit, so that one dead pair stops no other.
-
-Not in the run's own process group: gloo's needs all links, and fails on all ranks when one is cut.
-"""
+"""Tests of links: each pair of ranks is tried with a time limit, so that one dead pair stops no other."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from hfdist.errors import ResourceError, first_line, printable
-from hfdist.messages.message import NotAMessageError, read_json
+from hfdist.errors import first_line, printable
+from hfdist.launch.address import address_of, listen
+from hfdist.launch.gloo_interface import VARIABLE, address_of_own_name
+from hfdist.tools.doctor.link_speed import REPEATS, measure_pair, timed
 from hfdist.tools.doctor.pairs import SIZES_MIB, Pair
-from hfdist.topology import LauncherPlace
+from hfdist.tools.doctor.rendezvous import Rendezvous
 
-JOIN_SECONDS = 60.0
-"""Seconds that all ranks have to come."""
 _LATE_SECONDS = 30.0
 """Seconds that a rank may need for its other checks."""
-_LATENCY_ROUNDS = 10
-_REPEATS = 3
-_LONG_SECONDS = 0.1
-"""A message of a MiB that takes so long is not repeated: the link is slow, and that is all there is to learn."""
-
-
-class Rendezvous:
-    """The store of one examination, in which ranks leave JSON for each other.
-
-    Args:
-        place: the place of this process among the ranks.
-
-    Raises:
-        ResourceError: the store of rank 0, or of the launcher, is not reached.
-    """
-
-    def __init__(self, place: LauncherPlace) -> None:
-        self.rank, self.world_size = place.rank, place.world_size
-        host, port = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "29500")
-        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-        limit = timedelta(seconds=JOIN_SECONDS / 2)
-        try:
-            store = dist.TCPStore(host, int(port), is_master=serves, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]  # not in torch's stubs
-        except (RuntimeError, TypeError, ValueError) as error:  # a port beyond those that there are is a TypeError
-            what, where = f"rank {self.rank} does not reach the store", f"MASTER_ADDR={host} MASTER_PORT={port}"
-            hint = "the address of rank 0's machine, as the others see it, and a port that no firewall closes"
-            found = f"from {socket.gethostname()}: {first_line(error)}"
-            raise ResourceError(what, where=where, found=found, hint=hint) from error
-        self._store = dist.PrefixStore("doctor", store)  # type: ignore[attr-defined]  # as above
-
-    def tell(self, name: str, value: object) -> None:
-        """Leave a value for the other ranks, as JSON."""
-        self._store.set(f"{name}/{self.rank}", json.dumps(value))
-
-    def hear(self, name: str, rank: int, seconds: float) -> Any:
-        """Wait for the value that a rank leaves, and give it; None: there is none after `seconds`."""
-        key = f"{name}/{rank}"
-        try:
-            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-            return read_json(self._store.get(key))
-        except (RuntimeError, NotAMessageError):
-            return None
-
-    def hear_all(self, name: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
-        """Give the values of ranks by rank, within `seconds` for all of them together."""
-        deadline = time.monotonic() + seconds
-        heard = {rank: self.hear(name, rank, deadline - time.monotonic()) for rank in ranks}
-        return {rank: value for rank, value in heard.items() if value is not None}
-
-    @contextmanager
-    def group(self, name: str, backend: str, ranks: Sequence[int], seconds: float) -> Iterator[None]:
-        """Start a default process group of these ranks, and end it after the block."""
-        limit = timedelta(seconds=seconds)
-        store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]  # as above
-        own = [*ranks].index(self.rank)
-        try:
-            dist.init_process_group(backend, store=store, rank=own, world_size=len(ranks), timeout=limit)
-            yield
-        finally:
-            if dist.is_initialized():
-                _end_group(backend)
-
-
-def meet(place: LauncherPlace) -> Rendezvous:
-    """Join the other ranks; ResourceError: this rank does not reach them."""
-    from hfdist.launch.gloo_interface import VARIABLE, choose_gloo_interface
-
-    if not os.environ.get(VARIABLE):
-        # As each run does, so that the links of a run are tried.
-        choose_gloo_interface()
-    begun = time.monotonic()
-    try:
-        return Rendezvous(place)
-    except ResourceError:
-        if place.rank != 0:
-            # A launcher ends all ranks as soon as one has failed: rank 0 first says who is missing.
-            time.sleep(max(0.0, JOIN_SECONDS + 10 - (time.monotonic() - begun)))
-        raise
 
 
 def try_pairs(
@@ -156,7 +71,7 @@ def _connect(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float, pati
     other = pair.ranks[1] if rendezvous.rank == pair.ranks[0] else pair.ranks[0]
     own_address = gloo_address()
     try:
-        listener = socket.create_server((own_address, 0))
+        listener = listen(own_address, 0)
     except OSError as error:
         return f"{own_address} cannot be listened on: {error.strerror}"
     with listener:
@@ -178,7 +93,7 @@ def _connect(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float, pati
 def _try(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float) -> None:
     try:
         with rendezvous.group(name, pair.backend, pair.ranks, seconds):
-            _measure(pair)
+            measure_pair(pair)
     except Exception as error:
         # Whatever a backend raises: that is the finding.
         pair.error = what_failed(error)
@@ -187,64 +102,6 @@ def _try(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float) -> None:
 def what_failed(error: Exception) -> str:
     """Give the first line of a backend's error, without the place in its source."""
     return printable(re.sub(r"\[/[^\]]*\] ?", "", first_line(error)), 160)
-
-
-def _measure(pair: Pair) -> None:
-    """Measure latency, clocks and speeds on both ranks together; the first one keeps the figures."""
-    device = torch.device("cuda", torch.cuda.current_device()) if pair.backend == "nccl" else torch.device("cpu")
-    own = dist.get_rank()
-    trips = [_round_trip(own, device) for _ in range(_LATENCY_ROUNDS)]
-    seconds, pair.offset_seconds = min(trips)
-    pair.latency_seconds = seconds / 2
-    repeats = _REPEATS
-    for mib in SIZES_MIB:
-        tensor = torch.zeros(mib << 18, device=device)
-        nbytes = tensor.numel() * tensor.element_size()
-        # There and back: two messages.
-        best = min(_timed(lambda: _send_and_receive(own, tensor), device) for _ in range(repeats))  # noqa: B023
-        pair.gbs[str(mib)] = 2 * nbytes / best / 1e9
-        reduced = min(_timed(lambda: dist.all_reduce(tensor), device) for _ in range(repeats))  # noqa: B023
-        pair.all_reduce_gbs[str(mib)] = nbytes / reduced / 1e9
-        agreed = torch.tensor([1 if best > _LONG_SECONDS else _REPEATS], device=device)
-        dist.broadcast(agreed, src=0)
-        repeats = int(agreed)
-    if own == 1:
-        # Its clock begins to count before the other one sends.
-        pair.gbs.clear()
-        pair.all_reduce_gbs.clear()
-
-
-def _round_trip(own: int, device: torch.device) -> tuple[float, float]:
-    """Give the seconds of a small message there and back, and how far the second's clock is ahead, at their middle."""
-    stamp = torch.zeros(1, dtype=torch.float64, device=device)
-    sent = time.time()
-    if own == 0:
-        dist.send(stamp, 1)
-        dist.recv(stamp, 1)
-        received = time.time()
-        return received - sent, offset_seconds(sent, float(stamp), received)
-    dist.recv(stamp, 0)
-    stamp.fill_(time.time())
-    dist.send(stamp, 0)
-    return 0.0, 0.0
-
-
-def offset_seconds(sent: float, theirs: float, received: float) -> float:
-    """Give how far a clock is ahead that was read between `sent` and `received` of the own one."""
-    return theirs - (sent + received) / 2
-
-
-def _send_and_receive(own: int, tensor: torch.Tensor) -> None:
-    for action in (dist.send, dist.recv) if own == 0 else (dist.recv, dist.send):
-        action(tensor, 1 - own)
-
-
-def _timed(action: Callable[[], object], device: torch.device) -> float:
-    begun = time.monotonic()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.monotonic() - begun
 
 
 def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seconds: float) -> dict[str, float] | str:
@@ -259,9 +116,9 @@ def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seco
             device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
             for mib in SIZES_MIB:
                 tensor = torch.zeros(mib << 18, device=device)
-                best = min(_timed(lambda: dist.all_reduce(tensor), device) for _ in range(_REPEATS))  # noqa: B023
+                best = min(timed(lambda: dist.all_reduce(tensor), device) for _ in range(REPEATS))  # noqa: B023
                 factor = 2 * (len(ranks) - 1) / len(ranks)
-                own.all_reduce_gbs[str(mib)] = factor * tensor.numel() * tensor.element_size() / best / 1e9
+                own.all_reduce_gbs[str(mib)] = factor * tensor.nbytes / best / 1e9
     except Exception as error:
         return what_failed(error)
     return own.all_reduce_gbs
@@ -272,26 +129,12 @@ def prepare_nccl() -> None:
     os.environ.update(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
 
 
-def _end_group(backend: str) -> None:
-    """End the default group; one of NCCL that has failed would wait for its other rank."""
-    with suppress(Exception):
-        if backend == "nccl":
-            group = dist.distributed_c10d._get_default_group()
-            group._get_backend(torch.device("cuda")).abort()
-    with suppress(Exception):
-        dist.destroy_process_group()
-
-
 def gloo_address() -> str:
     """Give the address that gloo tells the other ranks: that of GLOO_SOCKET_IFNAME, or else of the host's name."""
-    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-        for found in psutil.net_if_addrs().get(name, []):
-            if found.family == socket.AF_INET:
-                return str(found.address)
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    for name in os.environ.get(VARIABLE, "").split(","):
+        with suppress(OSError):
+            return address_of(name)
+    return address_of_own_name()
 
 
 def link_gbs() -> float | None:
@@ -300,7 +143,7 @@ def link_gbs() -> float | None:
     for name, found in psutil.net_if_addrs().items():
         folder = Path("/sys/class/net") / name
         # A virtual one names a speed that nothing keeps.
-        if address in {one.address for one in found} and (folder / "device").exists():
+        if address in {one.address.partition("%")[0] for one in found} and (folder / "device").exists():
             with suppress(OSError, ValueError):
                 megabits = int((folder / "speed").read_text())
                 return megabits / 8000 if megabits > 0 else None

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hfdist.tools.report.drawing.chart import COLOURS, Chart, Curve, Mark, colour, draw
+from hfdist.tools.report.event_marks import find_marks
 from hfdist.tools.report.figures import learning_curves
-from hfdist.tools.report.history import marked
 from hfdist.tools.report.reading.downsample import Point
 from hfdist.tools.report.reading.rank_steps import PARTS, STEP, RankSteps
 from hfdist.tools.report.reading.run_files import CURVES, HELD_OUT, LOSS, RunFiles
@@ -122,7 +122,7 @@ def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:
             colour(number) if len(runs) > 1 else "",
         )
         for number, (run, axis) in enumerate(zip(runs, axes, strict=True))
-        for place, mark in enumerate(marked(run, max(_MOST_MARKS // len(runs), 1)))
+        for place, mark in enumerate(find_marks(run, max(_MOST_MARKS // len(runs), 1)))
     ]
 
 
@@ -131,7 +131,7 @@ def texts_of_marks(runs: Sequence[RunFiles]) -> str:
     return "".join(
         f'<p id="mark-{number}-{place}" hidden>{escaped_lines(f"{run.name}, " * (len(runs) > 1) + mark.text, 2000)}</p>'
         for number, run in enumerate(runs)
-        for place, mark in enumerate(marked(run, max(_MOST_MARKS // len(runs), 1)))
+        for place, mark in enumerate(find_marks(run, max(_MOST_MARKS // len(runs), 1)))
     )
 
 

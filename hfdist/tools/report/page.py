@@ -14,7 +14,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from hfdist.tools.report import compare, curves, figures, plan, rollouts, sections, sweep
+from hfdist.tools.report import compare, curves, figures, plan, rollouts, run_head, sections, sweep
 from hfdist.tools.report.drawing.chart import colour
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import escaped
@@ -57,7 +57,7 @@ def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, st
     """
     several = len(runs) > 1
     of_sweeps = {f"sweep-{place}": sweep.sweep(folder) for place, folder in enumerate(sweeps)}
-    heads = (sections.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
+    heads = (run_head.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
     found = of_sweeps | {
         "heads": "".join(heads),
         "differences": compare.differences(runs) if several else "",
@@ -75,7 +75,7 @@ def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, st
             found[f"run-{number}"] = _folded(run, number)
         else:
             found |= {name: part(run) for name, part in _PARTS.items()}
-    _shorten(found, _notes_of_runs(runs) if several else _notes_of_parts())
+    _shorten(found, (_notes_of_runs(runs) if several else _notes_of_parts()) | _notes_of_sweeps(sweeps))
     return found
 
 
@@ -137,6 +137,14 @@ def _notes_of_parts() -> dict[str, str]:
     return {
         name: f"<h2>{title}</h2><p>{what} would make this page too large: see {file}.</p>"
         for name, (title, what, file) in _MAY_BE_LEFT_OUT.items()
+    }
+
+
+def _notes_of_sweeps(sweeps: Sequence[Path]) -> dict[str, str]:
+    """Give notes in place of all sweeps but the first, the last one first."""
+    return {
+        f"sweep-{place}": f"<h2>Sweep</h2><p>The report of {escaped(sweeps[place].name)} alone has its trials.</p>"
+        for place in reversed(range(1, len(sweeps)))
     }
 
 

@@ -21,7 +21,7 @@ from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.override_text import as_overrides
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
-from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, compose_sweep
+from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, SweepConfig, compose_sweep
 from hfdist.errors import ConfigError, HfdistError, PreemptedError
 from hfdist.processes.child_python import module
 from hfdist.processes.stop_signals import heard_signals
@@ -33,15 +33,17 @@ from hfdist.tools.jobs.cluster import ClusterConfig
 from hfdist.tools.jobs.command import check_job
 from hfdist.tools.jobs.job import Job
 from hfdist.tools.sweep.checks import check_apart, check_lengths, check_population, find_cluster, refuse_words_of_others
-from hfdist.tools.sweep.controller import Controller, Sweep
+from hfdist.tools.sweep.controller import Controller
 from hfdist.tools.sweep.end_screen import describe_end, find_notes
 from hfdist.tools.sweep.folder import keep_notes, keep_settings, write_best
 from hfdist.tools.sweep.launchers.base import LOG, Launcher
 from hfdist.tools.sweep.launchers.local import LocalLauncher
 from hfdist.tools.sweep.launchers.ray import RayLauncher
 from hfdist.tools.sweep.launchers.slurm import SlurmLauncher
+from hfdist.tools.sweep.ranking import find_best, format_table, with_parents
 from hfdist.tools.sweep.sampling import importances, write_study
-from hfdist.tools.sweep.space import Space, is_sweep, parse_dimension
+from hfdist.tools.sweep.space import Dimension, Space, is_sweep, parse_dimension
+from hfdist.tools.sweep.sweep import Sweep
 from hfdist.topology import read_launcher
 
 STUDY = "study.journal"
@@ -80,15 +82,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     own = None if line.config_dir is None else expand_user(line.config_dir)
     config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
     fixed = [text for text in line.overrides if not is_sweep(text)]
-    # The command line wins, also with one value.
-    given = {text.partition("=")[0] for text in line.overrides}
-    dimensions = [
-        parse_dimension(key, values, "sweep.space") for key, values in config.space.items() if key not in given
-    ]
-    for text in line.overrides:
-        if text not in fixed:
-            varied, _, words = text.partition("=")
-            dimensions.append(parse_dimension(varied, words, COMMAND_LINE))
+    dimensions = _read_dimensions(line.overrides, fixed, config)
     is_own = GROUP in line.own or config.space or any(text.startswith("sweep.sampler=") for text in line.of_group)
     if not is_own and all(one.choices for one in dimensions):
         # Where all values are listed, each combination is tried once.
@@ -107,25 +101,44 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
         compose=lambda own: replace(line, overrides=[*fixed, *own]).compose(),
     )
     cluster = find_cluster(config, line, of_cluster, own)
-    for example in space.examples():
+    _check_trials(sweep, cluster, is_offline=line.is_offline)
+    return line, sweep, _make_launcher(sweep, cluster, arguments)
+
+
+def _read_dimensions(overrides: Sequence[str], fixed: Sequence[str], config: SweepConfig) -> list[Dimension]:
+    """Read what varies, from `sweep.space` and the command line: this wins, also with one value."""
+    given = {text.partition("=")[0] for text in overrides}
+    dimensions = [
+        parse_dimension(key, values, "sweep.space") for key, values in config.space.items() if key not in given
+    ]
+    for text in overrides:
+        if text not in fixed:
+            key, _, values = text.partition("=")
+            dimensions.append(parse_dimension(key, values, COMMAND_LINE))
+    return dimensions
+
+
+def _check_trials(sweep: Sweep, cluster: ClusterConfig | None, *, is_offline: bool) -> None:
+    """Check all that a trial may be, and whether the sampler can choose its values; ConfigError: the first mistake."""
+    sampler = sweep.config.sampler
+    for example in sweep.space.examples():
         run = sweep.compose(as_overrides(example))
         check_apart(run)
         if cluster is None:
             check_run(run, world_size=None if run.launch.processes == AUTO else int(run.launch.processes))
         else:
-            check_job(run, cluster, is_offline=line.is_offline)
+            check_job(run, cluster, is_offline=is_offline)
         if sweep.has_lengths:
-            check_lengths(run, config)
+            check_lengths(run, sweep.config)
             # The shortest trial, for which a warm-up may be too long.
             sweep.compose(sweep.overrides_of(Trial(number=0, values=example), 0))
-    if config.sampler is Sampler.pbt:
-        check_population(space, sweep.compose([]))
-    if config.sampler is Sampler.grid:
-        space.grid()
+    if sampler is Sampler.pbt:
+        check_population(sweep.space, sweep.compose([]))
+    if sampler is Sampler.grid:
+        sweep.space.grid()
     elif importlib.util.find_spec("optuna") is None:
         what, hint = "this sampler needs a package that is not installed", "pip install 'optuna>=5', or sweep=grid"
-        raise ConfigError(what, where="sweep.sampler", found=config.sampler.value, hint=hint)
-    return line, sweep, _make_launcher(sweep, cluster, arguments)
+        raise ConfigError(what, where="sweep.sampler", found=sampler.value, hint=hint)
 
 
 def _make_launcher(sweep: Sweep, cluster: ClusterConfig | None, arguments: Sequence[str]) -> Launcher:
@@ -156,23 +169,25 @@ def _sweep(arguments: list[str]) -> None:
     lock = RunLock(sweep.folder)
     keep_settings(sweep)
     controller, has_ended = _run(sweep, launcher)
-    print_at_once(controller.table())
+    trials = controller.log.trials
+    print_at_once(format_table(sweep, trials))
     if config.sampler is not Sampler.grid:
-        write_study(config, sweep.space, controller.log.trials, sweep.folder / STUDY)
-        shares = importances(config, sweep.space, controller.log.trials)
+        write_study(config, sweep.space, trials, sweep.folder / STUDY)
+        shares = importances(config, sweep.space, trials)
         if shares:
             print_at_once(f"importance: {', '.join(f'{key} {share:.2f}' for key, share in shares.items())}")
-    best = controller.best()
+    best = find_best(sweep, trials)
     if best is not None:
-        path = write_best(sweep, controller.history(best))
+        line_of_best = with_parents(best, trials)
+        path = write_best(sweep, line_of_best)
         again = f"hfdist run {shlex.quote(str(path))}"
-        notes = [*find_notes(sweep, controller.log.trials, best)]
+        notes = [*find_notes(sweep, trials, best)]
         keep_notes(sweep, notes)
-        print_at_once(describe_end(sweep, controller, best, again, notes))
+        print_at_once(describe_end(sweep, trials, line_of_best, again, notes))
     lock.release()
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
-    check_some_have_ended(sweep.folder, controller.log.trials)
+    check_some_have_ended(sweep.folder, trials)
 
 
 def check_some_have_ended(folder: Path, trials: Sequence[Trial]) -> None:

@@ -9,25 +9,22 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 from hfdist.atomic_write import write_atomically
-from hfdist.config.optimizer import Schedule
-from hfdist.config.override_text import as_override, as_overrides
-from hfdist.config.run import RunConfig
-from hfdist.config.sweep import Sampler, SweepConfig
+from hfdist.config.override_text import as_overrides
+from hfdist.config.sweep import Sampler
 from hfdist.errors import BudgetError, CheckpointError, ConfigError, PeerError
 from hfdist.records import RunFolder, RunRecord, State, read_lines, read_run
-from hfdist.records.trials import Result, Trial, TrialLog, rank_trials
+from hfdist.records.trials import Result, Trial, TrialLog
 from hfdist.tools.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
 from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, Launcher
 from hfdist.tools.sweep.population import generation_of, next_member
 from hfdist.tools.sweep.sampling import choose_values
-from hfdist.tools.sweep.space import Space
+from hfdist.tools.sweep.sweep import Sweep, total_tokens
 
 _AIM = "aim.json"
 """File in the folder of a trial: the rung to whose end it was started last, and its number of starts before."""
@@ -35,75 +32,6 @@ _SIGNALS = 128
 """Exit codes above this one are those of a shell for a process that a signal has ended."""
 _MOST_KILLS = 3
 """Number of kills on the way to one rung after which a trial has failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """A sweep: the config of its runs, and what varies."""
-
-    folder: Path
-    config: SweepConfig
-    space: Space
-    base: Sequence[str]
-    """The recipe and its arguments, without the overrides of a trial."""
-    compose: Callable[[Sequence[str]], RunConfig]
-    """Composes the config of a run with further overrides."""
-
-    @property
-    def has_lengths(self) -> bool:
-        """Whether trials train for several lengths, and go on from checkpoints."""
-        return self.config.sampler is Sampler.pbt or self.config.rungs > 1
-
-    def folder_of(self, trial: Trial) -> Path:
-        """The run folder of a trial."""
-        return self.folder / f"trial-{trial.number:04d}"
-
-    def overrides_of(self, trial: Trial, rung: int) -> list[str]:
-        """Give the trial's own overrides on the way to the end of a rung.
-
-        Raises:
-            CheckpointError: the checkpoint at which it begins is gone.
-        """
-        own = [*as_overrides(trial.values), as_override("run.dir", str(self.folder_of(trial)))]
-        if not self.has_lengths:
-            return own
-        own += [*self.length_of(trial, rung), "checkpoint.allow_changes=true"]
-        if trial.parent is None:
-            return own
-        # Names of steps are as long as each other, and one that is not complete has another ending.
-        steps_of_parent = RunFolder(self.folder / f"trial-{trial.parent:04d}").checkpoints.glob("step-????????")
-        newest = max(steps_of_parent, default=None)
-        if newest is None:
-            what = f"trial {trial.parent}, at whose checkpoint it begins, has none any more"
-            raise CheckpointError(what, where=str(self.folder))
-        return [*own, as_override("checkpoint.resume", str(newest))]
-
-    def length_of(self, trial: Trial, rung: int) -> list[str]:
-        """Give the overrides that end the trial at the end of a rung."""
-        config = self.compose(as_overrides(trial.values))
-        if self.config.sampler is Sampler.pbt:
-            whole = _tokens(config)
-            ends = [round(share / self.config.generations * whole) for share in range(1, self.config.generations + 1)]
-            place = generation_of(self.config, trial.number)
-        else:
-            place = rung
-            ends = tokens_of_rungs(self.config, trial.number, _tokens(config))
-        steps = max(1, math.ceil(ends[place] / tokens_per_step(config)))
-        own = [f"train.max_steps={steps}"]
-        if config.optimizer.schedule is Schedule.wsd and place < len(ends) - 1:
-            # So the decay would begin after the last step: that of the whole run is still to come.
-            own += ["optimizer.decay_fraction=1e-9"]
-        return own
-
-
-def tokens_per_step(config: RunConfig) -> int:
-    """Give the most tokens of an optimizer step."""
-    return config.train.global_batch_size * config.data.sequence_length
-
-
-def _tokens(config: RunConfig) -> int:
-    assert config.train.max_steps is not None
-    return config.train.max_steps * tokens_per_step(config)
 
 
 class Controller:
@@ -193,10 +121,10 @@ class Controller:
         if run.train.max_steps is None:
             return None
         if config.sampler is Sampler.pbt:
-            return float(config.trials * _tokens(run))
+            return float(config.trials * total_tokens(run))
         planned = 0.0
         for number in range(self.most):
-            ends = tokens_of_rungs(config, number, _tokens(run))
+            ends = tokens_of_rungs(config, number, total_tokens(run))
             planned += ends[0] + sum((b - a) / config.factor**k for k, (a, b) in enumerate(pairwise(ends), 1))
         return planned
 
@@ -299,40 +227,6 @@ class Controller:
 
     def _rung_text(self, rung: int) -> str:
         return "" if self._config.rungs == 1 else f" (rung {rung})"
-
-    def best(self) -> Trial | None:
-        """Give the best of the trials that have come furthest; None: none has a value."""
-        trials = [trial for trial in self.log.trials if trial.value is not None]
-        if trials and self._config.sampler is Sampler.pbt:
-            newest = generation_of(self._config, trials[-1].number)
-            trials = [trial for trial in trials if generation_of(self._config, trial.number) == newest]
-        return next(iter(self._ranked(trials)), None)
-
-    def _ranked(self, trials: Sequence[Trial]) -> list[Trial]:
-        return rank_trials(trials, sign=self._config.direction.sign, has_lengths=self.sweep.has_lengths)
-
-    def history(self, trial: Trial) -> list[Trial]:
-        """Give a trial and its parents, the earliest first: its steps had their values, in this order."""
-        line = [trial]
-        while (parent := line[0].parent) is not None:
-            line.insert(0, self.log.trials[parent])
-        return line
-
-    def table(self) -> str:
-        """Give the table of all trials, the best first."""
-        # Without rungs each trial has one.
-        rungs = ["rung"] if self.sweep.has_lengths else []
-        rows: list[list[str]] = [["trial", self._config.metric, "tokens", *rungs, "values"]]
-        for trial in self._ranked(self.log.trials):
-            shown = "failed" if trial.failure is not None else "-"
-            value = shown if trial.value is None else f"{trial.value:.4f}"
-            values = " ".join(as_overrides(trial.values))
-            reached = [str(len(trial.results)) for _ in rungs]
-            rows.append([str(trial.number), value, f"{trial.tokens:,}", *reached, values])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-        return "\n".join(
-            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
-        )
 
 
 def _was_killed(record: RunRecord) -> bool:

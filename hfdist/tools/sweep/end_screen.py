@@ -10,16 +10,27 @@ from hfdist.config.schema import find_key
 from hfdist.records import RunFolder, read_run
 from hfdist.records.run_file import SUMMED
 from hfdist.records.trials import Trial
-from hfdist.tools.sweep.controller import Controller, Sweep
 from hfdist.tools.sweep.launchers.base import LOG
+from hfdist.tools.sweep.sweep import Sweep
 from hfdist.units import duration, energy, money
 
 
-def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str, notes: Sequence[str]) -> str:
-    """Give the screen after the table of trials; `again` is the command that trains the best one anew."""
+def describe_end(
+    sweep: Sweep, trials: Sequence[Trial], line_of_best: Sequence[Trial], again: str, notes: Sequence[str]
+) -> str:
+    """Give the screen after the table of trials.
+
+    Args:
+        sweep: the sweep.
+        trials: all of its trials.
+        line_of_best: the best trial, after its parents, the earliest first.
+        again: the command that trains the best one anew.
+        notes: see `find_notes`.
+    """
+    *parents, best = line_of_best
     folder = sweep.folder_of(best)
     lines = [f"best: {folder}: {' '.join(as_overrides(best.values))}"]
-    for trial in controller.history(best)[:-1]:
+    for trial in parents:
         values = " ".join(as_overrides(trial.values))
         lines.append(f"  up to step {trial.results[-1].step}, trial {trial.number}: {values}")
     lines += [f"  {words}" for words in notes]
@@ -28,7 +39,7 @@ def describe_end(sweep: Sweep, controller: Controller, best: Trial, again: str, 
     lines += [f"its {path.name}: {path}" for path in delivered]
     if delivered and (folder / LOG).is_file():
         lines.append(f"how to use it: the last lines of {folder / LOG}")
-    lines += _used(sweep, controller.log.trials)
+    lines += _used(sweep, trials)
     report = f"hfdist report {shlex.quote(str(sweep.folder))}"
     steps = [(report, "makes a page of all trials"), (again, "trains the best one again")]
     if not sweep.has_lengths:
@@ -56,7 +67,7 @@ def find_notes(sweep: Sweep, trials: Sequence[Trial], best: Trial) -> Iterator[s
         yield f"trials have read {min(tokens):,} to {max(tokens):,} tokens: in as many steps a larger batch reads more"
 
 
-def _used(sweep: Sweep, trials: list[Trial]) -> list[str]:
+def _used(sweep: Sweep, trials: Sequence[Trial]) -> list[str]:
     """Say what all trials have used: time, energy and cost, where they are known."""
     records = [record for record in (read_run(sweep.folder_of(trial)) for trial in trials) if record is not None]
     totals = [[record.total(name) for record in records] for name in ("seconds", *SUMMED[:2])]

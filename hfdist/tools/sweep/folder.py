@@ -10,12 +10,12 @@ from pathlib import Path
 from hfdist.atomic_write import write_atomically
 from hfdist.config.composition.compose import to_yaml
 from hfdist.config.override_text import as_override, as_overrides
-from hfdist.config.schema import plain
+from hfdist.config.plain_values import plain
 from hfdist.config.sweep import GROUP, Sampler, SweepConfig
 from hfdist.errors import ConfigError
 from hfdist.records.lines import parse_line
 from hfdist.records.trials import NOTES, SETTINGS, Trial
-from hfdist.tools.sweep.controller import Sweep
+from hfdist.tools.sweep.sweep import Sweep
 
 BEST = "best"
 """Name of the run that trains as the best trial did, and of its config."""

@@ -14,6 +14,7 @@ from hfdist.config.override_text import as_overrides
 from hfdist.records import RunRecord, read_run
 from hfdist.records.trials import Trial
 from hfdist.tools.sweep.controller import Controller
+from hfdist.tools.sweep.ranking import find_best
 
 _SECONDS = 1.0
 """Seconds between two drawings."""
@@ -84,7 +85,7 @@ class LiveTable:
         trials, most = controller.log.trials, controller.most
         ended = sum(bool(trial.results) or trial.failure is not None for trial in trials)
         words = [f"{ended} of {most} trials have a result"]
-        best = controller.best()
+        best = find_best(controller.sweep, trials)
         if best is not None:
             words.append(f"best: trial {best.number}, {self._metric} {best.value:.4f}")
         now, planned = time.monotonic(), controller.planned_tokens

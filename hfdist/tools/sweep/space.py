@@ -19,8 +19,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
+from hfdist.config.likely_keys import nearest_key
 from hfdist.config.override_text import as_override, as_text
-from hfdist.config.schema import all_keys, find_key, nearest_key
+from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import ConfigError, nearest
 
 _IF = " if "

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.islands import IslandMethod, IslandsConfig
-from hfdist.config.schema import plain
+from hfdist.config.plain_values import plain
 from hfdist.data.cache import digest_of
 from hfdist.errors import CheckpointError, PeerError, first_line
 from hfdist.messages.message import Message

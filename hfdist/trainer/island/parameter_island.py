@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.islands import IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig
-from hfdist.config.schema import plain
+from hfdist.config.plain_values import plain
 from hfdist.islands.parameter_client import GradientRecorder, ParameterClient
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.island.callback import IslandCallback

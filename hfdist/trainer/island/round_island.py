@@ -9,7 +9,7 @@ from transformers import TrainerControl, TrainerState
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.islands import IslandMethod, IslandsConfig
-from hfdist.config.schema import plain
+from hfdist.config.plain_values import plain
 from hfdist.data import Cursor
 from hfdist.islands.data_share import DataShare
 from hfdist.islands.outer import OuterOptimizer

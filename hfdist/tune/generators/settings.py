@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hfdist.config.composition.compose import complete, to_values
+from hfdist.config.plain_values import from_plain
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import from_plain
 from hfdist.trainer.generation.limits import GenerationLimits
 
 

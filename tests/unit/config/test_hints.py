@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import hfdist
-from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.other_trainers import OVERRIDES, REASONS
 from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import HfdistError
 from tests.unit.config.hint_chains import Chains
@@ -158,7 +158,7 @@ def texts_of_errors():
             for value in [value for name, value in named_values(node) if name in PARTS]:
                 texts = [p.value for p in ast.walk(value) if isinstance(p, ast.Constant) and isinstance(p.value, str)]
                 yield from ((f"{path.name}:{value.lineno}", text) for text in texts)
-    yield from (("aliases.py", text) for text in [*OVERRIDES.values(), *REASONS.values()])
+    yield from (("other_trainers.py", text) for text in [*OVERRIDES.values(), *REASONS.values()])
 
 
 def exists(name):

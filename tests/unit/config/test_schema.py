@@ -5,14 +5,17 @@ import json
 
 import pytest
 
-from hfdist.config.composition.aliases import OVERRIDES, REASONS, override_for, reason_against
+from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_config, compose_untyped, make_request
 from hfdist.config.composition.help import describe
+from hfdist.config.composition.other_trainers import OVERRIDES, REASONS
 from hfdist.config.conf_folder import list_options
+from hfdist.config.likely_keys import nearest_key
 from hfdist.config.optimizer import OptimizerChange, OptimizerConfig
+from hfdist.config.plain_values import from_plain, plain
 from hfdist.config.plan import SECTION as PLAN
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import all_keys, find_key, from_plain, members, nearest_key, plain, unknown_keys
+from hfdist.config.schema import all_keys, find_key, members, unknown_keys
 from hfdist.errors import ConfigError
 from hfdist.tools.jobs.cluster import cluster_keys
 from tests.unit.config.shipped import CONF, GROUPS

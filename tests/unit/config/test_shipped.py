@@ -12,9 +12,10 @@ import yaml
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.conf_folder import list_groups, list_options
 from hfdist.config.model import Init
+from hfdist.config.plain_values import plain
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import ANY_NAME, all_keys, keys_of, members, plain
+from hfdist.config.schema import ANY_NAME, all_keys, keys_of, members
 from hfdist.config.sweep import SweepConfig
 from hfdist.errors import ConfigError
 from hfdist.tools.jobs.cluster import ClusterConfig

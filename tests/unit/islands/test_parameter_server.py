@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName, Schedule
-from hfdist.config.schema import plain
+from hfdist.config.plain_values import plain
 from hfdist.errors import ConfigError, PeerError
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_server import check_job

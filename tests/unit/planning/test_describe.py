@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from hfdist.planning.costs import bytes_by_axis
 from hfdist.planning.describe import describe_plan, describe_shortly, verdict
 from hfdist.planning.grade import Held, Measured, grade, grade_to_json
 from hfdist.strategies.traffic import Phase
@@ -86,3 +87,7 @@ def test_a_run_that_has_measured_nothing_has_a_grade_without_items():
     content = json.loads(json.dumps(grade_to_json(PLAN, Measured())))
     assert content["items"] == []
     assert content["hardware"] == "h100_80gb"
+
+
+def test_bytes_of_all_kinds_along_an_axis_add_up():
+    assert bytes_by_axis([*PLAN.traffic, *PLAN.traffic]) == {"tensor": 4 * GIB, "data": 2 * GIB}

@@ -304,6 +304,8 @@ def test_lines_of_timed_steps(tmp_path):
     lines = [{"hardware": "cpu"}, [], None, unversioned, *(right | change for change in wrong)]
     with path.open("a") as file:
         file.write("\n".join([*map(json.dumps, lines), "{", ""]))
+    with path.open("ab") as file:
+        file.write(b"\xff, of a disk that was full")
     assert read_steps(path, "cpu") == [step]
     assert read_steps(path, "h100_80gb") == [other]
     write_step(TimedStep(**right), path)

@@ -70,6 +70,9 @@ def test_a_page_of_many_runs_is_small(tmp_path):
         content = page(own, parts(own, sweeps))
         assert len(content.encode()) < 300_000
         assert ("Gradient norm" in content) == has_charts
+    content = page(runs, parts(runs, sweeps * 4))
+    assert len(content.encode()) < 300_000
+    assert "The report of sweep alone has its trials" in content
 
 
 def test_a_page_of_one_run_is_small_whatever_it_has(tmp_path):
@@ -95,6 +98,7 @@ def test_a_page_of_one_run_is_small_whatever_it_has(tmp_path):
     content = html(tmp_path)
     assert len(content.encode()) < 300_000
     assert "2,000 actions are not drawn" in content
+    assert {*re.findall(r"M[\d.]+ (\d)\.08h", content)} == {*map(str, range(8))}
 
 
 def test_pages_of_runs_by_rewards_are_small(tmp_path):

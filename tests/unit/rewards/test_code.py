@@ -20,7 +20,7 @@ def score(program, reference):
         ("x = 1\n", "x = 1\n"),
         ("So:\n```python\nx = 1\n```\nor\n```py\nx = 2\n```\nDone.", "x = 2\n"),
         ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
-        ("1. This:\n   ```python\n   x = 1\n   ```", "   x = 1\n"),
+        ("1. This:\n   ```python\n   for x in a:\n     y\n   ```", "for x in a:\n  y\n"),
         ("```python\nx = '''\na ``` b\n'''\n```", "x = '''\na ``` b\n'''\n"),
         ("cut off:\n```python\nx = 1\n", "x = 1\n"),
     ],

@@ -22,11 +22,13 @@ from hfdist.records import RunFolder, read_lines, read_run
 from hfdist.records.lines import append_line
 from hfdist.records.trials import Result, TrialLog
 from hfdist.tools.sweep import live
-from hfdist.tools.sweep.controller import Controller, Sweep
+from hfdist.tools.sweep.controller import Controller
 from hfdist.tools.sweep.end_screen import describe_end, find_notes
 from hfdist.tools.sweep.folder import write_best
 from hfdist.tools.sweep.launchers.local import LocalLauncher, TrialProcess
+from hfdist.tools.sweep.ranking import find_best, format_table, with_parents
 from hfdist.tools.sweep.space import Space, parse_dimension
+from hfdist.tools.sweep.sweep import Sweep
 from tests.marks import many
 from tests.unit.sweep.trial import TOKENS_PER_STEP, loss
 
@@ -177,9 +179,9 @@ def test_bad_members_of_a_population_go_on_as_changed_good_ones(tmp_path):
             assert any(ratio == pytest.approx(one, rel=1e-4) for one in ((0.8, 1.25) if own is worst else (1,)))
             assert steps_of(sweeps[0], trial) == list(range(15 * generation + 1, 15 * generation + 16))
     controller = Controller(sweeps[0], make_launcher(sweeps[0]), print)
-    best = controller.best()
+    best = find_best(controller.sweep, controller.log.trials)
     assert best.number >= 8
-    assert [one.number // 4 for one in controller.history(best)] == [0, 1, 2]
+    assert [one.number // 4 for one in with_parents(best, controller.log.trials)] == [0, 1, 2]
 
 
 def test_a_live_orphan_is_adopted_and_not_started_again(tmp_path):
@@ -324,21 +326,24 @@ def test_a_trial_that_fails_does_not_stop_the_others(tmp_path):
     book = finish(sweep, tmp_path / "lines")
     assert [trial.failure for trial in book.trials] == [None, "the loss is not finite", None]
     controller = Controller(sweep, make_launcher(sweep), print)
-    assert controller.best().values == {"optimizer.lr": 1e-2}
-    assert controller.table().splitlines()[-1].split() == ["1", "failed", "0", "optimizer.lr=0.1"]
-    notes = [*find_notes(sweep, controller.log.trials, controller.best())]
-    told = describe_end(sweep, controller, controller.best(), "hfdist pretrain", notes)
+    trials = controller.log.trials
+    best = find_best(sweep, trials)
+    assert best.values == {"optimizer.lr": 1e-2}
+    assert format_table(sweep, trials).splitlines()[-1].split() == ["1", "failed", "0", "optimizer.lr=0.1"]
+    notes = [*find_notes(sweep, trials, best)]
+    told = describe_end(sweep, trials, [best], "hfdist pretrain", notes)
     # Of the three values 1e-2 is between the others; it is the largest of those that have ended, but not of all tried.
-    assert told.startswith(f"best: {sweep.folder_of(controller.best())}: optimizer.lr=0.01\nused by all trials: ")
+    assert told.startswith(f"best: {sweep.folder_of(best)}: optimizer.lr=0.01\nused by all trials: ")
 
 
 def test_the_end_says_that_the_best_value_is_the_last_one_that_was_tried(tmp_path):
     sweep = make_sweep(tmp_path / "a sweep", "grid", values="1e-3,1e-2")
     sweep.folder.mkdir()
     finish(sweep, tmp_path / "lines")
-    controller = Controller(sweep, make_launcher(sweep), print)
-    notes = [*find_notes(sweep, controller.log.trials, controller.best())]
-    told = describe_end(sweep, controller, controller.best(), "hfdist pretrain", notes)
+    trials = Controller(sweep, make_launcher(sweep), print).log.trials
+    best = find_best(sweep, trials)
+    notes = [*find_notes(sweep, trials, best)]
+    told = describe_end(sweep, trials, [best], "hfdist pretrain", notes)
     assert "  optimizer.lr=0.01 is the largest that was tried: a larger one may be better\n" in told
     assert f"  hfdist report '{sweep.folder}' " in told
 

@@ -28,7 +28,8 @@ from hfdist.tools.doctor.bandwidth.figures import (
     table,
 )
 from hfdist.tools.doctor.bandwidth.hardware_file import write_hardware
-from hfdist.tools.doctor.links import JOIN_SECONDS, Rendezvous, meet, prepare_nccl, what_failed
+from hfdist.tools.doctor.links import prepare_nccl, what_failed
+from hfdist.tools.doctor.rendezvous import JOIN_SECONDS, Rendezvous, meet
 from hfdist.topology import LauncherPlace, read_launcher
 
 _MOST_NAMED = 20

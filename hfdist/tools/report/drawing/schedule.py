@@ -32,7 +32,11 @@ def draw(spans: Sequence[Span]) -> str:
     row = {rank: number for number, rank in enumerate(ranks)}
     shown = [span for span in spans if span.rank in row and span.kind in COMPUTE]
     other = [span for span in spans if span.rank in row and span.kind not in COMPUTE]
-    shown = [*shown, *other] if len(shown) + len(other) <= _MOST_BOXES else shown[:_MOST_BOXES]
+    if len(shown) + len(other) <= _MOST_BOXES:
+        shown += other
+    else:
+        # The first in time: each rank has its own.
+        shown = sorted(shown, key=lambda span: span.start_ms)[:_MOST_BOXES]
     last = max(span.start_ms + span.length_ms for span in spans) or 1.0
     height = _ROW * len(ranks)
     busy = busy_share(spans)
