@@ -204,7 +204,9 @@ def test_a_real_group_can_follow(tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("adapter", [(), ("adapter=lora", "adapter.target_parts=[experts]", "adapter.rank=64")], ids=str)
+@pytest.mark.parametrize(
+    "adapter", [(), ("adapter=lora", "adapter.target_parts=[experts]", "adapter.rank=64")], ids=str
+)
 def test_experts_that_ranks_share(adapter):
     experts = ["model.type=qwen3_moe", "model.config.num_experts=4", "model.config.num_experts_per_tok=2", *adapter]
     alone = trace(*experts).state
