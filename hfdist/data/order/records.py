@@ -72,7 +72,7 @@ def join(records: Sequence[Records]) -> Records:
 def chain(digest: int, records: Records) -> int:
     """Give the digest of a lane after `records`, from the one before them. Digests are in [0, 2**64)."""
     hashed = hashlib.blake2b(digest.to_bytes(8, "little"), digest_size=8)
-    hashed.update(records)
+    hashed.update(records.data)
     return int.from_bytes(hashed.digest(), "little")
 
 

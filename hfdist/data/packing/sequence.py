@@ -111,7 +111,7 @@ def make_rows(
     else:
         ids = tokens.astype(dtype)
         labels = ids.copy()
-    places = _places(max(lengths).bit_length(), dtype)
+    places = _places(max(lengths).bit_length(), np.dtype(dtype))
     positions = np.frombuffer(bytearray().join([places[:length] for length in lengths]), dtype)
     labels[[0, *accumulate(lengths[:-1])]] = IGNORED
     first = 0
@@ -123,7 +123,7 @@ def make_rows(
 
 
 @lru_cache(maxsize=2)
-def _places(num_bits: int, dtype: DTypeLike) -> memoryview:
+def _places(num_bits: int, dtype: np.dtype[np.generic]) -> memoryview:
     """Numbers from 0 on, of so many bits: making them would be a tenth of a batch."""
     return np.arange(1 << num_bits, dtype=dtype).data
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import getitem
 from typing import NamedTuple
 
 import numpy as np
@@ -82,5 +81,5 @@ def slices(
     lengths: NDArray[np.int64],
 ) -> list[NDArray[np.integer]]:
     """Views of tokens: of the array by each number, so many from each start; the columns are of one length."""
-    spans = map(slice, starts.tolist(), (starts + lengths).tolist())
-    return list(map(getitem, map(tokens.__getitem__, arrays.tolist()), spans))
+    spans = zip(arrays.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+    return [tokens[array][start:stop] for array, start, stop in spans]

@@ -117,7 +117,6 @@ LINES = [
     "finetune model=tiny data=chats.jsonl adapter=lora adapter.target_parts=[]",
     "finetune model=tiny data=chats.jsonl adapter=lora adapter.target_parts=[atention]",
     "finetune model=tiny data=chats.jsonl adapter=lora adapter.target_parts=[attention] adapter.target_pattern=q",
-    f"finetune model=tiny data=chats.jsonl adapter=lora adapter.target_parts=[experts] strategy=moe {TWO}",
     "finetune model=tiny data=chats.jsonl adapter=qlora adapter.dora=true",
     f"finetune model=tiny data=chats.jsonl adapter=qlora strategy.tensor=2 {TWO}",
     "finetune model=tiny data=chats.jsonl adapter=qlora train.precision=fp8",
