@@ -52,10 +52,10 @@ def watch(folder, rank, num_ranks, size, victims, number, heartbeat_seconds):
         # A leader: the other rank of its machine beats to rank 0.
         (8, 2, {4}, KILL, "ranks 0-3, 5-7 wait for rank 4 (on machine-2,"),
         (8, 2, {2}, STOP, "ranks 0-1, 3-7 wait for rank 2 (on machine-1,"),
-        # A whole machine, and a rank that is no leader.
-        many(8, 2, {2, 3, 7}, KILL, "ranks 0-1, 4-6 wait for ranks 2-3, 7 (on machine-1,"),
+        # No leader. Several are never lost at one moment, and the first alarm names who is: that is a unit test.
+        many(8, 2, {7}, KILL, "ranks 0-6 wait for rank 7 (on machine-3,"),
         many(8, 2, {0}, KILL, "waits for rank 0 (on machine-0,"),
-        many(64, 8, {8, 40}, KILL, "ranks 0-7, 9-39, 41-63 wait for ranks 8, 40 (on machine-1,"),
+        many(64, 8, {8}, KILL, "ranks 0-7, 9-63 wait for rank 8 (on machine-1,"),
         many(64, 8, {24}, STOP, "ranks 0-23, 25-63 wait for rank 24 (on machine-3,"),
     ],
 )
