@@ -91,8 +91,10 @@ def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[Group]:
 
 
 def _kind_of(group: Group) -> str:
-    """The settings of a group as text: rates and decays alone do not make another kind."""
-    named = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "weight_decay")}
+    """The settings of a group as text: rates, and decays that are not zero, do not make another kind."""
+    named = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+    # LAMB and LARS look at norms only where there is decay.
+    named["weight_decay"] = bool(group.get("weight_decay"))
     return repr(sorted(named.items(), key=lambda item: item[0]))
 
 

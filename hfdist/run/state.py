@@ -62,7 +62,7 @@ class RunState:
     """Sends checkpoints to the mirror; set by `open_folder`, on rank 0."""
     arguments: TrainingArguments
     """Set by `start_ranks`, as the next two."""
-    patient: ControlGroup | None
+    patient: ControlGroup | None = None
     """In which ranks with nothing left to do wait for the end of the run; None: there is one process."""
     own_plan: OwnPlan | None = None
     """A plan that is being made, on rank 0."""

@@ -43,7 +43,8 @@ def make_expert_plan(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
     """Find what transformers' plan of this type does to which module or parameter. Needs no process group.
 
     Raises:
-        ConfigError: there is no plan for this model, it has no experts, or their number is not a multiple of the ranks.
+        ConfigError: there is no plan for this model, or one of another kind; it has no experts, or their number is not
+            a multiple of the ranks.
     """
     check_is_of_transformers(model, EXPERT)
     kind = model.config.model_type
@@ -51,6 +52,9 @@ def make_expert_plan(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
     sizes = count_experts(model, rules)
     if not sizes:
         raise ConfigError("this model has no experts to spread over ranks", where=_KEY, found=kind, hint=_HINT)
+    if unknown := sorted({*rules.values()} - {_SHARDED, _DISPATCH}):
+        what = "transformers' plan for the experts of this type has styles that are not known here"
+        raise ConfigError(what, where=_KEY, found=f"{kind}: {', '.join(unknown)}", hint=_HINT)
     for name, num_experts in sizes.items():
         if num_experts % num_ranks != 0:
             what = "the number of experts is not a multiple of the number of ranks that share them"
@@ -65,7 +69,7 @@ def _find_rules(model: PreTrainedModel) -> dict[str, str]:
     A stack that LoRA stands beside is within PEFT's layers, which transformers' own search does not know.
     """
     plan = model.ep_plan
-    if not plan or not {_SHARDED, _DISPATCH}.issuperset(plan.values()):
+    if not plan:
         raise no_plan_error(model, EXPERT)
     stacks = {name: kind_of_name(name.replace(f".{_BASE}", "")) for name, _ in model.named_parameters()}
     modules = {name: kind_of_name(name) for name, _ in model.named_modules()}

@@ -16,7 +16,7 @@ from hfdist.errors import ConfigError
 from hfdist.optim.check import check, check_steps_all, describe
 from hfdist.optim.joined import Joined
 from hfdist.optim.muon import Muon, MuonWithAdamW
-from hfdist.optim.probe import Reach, ask, ignores_gradient_size, moving_options, starts_from_zeros
+from hfdist.optim.probe import Reach, ask, groups_of_wholes, ignores_gradient_size, moving_options, starts_from_zeros
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, stepped_whole, values_per_weight
 from hfdist.strategies.optimizer_state import StateReader
 from hfdist.strategies.pieces import list_pieces
@@ -31,6 +31,17 @@ class TrustRatio(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
+                parameter.grad.mul_(parameter.norm() / parameter.grad.norm())
+        return super().step(closure)
+
+
+class TrustRatioWhereDecayed(torch.optim.SGD):
+    """LAMB's in other libraries: no scaling of what has no decay."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"] if group["weight_decay"] else ():
                 parameter.grad.mul_(parameter.norm() / parameter.grad.norm())
         return super().step(closure)
 
@@ -118,6 +129,14 @@ def test_how_far_an_update_reaches_is_asked(name):
     assert answer.reach is reach
     assert why in answer.why
     assert str(before) == str((optimizer.param_groups, dict(optimizer.state)))
+
+
+@pytest.mark.parametrize("decays", [(0.0, 0.1), (0.1, 0.0)])
+def test_groups_with_and_without_decay_are_asked_apart(decays):
+    groups = [{"params": parameters(), "weight_decay": decay} for decay in decays]
+    optimizer = TrustRatioWhereDecayed(groups, lr=0.1)
+    assert ask(optimizer).reach is Reach.parameter
+    assert [group["weight_decay"] for group in groups_of_wholes(optimizer, optimizer.param_groups)] == [0.1]
 
 
 def test_a_schedule_and_a_rate_of_zero_do_not_hide_it():

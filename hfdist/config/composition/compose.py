@@ -12,7 +12,7 @@ from typing import Any
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
@@ -102,10 +102,9 @@ def compose_request(request: Request) -> RunConfig:
     config = compose_untyped(request)
     try:
         values = OmegaConf.to_object(config)
-    except MissingMandatoryValue as error:
-        raise missing_value(next(key for key, text in _texts(config) if text == "???")) from error
     except OmegaConfBaseException as error:
-        raise explain_interpolation(error) from error
+        missing = next((key for key, text in _texts(config) if text == "???"), None)
+        raise explain_interpolation(error) if missing is None else missing_value(missing) from error
     except RecursionError as error:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
