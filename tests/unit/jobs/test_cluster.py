@@ -172,7 +172,7 @@ def shown_commands():
         CONF.parent / "README.md",
         CONF.parent / "recipes/job.py",
     ]:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
             found = re.match(r"(?:hfdist job|python recipes/job.py) (.*)", line)
             if found and "..." not in line:
                 yield pytest.param(shlex.split(found[1], comments=True), id=f"{path.name}: {found[1]}")
