@@ -71,7 +71,7 @@ def machines() -> list[list[int]]:
 def exchange_json(values: Sequence[object]) -> list[Any]:
     """Give what each rank has for this one, in order of rank: `values` are JSON, one for each rank. A collective.
 
-    What a rank sends and gets grows with its own values alone, and not with those between other ranks.
+    What a rank sends and gets grows with its own values alone, and what a machine's leader does with its machine's.
     """
     group = control_group()
     texts = [json.dumps(value).encode() for value in values]
@@ -142,7 +142,10 @@ class ControlGroup:
         return broadcast_text(text, self._machine)
 
     def swap(self, texts: Sequence[bytes]) -> list[bytes]:
-        """Give what each rank has for this one, in order of rank; `texts`: one for each rank."""
+        """Give what each rank has for this one, in order of rank; `texts`: one for each rank.
+
+        A leader carries the texts from and to its whole machine.
+        """
         self._settle()
         if len(self.machines) == 1:
             return swap_texts(texts, self._machine)

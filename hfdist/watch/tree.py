@@ -103,12 +103,17 @@ class Below:
     """
 
     def __init__(self, own: int, known: Sequence[Heartbeat], parents: Mapping[int, int], now: float) -> None:
+        self.of_rank_0 = known[0]
+        """Its first heartbeat."""
+        self.depth = 0
+        """Steps from rank 0 down to the farthest rank of the run."""
         self._path: dict[int, list[int]] = {}
         """By rank below: that rank, and those between it and this one, the nearest to it first."""
         self._under: dict[int, list[int]] = {}
         """By rank below that has some below it: these."""
         for number in parents:
             path = [number, *find_above(number, parents)]
+            self.depth = max(self.depth, len(path) - 1)
             if own in path[1:]:
                 self._path[number] = path[: path.index(own)]
                 for between in self._path[number][1:]:
