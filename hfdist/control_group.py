@@ -15,16 +15,18 @@ import json
 import os
 import platform
 import struct
-import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hfdist.collectives import broadcast_text, gather_texts, rank, swap_texts, world_size
+from hfdist.collectives import broadcast_text, device_of, gather_texts, rank, swap_texts, world_size
 from hfdist.launch.gloo_interface import VARIABLE
 
 ON_DEMAND = "gloo_on_demand"
@@ -69,7 +71,7 @@ def machines() -> list[list[int]]:
 def exchange_json(values: Sequence[object]) -> list[Any]:
     """Give what each rank has for this one, in order of rank: `values` are JSON, one for each rank. A collective.
 
-    What a rank sends and gets grows with its own values alone, and not with those between other ranks.
+    What a rank sends and gets grows with its own values alone, and what a machine's leader does with its machine's.
     """
     group = control_group()
     texts = [json.dumps(value).encode() for value in values]
@@ -79,14 +81,26 @@ def exchange_json(values: Sequence[object]) -> list[Any]:
 class ControlGroup:
     """All ranks, as one thread of each hears them. Making it is a collective, and so is all but `pairs`.
 
-    What was begun goes on beside that thread, in its turn.
+    What is begun goes on beside that thread up to the leaders; the rest is done where one waits for it, or speaks next.
+    All ranks wait and speak in one order.
 
     Args:
-        timeout: the longest wait for another rank; None: torch's.
+        timeout: the longest wait for another rank; None: that of the default group.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self.machines = machines()
+        timeout = timeout or _timeout_of_default()
+        self._later: deque[Callable[[], None]] = deque()
+        """What is left to do of all that was begun, in order."""
+        with _without_bound_device():
+            self._make_groups(timeout)
+        if len(self.machines) > 1:
+            # Now, as all are there: gloo waits for ever to connect with one that has ended since (torch 2.13).
+            self.begin_largest([0])()
+            self.gather(b"")
+
+    def _make_groups(self, timeout: timedelta) -> None:
         # All ranks name all groups, also those that others are in: torch counts the calls.
         groups = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in self.machines]
         self._machine = next(group for ranks, group in zip(self.machines, groups, strict=True) if rank() in ranks)
@@ -94,15 +108,11 @@ class ControlGroup:
         """The first rank of each machine, on these; None: on the others, and where there is one machine."""
         self.pairs: dist.ProcessGroup = self._machine
         """All ranks, for what one sends to another with `dist.isend`."""
-        self._under_way: threading.Thread | None = None
         if len(self.machines) > 1:
             first = [ranks[0] for ranks in self.machines]
             leaders = dist.new_group(first, backend=ON_DEMAND, timeout=timeout)
             self._leaders = leaders if rank() in first else None
             self.pairs = dist.new_group(backend=ON_DEMAND, timeout=timeout)
-            # Now, as all are there: gloo waits for ever to connect with one that has ended since (torch 2.13).
-            self.begin_largest([0])()
-            self.gather(b"")
 
     def gather(self, text: bytes) -> list[bytes]:
         """Give the texts of all ranks, in order of rank."""
@@ -132,7 +142,10 @@ class ControlGroup:
         return broadcast_text(text, self._machine)
 
     def swap(self, texts: Sequence[bytes]) -> list[bytes]:
-        """Give what each rank has for this one, in order of rank; `texts`: one for each rank."""
+        """Give what each rank has for this one, in order of rank; `texts`: one for each rank.
+
+        A leader carries the texts from and to its whole machine.
+        """
         self._settle()
         if len(self.machines) == 1:
             return swap_texts(texts, self._machine)
@@ -153,7 +166,8 @@ class ControlGroup:
         """Begin to find the largest of all ranks at each place of `values`; what is returned waits, and gives them."""
         found = torch.tensor(values, dtype=torch.int64)
         if len(self.machines) > 1:
-            wait = self._begin(lambda: self._reduce(found))
+            work = dist.reduce(found, group_dst=0, op=dist.ReduceOp.MAX, group=self._machine, async_op=True)
+            wait = self._begin(partial(self._end_reduce, found, _waiting(work)))
         else:
             wait = _waiting(dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._machine, async_op=True))
 
@@ -182,38 +196,22 @@ class ControlGroup:
 
         return gathered
 
-    def _begin(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Do what takes several steps in a thread: nothing of torch goes from one to the next by itself."""
-        before, failed = self._under_way, list[Exception]()
+    def _begin(self, rest: Callable[[], None]) -> Callable[[], None]:
+        """Leave steps for later: a thread that comes back from gloo while the interpreter ends would abort it."""
+        self._later.append(rest)
+        return self._settle
 
-        def act() -> None:
-            if before is not None:
-                before.join()
-            try:
-                action()
-            except Exception as error:
-                failed.append(error)
+    def _settle(self) -> None:
+        """Do what is left of all that was begun. What has failed stays, and fails again for who waits for it."""
+        while self._later:
+            self._later[0]()
+            self._later.popleft()
 
-        thread = self._under_way = threading.Thread(target=act, name="control-group", daemon=True)
-        thread.start()
-
-        def wait() -> None:
-            thread.join()
-            if failed:
-                raise failed[0]
-
-        return wait
-
-    def _reduce(self, values: torch.Tensor) -> None:
-        dist.reduce(values, group_dst=0, op=dist.ReduceOp.MAX, group=self._machine)
+    def _end_reduce(self, values: torch.Tensor, wait_for_machine: Callable[[], None]) -> None:
+        wait_for_machine()
         if self._leaders is not None:
             _find_largest(values, self._leaders)
         dist.broadcast(values, group_src=0, group=self._machine)
-
-    def _settle(self) -> None:
-        """Wait for what is under way: all ranks say all things in one order."""
-        if self._under_way is not None:
-            self._under_way.join()
 
 
 def _waiting(work: dist.Work | None) -> Callable[[], None]:
@@ -223,6 +221,29 @@ def _waiting(work: dist.Work | None) -> Callable[[], None]:
         work.wait()
 
     return wait
+
+
+def _timeout_of_default() -> timedelta:
+    """Give the longest wait of the default group, which is `ddp_timeout`: torch gives new groups its own constant."""
+    default = dist.group.WORLD
+    assert default is not None  # it is initialized
+    return default._get_backend(device_of(None)).options._timeout  # there is no public way to it
+
+
+@contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """Let new groups of the host have nothing of NCCL, though a device is bound to the default group.
+
+    DeepSpeed binds one. Then torch 2.13 splits NCCL's communicator on all ranks that are not in a new group, and on
+    none that is in it: they would wait for each other.
+    """
+    default = dist.group.WORLD
+    assert default is not None  # it is initialized
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def _find_largest(values: torch.Tensor, group: dist.ProcessGroup) -> None:

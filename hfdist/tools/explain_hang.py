@@ -19,7 +19,7 @@ _ANSWER_SECONDS = 8.0
 """Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
 _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 3.0
-"""Three beats: one comes each second, and rank 0 writes at once what it has heard."""
+"""Three beats: one comes each second, and rank 0 waits no longer for what there is to say of each."""
 _LOST_SECONDS = 1.0
 """Least seconds of silence after which the watch ends a run: then it has waited for what the others write."""
 

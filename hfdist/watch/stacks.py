@@ -26,6 +26,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 _MOST_FRAMES, _MOST_OF_GROUP = 40, 64
 """Most frames of a snapshot, and most collectives of each group."""
+_MOST_LETTERS = 300
+"""Most letters of the name of a collective, which each heartbeat may have."""
 
 
 def write_stacks(path: Path, header: str) -> None:
@@ -59,9 +61,11 @@ def waits_in() -> str | None:
         if code.co_filename.endswith(_COLLECTIVES):
             name = code.co_name
         elif name is not None and not code.co_filename.startswith(_TORCH):
-            return f"{name} of {os.sep.join(code.co_filename.split(os.sep)[-2:])}:{frame.f_lineno}"
-    # Those that C++ calls in a backward have no frame.
-    return ", ".join(one.text for one in recorded_collectives() if not one.is_done) or None
+            return f"{name} of {os.sep.join(code.co_filename.split(os.sep)[-2:])}:{frame.f_lineno}"[-_MOST_LETTERS:]
+    # Those that C++ calls in a backward have no frame. A hang of NCCL leaves hundreds.
+    texts = [one.text for one in recorded_collectives() if not one.is_done]
+    more = f", and {len(texts) - 1} more" if len(texts) > 1 else ""
+    return texts[0][:_MOST_LETTERS] + more if texts else None
 
 
 def last_collectives() -> str:

@@ -126,7 +126,13 @@ class Store:
             now = time.monotonic()
             digest = self.below.digest(now, beat_seconds)
             is_each = digest.is_noted or self._asks_each
-            answer = self._joined.tell(own, digest, self.below.states(now, beat_seconds) if is_each else {})
+            try:
+                answer = self._joined.tell(own, digest, self.below.states(now, beat_seconds) if is_each else {})
+            except OSError:
+                if self._hosted is not None and verdict is None and own.left is None:
+                    # Those below are well: they turn to the next one above. At the end they may still ask this one.
+                    self._hosted.close()
+                raise
             self._asks_each = answer.asks_each
         if self._hosted is not None:
             self._hosted.publish(answer)
@@ -154,7 +160,7 @@ class HostedStore:
         self.world_size, self.token = world_size, token
         self._below = below
         self._most_bytes = _MOST_BYTES + _MOST_BYTES_OF_EACH * world_size
-        self.publish(Answer(Heartbeat(number=0)))
+        self.publish(Answer(below.of_rank_0))
         # All ranks come at once.
         door = Door(self.token, self._hear, most_strangers=MOST_STRANGERS + 2 * world_size)
         self._served = DoorThread(door, listen(host, 0), "watch-store")
@@ -281,11 +287,12 @@ def _own_address() -> tuple[str, str]:
     """Give the address at which others reach this process, and the one at which it listens; "": all addresses.
 
     It is the address from which this process reaches MASTER_ADDR, which may be on another machine than rank 0 under
-    torchrun. Where MASTER_ADDR leads to this machine's loopback, the others know this machine by that name.
+    torchrun. Where MASTER_ADDR leads to this machine's loopback, the others know this machine by that name. Where the
+    route is not known, it is that of rank 0 alone.
     """
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         _, own = find_route(master, wait_seconds=0.0)
     except OSError:
-        return master, ""
+        return master if rank() == 0 else platform.node(), ""
     return (master, "") if is_loopback(own) else (own, own)

@@ -103,12 +103,17 @@ class Below:
     """
 
     def __init__(self, own: int, known: Sequence[Heartbeat], parents: Mapping[int, int], now: float) -> None:
+        self.of_rank_0 = known[0]
+        """Its first heartbeat."""
+        self.depth = 0
+        """Steps from rank 0 down to the farthest rank of the run."""
         self._path: dict[int, list[int]] = {}
         """By rank below: that rank, and those between it and this one, the nearest to it first."""
         self._under: dict[int, list[int]] = {}
         """By rank below that has some below it: these."""
         for number in parents:
             path = [number, *find_above(number, parents)]
+            self.depth = max(self.depth, len(path) - 1)
             if own in path[1:]:
                 self._path[number] = path[: path.index(own)]
                 for between in self._path[number][1:]:
@@ -152,10 +157,17 @@ class Below:
             # This process itself was stopped, as in a suspended job: it must first hear the others again.
             self._came = dict.fromkeys(self._came, now)
         self._looked = now
+        limit = BEATS_UNTIL_NOTED * beat_seconds
+        for speaker, came in list(self._came.items()):
+            is_from_further = len(self._path[speaker]) > 1 and now - came > limit
+            if is_from_further and self._state(speaker, now, beat_seconds).silent_seconds <= limit:
+                # It speaks to its own leader again, who says what there is to say of it: what it said here is old.
+                for told in (self._came, self._digests, self._silent):
+                    told.pop(speaker, None)
         found = []
         for speaker, came in list(self._came.items()):
             found.append(Digest.of(self._state(speaker, now, beat_seconds), beat_seconds))
-            if now - came <= BEATS_UNTIL_NOTED * beat_seconds:
+            if now - came <= limit:
                 # What one has noted is judged here: another may have heard that rank since.
                 found.append(self._digests.get(speaker, Digest())._replace(is_noted=False))
             for number in list(self._silent.get(speaker, ())):
@@ -171,12 +183,14 @@ class Below:
         """Give what is known of one rank: it is as silent as the one says who has heard it last."""
         seconds = []
         for speaker in self._path[number]:
-            if speaker not in self._came:
+            came = self._came.get(speaker)
+            if came is None:
                 continue
-            since = now - self._came[speaker]
+            since = now - came
             if speaker != number:
                 # A message that is on its way is no silence, or each step of the way would add a beat.
                 since = since if since > BEATS_UNTIL_NOTED * beat_seconds else 0.0
                 since += self._silent.get(speaker, {}).get(number, 0.0)
             seconds.append(since)
-        return PeerState(self._beats[number], min(seconds))
+        # Who asks may have taken the time before the newest message came.
+        return PeerState(self._beats[number], max(min(seconds), 0.0))

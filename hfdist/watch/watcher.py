@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2.0
 """Seconds to write stacks and the report to a disk that may hang, and to wait for those of other ranks."""
 _HURRIED_BEAT_SECONDS = 0.05
+_EACH_SECONDS = 3.0
+"""The longest wait for what there is to say of each rank, once rank 0 asks for it."""
 _REQUEST_SECONDS = 1.0
 """Seconds between two looks for a request."""
 
@@ -56,10 +58,12 @@ class Watcher:
         self._progress, self._store, self._folder, self._record = progress, store, folder, record
         self._heartbeat_seconds = heartbeat_seconds
         self._beat_seconds = beat_seconds(heartbeat_seconds)
-        self._first = Heartbeat(number=0)
+        self._first = store.below.of_rank_0
         """The newest heartbeat of rank 0."""
         self._asks_each = False
         """Whether rank 0 wants to hear of each rank, and not of all together."""
+        self._asks_until = 0.0
+        """Time of the clock until which it wants that for an answer to a request."""
         self._peers: dict[int, PeerState] = {}
         """What is known of the ranks that this one follows, as it was judged last."""
         self._asked: str | None = None
@@ -101,7 +105,9 @@ class Watcher:
         self._sent.wait(_LAST_WORDS_SECONDS)
         if len(self._store.below):
             # The store ends with this process: those below must have read it, or be leaving as well.
-            self._wait(1.5 * self._beat_seconds, lambda: self._digest(time.monotonic()).num_ranks == 0)
+            # The word of the farthest takes a beat for each step of its way.
+            seconds = (self._store.below.depth + 0.5) * self._beat_seconds
+            self._wait(seconds, lambda: self._digest(time.monotonic()).num_ranks == 0)
         self._closed.set()
         # No thread of the watch outlives it, however long rank 0 has not answered.
         self._store.close()
@@ -175,16 +181,16 @@ class Watcher:
             # By its own clock, and not by what came back from a store that may be gone.
             own = PeerState(self._own_beat(0))
             is_first = self._store.rank == 0
-            told = Digest.merged([Digest.of(own, self._beat_seconds), self._digest(now)])
-            # Then rank 0 looks at each rank: thousands take their time.
-            self._asks_each = is_first and told.is_suspect(self._heartbeat_seconds)
-            followed = self._below(now) if self._asks_each else {}
-            self._peers = {self._store.rank: own} | (followed if is_first else {0: PeerState(first, now - came[1])})
             if (asked := first.asked) not in (None, answered):
                 answered = asked
-                folder = self._folder.with_name(str(asked))
-                threading.Thread(target=self._answer, args=(folder,), name="watch-answer", daemon=True).start()
-            verdict = self._verdict or (self._find(self._peers) if self._asks_each or not is_first else None)
+                self._begin_answer(self._folder.with_name(str(asked)), now)
+            told = Digest.merged([Digest.of(own, self._beat_seconds), self._digest(now)])
+            # Then rank 0 looks at each rank: thousands take their time.
+            is_suspect = is_first and told.is_suspect(self._heartbeat_seconds)
+            self._asks_each = is_suspect or now < self._asks_until
+            followed = self._below(now) if is_suspect else {}
+            self._peers = {self._store.rank: own} | (followed if is_first else {0: PeerState(first, now - came[1])})
+            verdict = self._verdict or (self._find(self._peers) if is_suspect or not is_first else None)
             if verdict is not None:
                 self._silent = {
                     rank for rank, one in self._peers.items() if one.silent_seconds > 3 * self._beat_seconds
@@ -201,11 +207,21 @@ class Watcher:
         while not self._over.wait(_REQUEST_SECONDS):
             self._asked = requests.take_request(self._folder.parents[1]) or self._asked
 
+    def _begin_answer(self, folder: Path, now: float) -> None:
+        if self._store.rank == 0:
+            self._asks_until = now + _EACH_SECONDS
+            # At once, as each step of the way takes up to a beat.
+            self._asks_each = True
+            self._wake.set()
+        threading.Thread(target=self._answer, args=(folder,), name="watch-answer", daemon=True).start()
+
     def _answer(self, folder: Path) -> None:
         # Who asks sees which ranks have not answered.
         with contextlib.suppress(OSError):
             self._write_stacks(folder)
             if self._store.rank == 0:
+                # Leaders that are well have told of all below them together so far.
+                self._wait(_EACH_SECONDS, self._store.below.knows_each)
                 own = self._own_beat(0)
                 heard = {0: PeerState(own)} | self._below(time.monotonic())
                 snapshot.write_beats(folder, heard, own, None)
@@ -237,7 +253,9 @@ class Watcher:
             return
         # Rank 0 says so once all have that still beat, and the others wait for it.
         self._has_written = not is_host
-        self._wait(_LAST_WORDS_SECONDS, self._have_others_written if is_host else lambda: self._first.has_written)
+        # Those that a leader tells of the verdict hear of it a beat later.
+        seconds = _LAST_WORDS_SECONDS + (self._store.below.depth - 1) * self._beat_seconds
+        self._wait(seconds, self._have_others_written if is_host else lambda: self._first.has_written)
         if is_host:
             self._has_written = True
         if len(self._store.below):

@@ -3,6 +3,8 @@
 import os
 import platform
 import random
+import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -31,7 +33,10 @@ def speak(machine_of_rank):
     be_on(machine_of_rank)
     own, size, before = rank(), world_size(), count_descriptors()
     group = ControlGroup()
+    threads = threading.enumerate()
     wait, gathered = group.begin_largest([own, -own]), group.begin_gather(torch.tensor([[float(own)]] * 2))
+    # One that came back from gloo at the end of the process would abort it.
+    assert threading.enumerate() == threads
     texts = ["x" * (3000 * (number % 3)) + str(number) for number in range(size)]
     # Begun before, and not awaited: the order is the same on all ranks.
     assert gather_json(texts[own], group) == texts
@@ -80,3 +85,42 @@ def test_all_ranks_hear_the_same_as_in_one_group(machine_of_rank):
     for number, machine in enumerate(machine_of_rank):
         expected.setdefault(machine, []).append(number)
     assert found == str(list(expected.values()))
+
+
+def speak_with_a_bound_device():
+    """As DeepSpeed binds one: torch would look for a communicator of NCCL to split."""
+    be_on([0, 1])
+    dist.group.WORLD.bound_device_id = bound = torch.device("cuda", 0)
+    group = ControlGroup()
+    assert dist.group.WORLD.bound_device_id == bound
+    return group.gather(b"%d" % rank())
+
+
+def test_a_device_that_is_bound_to_the_default_group_is_nothing_to_groups_of_the_host():
+    assert run_ranks(speak_with_a_bound_device, 2) == [[b"0", b"1"]] * 2
+
+
+def lose_a_rank():
+    be_on([0, 1])
+    group = ControlGroup(timedelta(seconds=60))
+    if rank() == 1:
+        dist.destroy_process_group()
+        return
+    wait = group.begin_largest([1])
+    for hear in (wait, wait, lambda: group.gather(b"")):
+        with pytest.raises(RuntimeError, match=r"Connection closed by peer|Connection reset by peer|Broken pipe"):
+            hear()
+
+
+def test_what_failed_is_no_answer_to_who_asks_again():
+    run_ranks(lose_a_rank, 2)
+
+
+def find_timeouts():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(hours=3))
+    groups = ControlGroup(), ControlGroup(timedelta(days=7))
+    return [group.pairs._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_ranks_wait_as_long_as_in_the_default_group():
+    assert run_ranks(find_timeouts, 1, group=False) == [[timedelta(hours=3), timedelta(days=7)]]

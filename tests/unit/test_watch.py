@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from hfdist.errors import ConfigError, PeerError
+from hfdist.messages.message import write_message
 from hfdist.testing import run_ranks
-from hfdist.watch import diagnosis, stacks, store
+from hfdist.watch import diagnosis, requests, stacks, store
 from hfdist.watch.callback import Watch, is_broken_connection
 from hfdist.watch.diagnosis import (
     EVALUATING,
@@ -26,8 +27,9 @@ from hfdist.watch.diagnosis import (
     find_lost,
     find_stalled,
 )
+from hfdist.watch.snapshot import Collective, read_beats
 from hfdist.watch.store import HostedStore, JoinedStore, Store, open_store
-from hfdist.watch.tree import Below, find_parents
+from hfdist.watch.tree import Below, Digest, find_parents
 from hfdist.watch.watcher import Watcher
 
 HEARTBEAT_SECONDS = 60.0
@@ -254,6 +256,84 @@ def test_who_is_no_rank_is_not_heard(first):
         assert stranger.recv(1) == b""
     assert beats_of(host)[1].number == 0
     host.close()
+
+
+def in_three_machines():
+    """Stores of rank 0, of a leader, and of the rank below that: it knows of rank 0, too."""
+    machines, known = [[0], [1, 2], [3]], [Heartbeat(number=0, host=f"host-{rank}", pid=7) for rank in range(4)]
+    heard = [Below(rank, known, find_parents(machines), time.monotonic()) for rank in range(3)]
+    hosts = [HostedStore(one, 4, TOKEN) for one in heard[:2]]
+    addresses = [("localhost", host.port) for host in hosts]
+    leader = JoinedStore(addresses[:1], TOKEN, 1, 1.0)
+    last = JoinedStore(addresses[::-1], TOKEN, 2, 1.0)
+    return [
+        Store(0, 4, heard[0], hosts[0], None),
+        Store(1, 4, heard[1], hosts[1], leader),
+        Store(2, 4, heard[2], None, last),
+    ]
+
+
+def test_ranks_know_where_rank_0_is_before_its_first_beat():
+    first, leader, last = in_three_machines()
+    for one in (leader, last):
+        beat, _ = one.exchange(Heartbeat(number=1), None, 1.0)
+        assert (beat.host, beat.pid) == ("host-0", 7)
+    for one in (last, leader, first):
+        one.close()
+
+
+def test_a_leader_that_has_lost_rank_0_lets_those_below_go():
+    first, leader, last = in_three_machines()
+    leader._joined._connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(OSError, match=r"ended|pipe|reset"):
+        leader.exchange(Heartbeat(number=1), None, 1.0)
+    last.exchange(Heartbeat(number=5), None, 1.0)
+    assert beats_of(first)[2].number == 5
+    for one in (last, leader, first):
+        one.close()
+
+
+def test_who_asks_what_ranks_are_doing_hears_of_those_below_leaders_too(tmp_path):
+    first, leader, last = in_three_machines()
+    watcher = Watcher(Progress(), first, tmp_path / "watch" / "now", HEARTBEAT_SECONDS)
+    folder = requests.request(tmp_path, "asked-20260102-030405")
+    number, end = 0, time.monotonic() + HEARTBEAT_SECONDS
+    while not (heard := read_beats(folder)[0]) and time.monotonic() < end:
+        number += 1
+        for one in (last, leader):
+            one.exchange(Heartbeat(number=number), None, 1.0)
+        time.sleep(0.02)
+    assert heard[2].beat.number > 0
+    first.below.hear(3, Heartbeat(number=1, left=0), Digest(), {}, time.monotonic())
+    for one in (last, leader):
+        one.exchange(Heartbeat(number=number, left=0), None, 1.0)
+    watcher.leave(0)
+    for one in (last, leader):
+        one.close()
+
+
+def test_what_hundreds_of_collectives_wait_for_fits_a_heartbeat(monkeypatch):
+    pending = Collective("0", 7, "nccl:_all_gather_base", [[41943040]] * 100, False, "default_pg")
+    monkeypatch.setattr(stacks, "recorded_collectives", lambda: [pending] * 200)
+    found = stacks.waits_in()
+    assert found.startswith("nccl:_all_gather_base [[41943040], ")
+    assert found.endswith(", and 199 more")
+    assert (
+        len(write_message({"each": [7, *PeerState(Heartbeat(number=1, waits_in=found))]})) < store._MOST_BYTES_OF_EACH
+    )
+
+
+def test_a_leader_without_a_route_is_not_known_as_rank_0(monkeypatch):
+    def fails(*args, **named):
+        raise OSError("no route")
+
+    monkeypatch.setattr(store, "find_route", fails)
+    monkeypatch.setattr(store.platform, "node", lambda: "host-4")
+    monkeypatch.setenv("MASTER_ADDR", "host-0")
+    monkeypatch.setattr(store, "rank", lambda: 4)
+    assert store._own_address() == ("host-4", "")
+    monkeypatch.setattr(store, "rank", lambda: 0)
+    assert store._own_address() == ("host-0", "")
 
 
 def refused_by_rank_0():

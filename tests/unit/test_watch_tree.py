@@ -162,3 +162,35 @@ def test_a_rank_that_was_heard_another_way_for_a_while_is_well():
     run.beat(3)
     assert run.digest().is_noted
     assert {rank for rank, one in run.states().items() if one.silent_seconds > 2} == {4}
+
+
+def test_a_stall_is_found_after_a_leader_was_away_for_a_while():
+    """What its machine said to rank 0 itself is old, and hides nothing."""
+    run = Run(in_machines(2, 4))
+    run.beat(2)
+    run.lost = {4}
+    run.beat(4)
+    run.lost = set()
+    run.beat(3)
+    for rank in run.ranks:
+        run.fields[rank] = {"idle_seconds": 700.0, "longest_idle_seconds": 1.0}
+    run.beat(4)
+    assert run.digest() == Digest(7, 700.0, 1.0, False, False)
+
+
+def test_leaders_tell_of_each_after_one_above_them_was_away_for_a_while():
+    run = Run(in_machines(40, 2))
+    run.beat(2)
+    run.lost = {64}
+    run.beat(4)
+    run.lost = set()
+    run.beat(3)
+    run.asks_each = True
+    run.beat(6)
+    assert run.below[0].knows_each()
+
+
+def test_a_message_that_comes_while_one_asks_is_no_negative_silence():
+    below = Below(2, [Heartbeat(number=0)] * 4, find_parents(in_machines(2, 2)), now=0.0)
+    below.hear(3, Heartbeat(number=1), Digest(), {}, now=100.01)
+    assert below.states(100.0, BEAT_SECONDS)[3].silent_seconds == 0.0
