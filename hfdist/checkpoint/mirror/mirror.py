@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hfdist.checkpoint.folder import HELD_OUT_LOSS, Keep, commit, remove_unfinished, step_of, temporary
+from hfdist.checkpoint.folder import HELD_OUT_LOSS, Keep, commit, move_damaged_aside, remove_unfinished, step_of, temporary
 from hfdist.checkpoint.manifest import (
     MANIFEST,
     MAX_JSON_BYTES,
@@ -224,6 +224,7 @@ class Mirror:
             if (manifest := read_manifest(unfinished)).digest != found.digest or manifest.step != step_of(name):
                 raise DamagedError("step", "the mirror has another checkpoint under this name", where=unfinished)
             verify(unfinished)
+            move_damaged_aside(folder / name)
             commit(unfinished, folder / name)
         return folder / name
 

@@ -366,6 +366,26 @@ def test_a_checkpoint_here_that_is_as_new_stays(saved, tmp_path):
     assert files_of(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("damaged", ["model.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_here_hides_none_of_the_mirror(damaged, saved, tmp_path):
+    mirror, folder = mirror_at(f"file://{tmp_path}/mirror"), tmp_path / "run"
+    send(mirror, saved[3])
+    send(mirror, saved[4])
+    whole = files_of(saved[4])
+    (saved[4] / damaged).unlink()
+    left = files_of(saved[4])
+    assert fetch_newer(mirror, mirror.open(), folder) == saved[4]
+    assert files_of(saved[4]) == whole
+    [aside] = folder.glob(f"{step_name(4)}.bad-*")
+    assert files_of(aside) == left
+    # Where the mirror has nothing better, nothing is renamed.
+    (saved[4] / damaged).unlink()
+    for path in (tmp_path / "mirror/contents").iterdir():
+        path.unlink()
+    assert fetch_newer(mirror, mirror.open(), folder) is None
+    assert list(folder.glob("*.bad-*")) == [aside]
+
+
 def test_a_disk_without_room_is_said_before_anything_comes(saved, tmp_path, monkeypatch):
     mirror = mirror_at(f"file://{tmp_path}/mirror")
     send(mirror, saved[1])
