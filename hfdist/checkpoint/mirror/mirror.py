@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hfdist.checkpoint.folder import HELD_OUT_LOSS, Keep, commit, move_damaged_aside, remove_unfinished, step_of, temporary
+from hfdist.checkpoint.folder import (
+    HELD_OUT_LOSS,
+    Keep,
+    commit,
+    move_damaged_aside,
+    remove_unfinished,
+    step_of,
+    temporary,
+)
 from hfdist.checkpoint.manifest import (
     MANIFEST,
     MAX_JSON_BYTES,
@@ -173,7 +180,8 @@ class Mirror:
     def prune(self, keep: Keep) -> None:
         """Remove the whole checkpoints that nothing keeps, and then the contents that no list names.
 
-        While a list cannot be read, all contents stay: nobody knows which it names.
+        What is not whole goes if it is older than one that is. A newer list that cannot be read stays, and with it all
+        contents: nobody knows which it names.
         """
         there = self._objects.list()
         lists: dict[str, Listed] = {}
@@ -181,13 +189,14 @@ class Mirror:
             try:
                 lists[name] = self._read(name, there)
             except DamagedError as error:
-                logger.warning("no content of the mirror is removed: %s", error)
-        is_known = len(lists) == len(_names(there))
+                logger.warning("a list of the mirror cannot be used: %s", error)
         whole = [name for name in lists if lists[name].is_whole(there)]
         by_loss = [(loss, name) for name in whole if (loss := lists[name].held_out_loss) is not None]
         kept = keep.choose(whole, min(by_loss)[1] if by_loss else None)
-        going = [name for name in whole if name not in kept]
-        self._objects.remove([f"{name}{_LIST}" for name in going])
+        older = {name for name in _names(there) if whole and step_of(name) < step_of(whole[-1])}
+        going = (older | set(whole)) - kept
+        self._objects.remove(sorted(f"{name}{_LIST}" for name in going))
+        is_known = lists.keys() >= set(_names(there)) - going
         contents = {name for name in there if name.startswith(CONTENTS)} if is_known else set()
         needed = {content.name for name in lists.keys() - going for content in lists[name].contents()}
         unfinished = {name for name in there if UNFINISHED.fullmatch(name)}
@@ -223,6 +232,9 @@ class Mirror:
                 raise DamagedError("files", what, where=f"{self.shown}/{name}", found=error) from error
             if (manifest := read_manifest(unfinished)).digest != found.digest or manifest.step != step_of(name):
                 raise DamagedError("step", "the mirror has another checkpoint under this name", where=unfinished)
+            if found.files.keys() != manifest.files.keys() | {MANIFEST}:
+                what = "the list has other files than the checkpoint's manifest"
+                raise DamagedError("files", what, where=f"{self.shown}/{name}")
             verify(unfinished)
             move_damaged_aside(folder / name)
             commit(unfinished, folder / name)
@@ -244,8 +256,10 @@ class Mirror:
                 self._changed.add(content.name)
                 where = f"{self.shown}/{content.name}"
                 raise DamagedError("hash", "a content of the mirror has changed", where=where)
-            with path.open("rb+", buffering=0) as file:
-                os.pwrite(file.fileno(), data, begin)
+            # With a buffer: it goes on where the system has written a part alone.
+            with path.open("rb+") as file:
+                file.seek(begin)
+                file.write(data)
 
         for _ in counted(thread_map(bring, *zip(*places, strict=True)), len(places), "parts"):
             pass
@@ -266,8 +280,9 @@ def _names(there: Mapping[str, int]) -> list[str]:
 
 
 def _read_bytes(path: Path, begin: int, num_bytes: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        data = os.pread(file.fileno(), num_bytes, begin)
+    with path.open("rb") as file:
+        file.seek(begin)
+        data = file.read(num_bytes)
     if len(data) != num_bytes:
         raise DamagedError("size", "a file of the checkpoint was cut", where=path)
     return data
