@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from hfdist.checkpoint.folder import find_damage, list_checkpoints, step_of
+from hfdist.checkpoint.folder import by_held_out_loss, find_damage, list_checkpoints, step_of
 from hfdist.checkpoint.manifest import FormatError
 from hfdist.checkpoint.mirror.mirror import Mirror
 from hfdist.errors import CheckpointError
@@ -50,6 +50,29 @@ def fetch_newer(mirror: Mirror, names: Sequence[str], folder: Path) -> Path | No
             hint="another run.name, or checkpoint.mirror=null, for a new run",
         )
     return None
+
+
+def fetch_best(mirror: Mirror, names: Sequence[str], folder: Path) -> Path | None:
+    """Bring the checkpoint of a mirror with the lowest held-out loss, if those of the folder have a higher one.
+
+    It is older than the newest of the folder: the run does not go on from it. Arguments, as the ResourceError, are
+    those of `fetch_newer`.
+
+    Returns:
+        Its path in `folder`; None: the folder has the best one, or that of the mirror is damaged.
+    """
+    newest = max((step_of(path.name) for path in list_checkpoints(folder)), default=-1)
+    best = mirror.best([name for name in names if step_of(name) < newest])
+    own = by_held_out_loss(folder)
+    if best is None or (own and own[0][1] <= best[1]):
+        return None
+    name, loss = best
+    logger.info("%s comes from %s, too: it has the lowest held-out loss, %.4f", name, mirror.shown, loss)
+    try:
+        return mirror.fetch(name, folder)
+    except CheckpointError as error:
+        logger.warning("%s of the mirror is passed over: %s", name, error)
+        return None
 
 
 def _may_be_used(path: Path) -> bool:

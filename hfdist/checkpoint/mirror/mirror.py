@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,6 +204,16 @@ class Mirror:
         self._objects.remove(sorted(contents - needed | unfinished))
 
     # ---- from the mirror ----
+
+    def best(self, names: Sequence[str]) -> tuple[str, float] | None:
+        """Give the whole checkpoint of these with the lowest held-out loss, and the loss; None: none was evaluated."""
+        there, losses = self._objects.list(), list[tuple[float, str]]()
+        for name in names:
+            with suppress(DamagedError):
+                found = self._read(name, there)
+                if found.held_out_loss is not None and found.is_whole(there):
+                    losses.append((found.held_out_loss, name))
+        return min(losses)[::-1] if losses else None
 
     def fetch(self, name: str, folder: Path) -> Path:
         """Bring a checkpoint into the folder of a run's checkpoints, verified, and give its path there.

@@ -19,7 +19,7 @@ from s3fs import S3FileSystem
 from hfdist.checkpoint import Keep, prune
 from hfdist.checkpoint.folder import list_checkpoints, step_name
 from hfdist.checkpoint.manifest import DamagedError, hash_of_content, verify
-from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_newer
+from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_best, fetch_newer
 from hfdist.checkpoint.mirror import mirror as of_mirror
 from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, Listed
 from hfdist.data.storage.network import Network, Retries
@@ -405,6 +405,22 @@ def test_a_damaged_checkpoint_here_hides_none_of_the_mirror(damaged, saved, tmp_
     assert list(folder.glob("*.bad-*")) == [aside]
 
 
+def test_the_best_comes_too_unless_the_folder_has_it(saved, tmp_path, caplog):
+    mirror, folder = mirror_at(f"file://{tmp_path}/mirror"), tmp_path / "elsewhere"
+    for path in saved.values():
+        send(mirror, path, Keep(newest=1, best=True))
+    names = mirror.open()
+    assert fetch_newer(mirror, names, folder) == folder / step_name(4)
+    assert fetch_best(mirror, names, folder) == folder / step_name(3)
+    assert files_of(folder / step_name(3)) == files_of(saved[3])
+    assert fetch_best(mirror, names, folder) is None
+    shutil.rmtree(folder / step_name(3))
+    for path in (tmp_path / "mirror/contents").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    assert fetch_best(mirror, names, folder) is None
+    assert f"{step_name(3)} of the mirror is passed over" in caplog.text
+
+
 def test_a_disk_without_room_is_said_before_anything_comes(saved, tmp_path, monkeypatch):
     mirror = mirror_at(f"file://{tmp_path}/mirror")
     send(mirror, saved[1])
@@ -588,10 +604,10 @@ class Small(Gate):
 
 
 def test_what_a_failed_upload_has_left_does_not_fill_the_store(tmp_path):
-    # All of some size, and nearly nothing in common.
+    # Half of each is its own.
     saved = {step: save(tmp_path / "run", step, state={"text": str(step) * 20_000}) for step in (1, 2, 3, 4)}
     store = Small(f"file://{tmp_path}/mirror")
-    store.room = int(2.5 * sum(map(len, files_of(saved[1]).values())))
+    store.room = int(1.9 * sum(map(len, files_of(saved[1]).values())))
     uploader = Uploader(Mirror(store), Keep(newest=1))
     ends = []
     for step, store.refuses in ((1, False), (2, True), (3, False), (4, False)):
