@@ -1,7 +1,9 @@
 """What a start takes from the mirror, and what it says where there is none; how long the end waits, and for what."""
 
 import logging
+import os
 import shutil
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,9 @@ from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.mirror import Objects
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ResourceError
+from hfdist.run.parts import mirror as of_part
 from hfdist.run.parts.mirror import MirrorPart
+from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from tests.unit.checkpoint.pieces import files_of, save
 from tests.unit.checkpoint.test_mirror import Gate
 from tests.unit.data.servers import s3, s3_server
@@ -29,7 +33,10 @@ def run_of(tmp_path, *overrides, mirror="file://{}/mirror"):
         ]
     )
     return SimpleNamespace(
-        config=config, uploader=None, trainer=SimpleNamespace(checkpointer=SimpleNamespace(report_uploads=lambda: None))
+        config=config,
+        preemption=Preemption(),
+        uploader=None,
+        trainer=SimpleNamespace(checkpointer=SimpleNamespace(report_uploads=lambda: None)),
     )
 
 
@@ -139,6 +146,21 @@ def test_the_end_tries_the_last_upload_again(tmp_path, caplog):
         assert (tmp_path / f"mirror/own/{step_name(3)}.json").exists() == has_it
     assert store.num_failures == 9 - 1 - 3
     assert caplog.messages[-1].startswith(f"the mirror lacks {path}")
+
+
+def test_another_signal_ends_the_wait_and_not_the_process(tmp_path, caplog, monkeypatch):
+    run = open_part(run_of(tmp_path))
+    store = run.uploader.mirror._objects = Gate(f"file://{tmp_path}/mirror/own")
+    path = save(tmp_path / "run/checkpoints", 3)
+    run.uploader.put(path)
+    monkeypatch.setattr(of_part.logger, "info", lambda *words: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with run.preemption.hearing_again():
+        MirrorPart().stop(run)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert caplog.messages == [f"the mirror lacks {path}, and has no checkpoint"]
+    store.is_open.set()
+    assert run.uploader.wait(60)
 
 
 def test_a_run_without_a_mirror_has_none(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from hfdist.units import size
 
 logger = logging.getLogger(__name__)
 
-_LINE_SECONDS = 10.0
-"""Time between two lines of a wait."""
+_LOOK_SECONDS, _LINE_SECONDS = 1.0, 10.0
+"""Time between two looks whether a wait is given up, and between two of its lines."""
 _MOST_TRIES = 3
 """Uploads of the newest checkpoint that the end tries, beside those of the training."""
 
@@ -65,8 +65,8 @@ class MirrorPart(Part):
                 run.uploader.end()
 
     def stop(self, run: RunState) -> None:
-        """Wait for the last upload: the machine may be taken away."""
-        _wait(run)
+        """Wait for the last upload: the machine may be taken away. Another signal ends the wait."""
+        _wait(run, lambda: run.preemption.is_hurried)
 
     def finish(self, run: RunState) -> None:
         """Wait for the last upload."""
@@ -106,7 +106,7 @@ def _check_resume(resume: Path, checkpoints: Path, newest: str, newest_step: int
         raise CheckpointError(what, where="checkpoint.resume", found=newest, hint=hint)
 
 
-def _wait(run: RunState) -> None:
+def _wait(run: RunState, is_given_up: Callable[[], bool] = lambda: False) -> None:
     """Wait until all is uploaded, at most as long as the config says; log what the mirror lacks then.
 
     An upload of the newest checkpoint that has failed is tried again.
@@ -115,21 +115,25 @@ def _wait(run: RunState) -> None:
     if uploader is None:
         return
     own = list_checkpoints(run.config.run.folder.checkpoints)
-    end, next_seconds, num_tries = time.monotonic() + 60 * minutes, 0.0, 0
+    line = time.monotonic()
+    end, next_seconds, num_tries = line + 60 * minutes, 0.0, 0
     while True:
         is_done = uploader.wait(next_seconds)
         has_all = not own or uploader.newest_step == step_of(own[-1].name)
-        if (is_done and (has_all or num_tries == _MOST_TRIES)) or time.monotonic() >= end:
+        is_late = time.monotonic() >= end
+        if (is_done and (has_all or num_tries == _MOST_TRIES)) or is_late or is_given_up():
             break
         if is_done:
             num_tries += 1
             uploader.put(own[-1])
-        sent = uploader.progress
-        so_far = f": {size(sent.done_bytes)} of {size(sent.all_bytes)}" if sent.all_bytes else ""
-        logger.info("waiting for the mirror%s", so_far)
-        next_seconds = min(_LINE_SECONDS, max(end - time.monotonic(), 0.0))
+        if time.monotonic() >= line:
+            sent = uploader.progress
+            so_far = f": {size(sent.done_bytes)} of {size(sent.all_bytes)}" if sent.all_bytes else ""
+            logger.info("waiting for the mirror%s", so_far)
+            line += _LINE_SECONDS
+        next_seconds = min(_LOOK_SECONDS, max(end - time.monotonic(), 0.0))
     run.trainer.checkpointer.report_uploads()
     if own and uploader.newest_step != step_of(own[-1].name):
         there = "no checkpoint" if uploader.newest_step is None else f"step {uploader.newest_step:,} as its newest"
-        why = "" if is_done else f" after checkpoint.mirror_minutes={minutes:g}"
+        why = "" if is_done or not is_late else f" after checkpoint.mirror_minutes={minutes:g}"
         logger.warning("the mirror lacks %s%s, and has %s", own[-1], why, there)
