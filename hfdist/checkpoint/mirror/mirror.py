@@ -88,10 +88,19 @@ class Mirror:
         Raises:
             CheckpointError: it is of another version.
         """
-        there = self._objects.list()
+        there = self._look()
         if _DESCRIPTION not in there:
             self._describe()
-            return _names(there)
+        return _names(there)
+
+    def names(self) -> list[str]:
+        """Give the names as `open` does, and make nothing."""
+        return _names(self._look())
+
+    def _look(self) -> dict[str, int]:
+        there = self._objects.list()
+        if _DESCRIPTION not in there:
+            return there
         try:
             found = parse_json(self._objects.read(_DESCRIPTION, min(there[_DESCRIPTION], MAX_JSON_BYTES)))["format"]
         except (ValueError, RecursionError, TypeError, KeyError):
@@ -105,7 +114,7 @@ class Mirror:
                 allowed=f"format {FORMAT}, which hfdist {__version__} reads",
                 hint=hint,
             )
-        return _names(there)
+        return there
 
     def _describe(self) -> None:
         self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
@@ -264,9 +273,10 @@ class Mirror:
         def bring(path: Path, begin: int, content: Content) -> None:
             data = self._objects.read(content.name, content.num_bytes)
             if Content.of(data) != content:
+                # The others are read all the same: the next upload mends all that have changed.
                 self._changed.add(content.name)
-                where = f"{self.shown}/{content.name}"
-                raise DamagedError("hash", "a content of the mirror has changed", where=where)
+                return
+            self._changed.discard(content.name)
             # With a buffer: it goes on where the system has written a part alone.
             with path.open("rb+") as file:
                 file.seek(begin)
@@ -274,6 +284,9 @@ class Mirror:
 
         for _ in counted(thread_map(bring, *zip(*places, strict=True)), len(places), "parts"):
             pass
+        if changed := self._changed & {content.name for content in found.contents()}:
+            where, what = f"{self.shown}/{min(changed)}", "contents of the mirror have changed"
+            raise DamagedError("hash", what, where=where, found=f"{len(changed)} of them")
 
 
 def _no_room(folder: Path, found: Listed) -> ResourceError:

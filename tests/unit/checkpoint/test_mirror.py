@@ -373,6 +373,23 @@ def test_a_content_that_is_damaged_is_passed_over_and_sent_again(damage, saved, 
     assert files_of(mirror.fetch(step_name(2), tmp_path / "again")) == files_of(saved[2])
 
 
+def test_all_contents_that_have_changed_are_mended_at_once(saved, tmp_path):
+    mirror = mirror_at(f"file://{tmp_path}/mirror")
+    send(mirror, saved[1])
+    before = files_of(tmp_path / "mirror")
+    for path in (tmp_path / "mirror/contents").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(DamagedError):
+        mirror.fetch(step_name(1), tmp_path / "elsewhere")
+    send(mirror, saved[1])
+    assert files_of(tmp_path / "mirror") == before
+
+
+def test_a_look_makes_no_mirror(tmp_path):
+    assert mirror_at(f"file://{tmp_path}/mirror").names() == []
+    assert not (tmp_path / "mirror").exists()
+
+
 def test_a_checkpoint_here_that_is_as_new_stays(saved, tmp_path):
     mirror = mirror_at(f"file://{tmp_path}/mirror")
     for path in saved.values():
