@@ -17,6 +17,7 @@ from hfdist.checkpoint.manifest import (
     HASHES_STEM,
     NO_MANIFEST,
     DamagedError,
+    FormatError,
     Manifest,
     Part,
     check_files,
@@ -349,7 +350,25 @@ def _list_whole(folder: Path) -> list[Path]:
 
 def _is_whole(path: Path) -> bool:
     try:
-        check_files(path, read_manifest(path), ())
-    except CheckpointError:
+        return find_damage(path) is None
+    except FormatError:
         return False
-    return True
+
+
+def find_damage(path: Path) -> DamagedError | None:
+    """Give what is wrong with a checkpoint by its manifest and the sizes of its files; None: nothing.
+
+    Raises:
+        FormatError: it is of another version of the format.
+    """
+    try:
+        check_files(path, read_manifest(path), ())
+    except DamagedError as error:
+        return error
+    return None
+
+
+def move_damaged_aside(path: Path) -> None:
+    """Rename what has a checkpoint's name and is damaged, as `find_damage` sees it; a warning says so."""
+    if os.path.lexists(path) and (error := find_damage(path)) is not None:
+        _move_aside({path: _describe(error)})

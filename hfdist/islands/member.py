@@ -131,14 +131,25 @@ class Member:
         self._connection.forget()
 
     def arrive(self, arrival: Arrival) -> Message | None:
-        """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended."""
+        """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended.
+
+        Raises:
+            PeerError: the answer is that of another version.
+        """
         self.send({"at": arrival.to_json()})
         answer = self.wait_for("round")
         if answer is None or self._connection is None:
             return None
         known = self._connection.addresses
-        named = (*answer.list("members"), *answer.by_number("sources"))
-        return Message(answer | {"addresses": {index: known[index] for index in named}})
+        try:
+            named = (*answer.list("members"), *answer.by_number("sources"))
+            told = Message(answer | {"addresses": {index: known[index] for index in named}})
+            Participants.from_json(told)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what, hint = "the server speaks another version of hfdist", "the same version on all machines"
+            found = f"{type(error).__name__}: {error}"
+            raise PeerError(what, where="islands.address", found=found, hint=hint) from error
+        return told
 
     def send(self, message: Mapping[str, object], payload: bytes = b"") -> None:
         """Tell the server, if there is a connection."""

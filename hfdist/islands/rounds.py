@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hfdist.checkpoint.piece import Piece
-from hfdist.collectives import gather_json, on_all_ranks, rank
+from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.data.cache import digest_of
 from hfdist.errors import ConfigError, NumericsError, PeerError
@@ -31,6 +32,8 @@ _STATE = "state"
 _MOST_HEADER_BYTES = 2**26
 _MOST_TRIES = 12
 """The most tries of the exchange of one step."""
+_MOST_PORT_SECONDS = 30.0
+"""How long a rank tries to get its port."""
 _REST_SECONDS, _MOST_REST_SECONDS = 0.1, 5.0
 """Seconds before a try: twice the first number before the third try, then doubled each time; at most the second."""
 
@@ -234,7 +237,7 @@ class Rounds:
             rests=one.rests,
             read=None if self._data_share is None else self._data_share.read(),
         )
-        answer = gather_json(self._member.arrive(arrival) if rank() == 0 else None)[0]
+        answer = on_rank_zero(lambda: self._member.arrive(arrival))
         return None if answer is None else Participants.from_json(answer)
 
     def _settle(self, one: _Exchange, participants: Participants) -> bool:
@@ -319,14 +322,26 @@ def _has_finite(piece: Piece, content: bytes) -> bool:
 
 
 def open_transport(config: IslandsConfig, host: str, most_bytes: int) -> Transport:
-    """Open the connections of this rank, which hears others at its own port; ConfigError: it is taken."""
+    """Open the connections of this rank, which hears others at its own port; ConfigError: it stays taken."""
     port = 0 if config.port is None else config.port + read_launcher().local_rank
-    try:
-        return Transport(host, config.codec, port=port, most_bytes=most_bytes, silent_seconds=config.timeout_seconds)
-    except (OSError, OverflowError) as error:
-        what, found = "this rank cannot hear other islands", f"{host}, port {port}: {error}"
-        hint = "islands.port=null, which takes free ports, or another first port: each rank of a machine has its own"
-        raise ConfigError(what, where="islands.port", found=found, allowed="free ports", hint=hint) from error
+    silent_seconds = config.timeout_seconds
+    deadline = time.monotonic() + min(_MOST_PORT_SECONDS, silent_seconds)
+    while True:
+        try:
+            return Transport(host, config.codec, port=port, most_bytes=most_bytes, silent_seconds=silent_seconds)
+        except (OSError, OverflowError) as error:
+            # An outgoing connection may have it, or a process of the start before, which is ending.
+            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            if is_taken and time.monotonic() < deadline:
+                time.sleep(_REST_SECONDS)
+                continue
+            raise _not_heard(host, port, error) from error
+
+
+def _not_heard(host: str, port: int, error: Exception) -> ConfigError:
+    what, found = "this rank cannot hear other islands", f"{host}, port {port}: {error}"
+    hint = "islands.port=null, which takes free ports, or another first port: each rank of a machine has its own"
+    return ConfigError(what, where="islands.port", found=found, allowed="free ports", hint=hint)
 
 
 def _own_host(address: str, wait_seconds: float) -> str:

@@ -185,8 +185,10 @@ class Run(RunState):
                 # All that a later start needs is on the disk.
                 replicas.remove()
             if self.preemption.stopped_by is not None:
-                stop(self, self.parts)
-            self.preemption.check(config.run.dir)
+                try:
+                    stop(self, self.parts)
+                finally:
+                    self.preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()
             finish(self, self.parts)

@@ -41,10 +41,14 @@ def finish(run: RunState, parts: Sequence[Part]) -> None:
 
 def stop(run: RunState, parts: Sequence[Part]) -> None:
     """Let each part do on rank 0 what a run that a signal has stopped must not leave undone. All ranks call it."""
-    if run.trainer.is_world_process_zero():
-        for part in parts:
-            part.stop(run)
-    _wait_for_rank_zero(run)
+    if run.config.checkpoint.mirror is None:
+        # Nothing is left to do, and ranks need not meet.
+        return
+    with run.preemption.hearing_again():
+        if run.trainer.is_world_process_zero():
+            for part in parts:
+                part.stop(run)
+        _wait_for_rank_zero(run)
 
 
 def _wait_for_rank_zero(run: RunState) -> None:

@@ -250,6 +250,17 @@ def train(alerts, num_steps=5):
     alerts.on_train_end(None, state, control)
 
 
+def test_the_command_of_an_alert_of_the_last_upload_is_waited_for(watch, tmp_path):
+    script = tmp_path / "slow"
+    script.write_text(f"sleep 0.3; cat > {tmp_path}/got")
+    alerts, _ = watch(f"sh {script}")
+    alerts.on_train_end(None, TrainerState(), TrainerControl())
+    failed = {"mirror/step": 5, "mirror/failed": 1, "mirror/failures": 1}
+    alerts.on_log(None, TrainerState(global_step=5), TrainerControl(), logs=failed)
+    [got] = read_lines(tmp_path / "got")
+    assert got["kind"] == "mirror"
+
+
 def test_an_alert_goes_everywhere_once(watch, tmp_path, caplog):
     alerts, logged = watch(f"tee -a {tmp_path}/got")
     train(alerts)

@@ -1,14 +1,20 @@
 """What a start takes from the mirror, and what it says where there is none; how long the end waits, and for what."""
 
 import logging
+import os
+import shutil
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 from hfdist.checkpoint.folder import step_name
+from hfdist.checkpoint.mirror import Objects
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ResourceError
+from hfdist.run.parts import mirror as of_part
 from hfdist.run.parts.mirror import MirrorPart
+from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from tests.unit.checkpoint.pieces import files_of, save
 from tests.unit.checkpoint.test_mirror import Gate
 from tests.unit.data.servers import s3, s3_server
@@ -27,8 +33,23 @@ def run_of(tmp_path, *overrides, mirror="file://{}/mirror"):
         ]
     )
     return SimpleNamespace(
-        config=config, uploader=None, trainer=SimpleNamespace(checkpointer=SimpleNamespace(report_uploads=lambda: None))
+        config=config,
+        preemption=Preemption(),
+        uploader=None,
+        trainer=SimpleNamespace(checkpointer=SimpleNamespace(report_uploads=lambda: None)),
     )
+
+
+class Failing(Objects):
+    """A store that fails so many times to write."""
+
+    num_failures = 0
+
+    def write(self, contents):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise ResourceError("the mirror cannot be written: HTTP 503, after 6 attempts", where=self.shown)
+        super().write(contents)
 
 
 def open_part(run):
@@ -54,6 +75,33 @@ def test_an_empty_disk_gets_the_newest_and_a_folder_keeps_its_own(tmp_path):
     assert not (tmp_path / "third/checkpoints").exists()
     with pytest.raises(CheckpointError, match="the mirror already holds checkpoints"):
         open_part(run_of(tmp_path, "checkpoint.resume=never", f"run.dir={tmp_path}/fourth"))
+
+
+def test_a_start_from_an_earlier_step_is_refused_before_a_later_one_comes(tmp_path):
+    first = open_part(run_of(tmp_path))
+    for step in (1, 2):
+        first.uploader.put(save(tmp_path / "run/checkpoints", step))
+        assert first.uploader.wait(60)
+    resume = f"checkpoint.resume={tmp_path}/run/checkpoints/{step_name(1)}"
+    shutil.rmtree(tmp_path / "run/checkpoints" / step_name(2))
+    with pytest.raises(CheckpointError, match="the mirror holds later checkpoints"):
+        open_part(run_of(tmp_path, resume))
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [step_name(1)]
+    # As the hint says.
+    (tmp_path / f"mirror/own/{step_name(2)}.json").unlink()
+    assert open_part(run_of(tmp_path, resume)).uploader.newest_step == 1
+
+
+def test_the_best_of_the_mirror_comes_where_it_is_kept(tmp_path):
+    best = ("checkpoint.keep_best=true", "checkpoint.keep=1", "checkpoint.every=1", "train.eval_every=1")
+    first = open_part(run_of(tmp_path, *best))
+    for step, loss in ((1, 1.0), (2, 2.0)):
+        first.uploader.put(save(tmp_path / "run/checkpoints", step, state={"held_out_loss": loss}))
+        assert first.uploader.wait(60)
+    for overrides, steps in (((), [2]), (best, [1, 2])):
+        folder = tmp_path / f"elsewhere-{len(steps)}"
+        open_part(run_of(tmp_path, f"run.dir={folder}", *overrides))
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == list(map(step_name, steps))
 
 
 def test_a_mirror_without_an_answer_ends_a_start_that_has_nothing_else(s3, tmp_path, caplog):
@@ -83,6 +131,36 @@ def test_the_end_waits_as_long_as_it_is_told_and_says_what_is_missing(hook, tmp_
     caplog.clear()
     getattr(MirrorPart(), hook)(run)
     assert not caplog.records
+
+
+def test_the_end_tries_the_last_upload_again(tmp_path, caplog):
+    run = open_part(run_of(tmp_path))
+    store = run.uploader.mirror._objects = Failing(f"file://{tmp_path}/mirror/own")
+    path = save(tmp_path / "run/checkpoints", 3)
+    for num_failures, has_it in ((2, True), (9, False)):
+        shutil.rmtree(tmp_path / "mirror")
+        run.uploader.newest_step, store.num_failures = None, num_failures
+        run.uploader.put(path)
+        MirrorPart().finish(run)
+        assert (run.uploader.newest_step == 3) == has_it
+        assert (tmp_path / f"mirror/own/{step_name(3)}.json").exists() == has_it
+    assert store.num_failures == 9 - 1 - 3
+    assert caplog.messages[-1].startswith(f"the mirror lacks {path}")
+
+
+def test_another_signal_ends_the_wait_and_not_the_process(tmp_path, caplog, monkeypatch):
+    run = open_part(run_of(tmp_path))
+    store = run.uploader.mirror._objects = Gate(f"file://{tmp_path}/mirror/own")
+    path = save(tmp_path / "run/checkpoints", 3)
+    run.uploader.put(path)
+    monkeypatch.setattr(of_part.logger, "info", lambda *words: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with run.preemption.hearing_again():
+        MirrorPart().stop(run)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert caplog.messages == [f"the mirror lacks {path}, and has no checkpoint"]
+    store.is_open.set()
+    assert run.uploader.wait(60)
 
 
 def test_a_run_without_a_mirror_has_none(tmp_path):

@@ -12,13 +12,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from hfdist.checkpoint.folder import HELD_OUT_LOSS, Keep, commit, remove_unfinished, step_of, temporary
+from hfdist.checkpoint.folder import (
+    HELD_OUT_LOSS,
+    Keep,
+    commit,
+    move_damaged_aside,
+    remove_unfinished,
+    step_of,
+    temporary,
+)
 from hfdist.checkpoint.manifest import (
     MANIFEST,
     MAX_JSON_BYTES,
@@ -80,10 +88,19 @@ class Mirror:
         Raises:
             CheckpointError: it is of another version.
         """
-        there = self._objects.list()
+        there = self._look()
         if _DESCRIPTION not in there:
             self._describe()
-            return _names(there)
+        return _names(there)
+
+    def names(self) -> list[str]:
+        """Give the names as `open` does, and make nothing."""
+        return _names(self._look())
+
+    def _look(self) -> dict[str, int]:
+        there = self._objects.list()
+        if _DESCRIPTION not in there:
+            return there
         try:
             found = parse_json(self._objects.read(_DESCRIPTION, min(there[_DESCRIPTION], MAX_JSON_BYTES)))["format"]
         except (ValueError, RecursionError, TypeError, KeyError):
@@ -97,7 +114,7 @@ class Mirror:
                 allowed=f"format {FORMAT}, which hfdist {__version__} reads",
                 hint=hint,
             )
-        return _names(there)
+        return there
 
     def _describe(self) -> None:
         self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
@@ -173,7 +190,8 @@ class Mirror:
     def prune(self, keep: Keep) -> None:
         """Remove the whole checkpoints that nothing keeps, and then the contents that no list names.
 
-        While a list cannot be read, all contents stay: nobody knows which it names.
+        What is not whole goes if it is older than one that is. A newer list that cannot be read stays, and with it all
+        contents: nobody knows which it names.
         """
         there = self._objects.list()
         lists: dict[str, Listed] = {}
@@ -181,19 +199,30 @@ class Mirror:
             try:
                 lists[name] = self._read(name, there)
             except DamagedError as error:
-                logger.warning("no content of the mirror is removed: %s", error)
-        is_known = len(lists) == len(_names(there))
+                logger.warning("a list of the mirror cannot be used: %s", error)
         whole = [name for name in lists if lists[name].is_whole(there)]
         by_loss = [(loss, name) for name in whole if (loss := lists[name].held_out_loss) is not None]
         kept = keep.choose(whole, min(by_loss)[1] if by_loss else None)
-        going = [name for name in whole if name not in kept]
-        self._objects.remove([f"{name}{_LIST}" for name in going])
+        older = {name for name in _names(there) if whole and step_of(name) < step_of(whole[-1])}
+        going = (older | set(whole)) - kept
+        self._objects.remove(sorted(f"{name}{_LIST}" for name in going))
+        is_known = lists.keys() >= set(_names(there)) - going
         contents = {name for name in there if name.startswith(CONTENTS)} if is_known else set()
         needed = {content.name for name in lists.keys() - going for content in lists[name].contents()}
         unfinished = {name for name in there if UNFINISHED.fullmatch(name)}
         self._objects.remove(sorted(contents - needed | unfinished))
 
     # ---- from the mirror ----
+
+    def best(self, names: Sequence[str]) -> tuple[str, float] | None:
+        """Give the whole checkpoint of these with the lowest held-out loss, and the loss; None: none was evaluated."""
+        there, losses = self._objects.list(), list[tuple[float, str]]()
+        for name in names:
+            with suppress(DamagedError):
+                found = self._read(name, there)
+                if found.held_out_loss is not None and found.is_whole(there):
+                    losses.append((found.held_out_loss, name))
+        return min(losses)[::-1] if losses else None
 
     def fetch(self, name: str, folder: Path) -> Path:
         """Bring a checkpoint into the folder of a run's checkpoints, verified, and give its path there.
@@ -223,7 +252,11 @@ class Mirror:
                 raise DamagedError("files", what, where=f"{self.shown}/{name}", found=error) from error
             if (manifest := read_manifest(unfinished)).digest != found.digest or manifest.step != step_of(name):
                 raise DamagedError("step", "the mirror has another checkpoint under this name", where=unfinished)
+            if found.files.keys() != manifest.files.keys() | {MANIFEST}:
+                what = "the list has other files than the checkpoint's manifest"
+                raise DamagedError("files", what, where=f"{self.shown}/{name}")
             verify(unfinished)
+            move_damaged_aside(folder / name)
             commit(unfinished, folder / name)
         return folder / name
 
@@ -240,14 +273,20 @@ class Mirror:
         def bring(path: Path, begin: int, content: Content) -> None:
             data = self._objects.read(content.name, content.num_bytes)
             if Content.of(data) != content:
+                # The others are read all the same: the next upload mends all that have changed.
                 self._changed.add(content.name)
-                where = f"{self.shown}/{content.name}"
-                raise DamagedError("hash", "a content of the mirror has changed", where=where)
-            with path.open("rb+", buffering=0) as file:
-                os.pwrite(file.fileno(), data, begin)
+                return
+            self._changed.discard(content.name)
+            # With a buffer: it goes on where the system has written a part alone.
+            with path.open("rb+") as file:
+                file.seek(begin)
+                file.write(data)
 
         for _ in counted(thread_map(bring, *zip(*places, strict=True)), len(places), "parts"):
             pass
+        if changed := self._changed & {content.name for content in found.contents()}:
+            where, what = f"{self.shown}/{min(changed)}", "contents of the mirror have changed"
+            raise DamagedError("hash", what, where=where, found=f"{len(changed)} of them")
 
 
 def _no_room(folder: Path, found: Listed) -> ResourceError:
@@ -265,8 +304,9 @@ def _names(there: Mapping[str, int]) -> list[str]:
 
 
 def _read_bytes(path: Path, begin: int, num_bytes: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        data = os.pread(file.fileno(), num_bytes, begin)
+    with path.open("rb") as file:
+        file.seek(begin)
+        data = file.read(num_bytes)
     if len(data) != num_bytes:
         raise DamagedError("size", "a file of the checkpoint was cut", where=path)
     return data

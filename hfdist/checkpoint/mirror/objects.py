@@ -23,7 +23,10 @@ _APPEAR_WHOLE = ("s3", "gs", "hf", "memory")
 UNFINISHED = re.compile(r".*\.tmp-[0-9a-f]{8}")
 """Names of what killed writes have left."""
 _REMOVE_MANY = ("s3", "gs")
-"""Schemes of stores that remove many objects by one request, where those that are not there are no failure."""
+"""Schemes of stores that remove many objects by one request, where those that are not there are no failure.
+
+Their libraries may not tell of an object that the store has refused to remove.
+"""
 
 
 class Objects:
@@ -81,8 +84,14 @@ class Objects:
             for place, content in places.items():
                 store.makedirs(place.rpartition("/")[0], exist_ok=True)
                 unfinished = f"{place}.tmp-{secrets.token_hex(4)}"
-                store.pipe_file(unfinished, content)
-                store.mv(unfinished, place)
+                try:
+                    store.pipe_file(unfinished, content)
+                    store.mv(unfinished, place)
+                except BaseException:
+                    # A full store would keep what it had no room for.
+                    with suppress(Exception):
+                        store.rm_file(unfinished)
+                    raise
 
         self._ask(writing, "cannot be written")
 
@@ -99,8 +108,13 @@ class Objects:
                 with suppress(FileNotFoundError):
                     store.rm_file(place)
 
-        if names:
-            self._ask(removing, "cannot be pruned")
+        if not names:
+            return
+        self._ask(removing, "cannot be pruned")
+        if scheme_of(self.address) in _REMOVE_MANY and (left := self.list().keys() & set(names)):
+            what, found = "the mirror cannot be pruned: what was removed is still there", f"{min(left)}, of {len(left)}"
+            hint = "the right to remove objects there, or a larger store"
+            raise ResourceError(what, where=self.shown, found=found, hint=hint)
 
     def _ask(self, question: Callable[[AbstractFileSystem], T], failed: str) -> T:
         failure = Failure(f"the mirror {failed}", "check the address, the rights there and the network")

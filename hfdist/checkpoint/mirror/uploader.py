@@ -50,6 +50,8 @@ class Uploader:
         self._next: Path | None = None
         self._now: Path | None = None
         self._is_over = False
+        self._failed: Path | None = None
+        """What the upload before has not sent; None: it has sent all."""
         self._num_failures = 0
         self._uploads: deque[Upload] = deque()
         # A daemon: a process that ends takes it along at any moment, and the mirror is whole at every moment.
@@ -101,10 +103,15 @@ class Uploader:
 
     def _upload(self, path: Path) -> None:
         begin, error = time.monotonic(), None
+        keep = replace(self._keep, named=frozenset([path.name]))
         try:
+            if self._failed not in (None, path):
+                # What it has left would fill a store that has little room; of this checkpoint it is needed.
+                self.mirror.prune(keep)
+            self._failed = path
             self.progress = self.mirror.send(path, self._tell)
-            self.newest_step = step_of(path.name)
-            self.mirror.prune(replace(self._keep, named=frozenset([path.name])))
+            self.newest_step, self._failed = step_of(path.name), None
+            self.mirror.prune(keep)
         except _OverError:
             return
         except Exception as caught:

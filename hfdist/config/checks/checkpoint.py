@@ -54,18 +54,40 @@ def _check_mirror(config: RunConfig, address: str) -> None:
         what, hint = "a mirror gets what a run saves, and this run saves nothing", "checkpoint.every=100"
         raise conflict(config, f"{key} checkpoint.every", what, hint=f"{hint}, or {key}=null")
     if scheme is None:
-        what, hint = (
-            "a mirror is an address, and this is a path",
-            in_shell(key, Path(address or ".").absolute().as_uri()),
-        )
-        raise conflict(config, key, what, allowed=allowed, hint=hint)
+        what = "a mirror is an address, and this is a path"
+        raise conflict(config, key, what, allowed=allowed, hint=in_shell(key, _address_of(address or ".")))
     if scheme not in _MIRRORS:
         what, hint = "nothing can be stored at such an address", f"{key}=s3://BUCKET/runs"
         raise ConfigError(what, where=key, found=redact(address), allowed=allowed, hint=hint)
     if without_query(address) != address or redact(address) != address:
         what, hint = "the address of a mirror has neither a user nor a query", in_shell(key, redact(address))
         raise ConfigError(what, where=key, found=redact(address), hint=hint)
+    if not address.startswith(f"{scheme}://"):
+        what, hint = "the scheme of a mirror has small letters", in_shell(key, scheme + address[len(scheme) :])
+        raise ConfigError(what, where=key, found=address, hint=hint)
     check_address(address, key=key)
+    if scheme == "file":
+        _check_mirror_folder(config, address.removeprefix("file://"))
+
+
+def _check_mirror_folder(config: RunConfig, path: str) -> None:
+    """Refuse a mirror that depends on where the run is started, or that shares a folder with the run."""
+    key = "checkpoint.mirror"
+    if not path.startswith("/"):
+        what, hint = "the path of a mirror is not absolute", in_shell(key, _address_of(path or "."))
+        raise conflict(config, key, what, allowed="file:///...", hint=hint)
+    # Not by pathlib: it raises for a circle of links.
+    own = Path(os.path.realpath(os.path.join(path, config.run.name)))
+    folder = Path(os.path.realpath(config.run.dir))
+    if own.is_relative_to(folder) or folder.is_relative_to(own):
+        what = "the mirror and the run's folder are not apart"
+        hint = f"{key}=file:///mnt/backup/runs, or an address of another machine"
+        raise conflict(config, f"{key} run.dir", what, allowed="neither lies in the other", hint=hint)
+
+
+def _address_of(path: str) -> str:
+    # As fsspec reads it: nothing is quoted.
+    return f"file://{os.path.abspath(os.path.expanduser(path))}"
 
 
 def _check_resume(config: RunConfig) -> None:

@@ -29,7 +29,7 @@ from hfdist.config.cli.process_end import (
     told_in_one_message,
     tolerating_broken_pipe,
 )
-from hfdist.config.cli.unnamed import choose_run_name
+from hfdist.config.cli.unnamed import check_named, choose_run_name
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_request, compose_untyped, make_request
 from hfdist.config.composition.files import searching
@@ -152,9 +152,12 @@ def check_request(
         ConfigError: the first mistake.
     """
     config = compose_request(request)
+    is_own_config, given = flags.config_name or flags.config_dir, [override.key for override in request.overrides]
+    if trains and not is_own_config:
+        check_named(config, given)
     # A launcher's ranks might not see the same.
-    if trains and not (read_launcher().is_given or flags.config_name or flags.config_dir):
-        name = choose_run_name(config, [override.key for override in request.overrides])
+    if trains and not (read_launcher().is_given or is_own_config):
+        name = choose_run_name(config, given)
         if name is not None:
             # What refers to it follows.
             config = compose_request(make_request(request.config_name, [*flags.overrides, f"run.name={name}"], None))

@@ -68,6 +68,13 @@ def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
     return free[0].name
 
 
+def check_named(config: RunConfig, given: Collection[str]) -> None:
+    """Raise a ConfigError on a mirror of a run without a name: runs of several machines would share a folder there."""
+    if config.checkpoint.mirror is not None and "run.name" not in given:
+        what, hint = "a run with a mirror needs a name of its own", "run.name=NAME, the same one for each start of it"
+        raise ConfigError(what, where="run.name", found=f"{config.run.name}, as none was given", hint=hint)
+
+
 def _makes_another_run(change: Change) -> bool:
     return not change.is_safe or fnmatch.fnmatch(change.key, _PATHS)
 

@@ -40,6 +40,8 @@ class Alerts(TrainerCallback):
         self._recorder, self._checkpoint, self._log = recorder, checkpoint, log
         self._command = None if command is None else AlertCommand(command)
         self._to_log: dict[str, float] = {}
+        self._has_ended = False
+        """Whether the training has: nobody waits for a command that is started later."""
 
     @cached_property
     def _monitor(self) -> Monitor:
@@ -73,6 +75,9 @@ class Alerts(TrainerCallback):
         step = logs.get("checkpoint/step", logs.get("mirror/step", state.global_step))
         line = {"step": step} | logs
         self._tell(self._monitor.see_metrics(line, free_bytes))
+        if self._has_ended and self._command is not None:
+            # Of the last upload to the mirror.
+            self._command.wait()
 
     def see_ranks(self, line: Line) -> bool:
         """Judge a line with the figures of all ranks; whether there is an alert."""
@@ -91,6 +96,7 @@ class Alerts(TrainerCallback):
     ) -> None:
         """Tell what is left, and let commands end."""
         self.on_step_begin(args, state, control)
+        self._has_ended = True
         if self._command is not None:
             self._command.wait()
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import TrainerCallback
 
 from hfdist.checkpoint.folder import Keep, list_checkpoints, step_of
-from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_newer
+from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_best, fetch_newer
 from hfdist.config.run import RunConfig
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.run.parts.part import Joins, Part
 from hfdist.run.state import RunState
-from hfdist.trainer.checkpointing.start import check_resume
+from hfdist.trainer.checkpointing.start import check_resume, lies_in
 from hfdist.units import size
 
 logger = logging.getLogger(__name__)
 
-_LINE_SECONDS = 10.0
-"""Time between two lines of a wait."""
+_LOOK_SECONDS, _LINE_SECONDS = 1.0, 10.0
+"""Time between two looks whether a wait is given up, and between two of its lines."""
+_MOST_TRIES = 3
+"""Uploads of the newest checkpoint that the end tries, beside those of the training."""
 
 
 class MirrorPart(Part):
@@ -34,8 +36,8 @@ class MirrorPart(Part):
         """Find the mirror, and bring its newest checkpoint here, if the folder has none as new. Set `run.uploader`.
 
         Raises:
-            CheckpointError: nothing there can be used, and the folder has nothing either; or `checkpoint.resume=never`,
-                and the mirror has checkpoints.
+            CheckpointError: nothing there can be used, and the folder has nothing either; or `checkpoint.resume` does
+                not fit the checkpoints of the mirror.
             ResourceError: the mirror does not answer, and the folder has no checkpoint.
         """
         config, checkpoint = run.config, run.config.checkpoint
@@ -63,8 +65,8 @@ class MirrorPart(Part):
                 run.uploader.end()
 
     def stop(self, run: RunState) -> None:
-        """Wait for the last upload: the machine may be taken away."""
-        _wait(run)
+        """Wait for the last upload: the machine may be taken away. Another signal ends the wait."""
+        _wait(run, lambda: run.preemption.is_hurried)
 
     def finish(self, run: RunState) -> None:
         """Wait for the last upload."""
@@ -76,14 +78,12 @@ def _find(mirror: Mirror, config: RunConfig) -> list[str]:
     checkpoints, resume = config.run.folder.checkpoints, config.checkpoint.resume
     try:
         names = mirror.open()
-        if names and resume == "never":
-            what = "the mirror already holds checkpoints of this run"
-            hint = "another run.name, or checkpoint.resume=auto to go on from it"
-            raise CheckpointError(
-                what, where="checkpoint.resume=never", found=f"{names[-1]}, {mirror.shown}", hint=hint
-            )
+        if names:
+            _check_resume(Path(resume), checkpoints, f"{names[-1]}, {mirror.shown}", step_of(names[-1]))
         if fetch_newer(mirror, names, checkpoints) is not None:
             check_resume(config)
+        if config.checkpoint.keep_best:
+            fetch_best(mirror, names, checkpoints)
     except ResourceError as error:
         if not list_checkpoints(checkpoints):
             # To begin anew would leave behind what the mirror may have.
@@ -94,20 +94,46 @@ def _find(mirror: Mirror, config: RunConfig) -> list[str]:
     return names
 
 
-def _wait(run: RunState) -> None:
-    """Wait until all is uploaded, at most as long as the config says; log what the mirror lacks then."""
+def _check_resume(resume: Path, checkpoints: Path, newest: str, newest_step: int) -> None:
+    """Refuse a `checkpoint.resume` that does not fit the newest checkpoint of the mirror."""
+    if str(resume) == "never":
+        what = "the mirror already holds checkpoints of this run"
+        hint = "another run.name, or checkpoint.resume=auto to go on from it"
+        raise CheckpointError(what, where="checkpoint.resume=never", found=newest, hint=hint)
+    if str(resume) != "auto" and lies_in(resume, checkpoints) and step_of(resume.resolve().name) < newest_step:
+        what = "the mirror holds later checkpoints, and two branches cannot share one"
+        hint = "another run.name, or remove the later step-*.json from the mirror, too"
+        raise CheckpointError(what, where="checkpoint.resume", found=newest, hint=hint)
+
+
+def _wait(run: RunState, is_given_up: Callable[[], bool] = lambda: False) -> None:
+    """Wait until all is uploaded, at most as long as the config says; log what the mirror lacks then.
+
+    An upload of the newest checkpoint that has failed is tried again.
+    """
     uploader, minutes = run.uploader, run.config.checkpoint.mirror_minutes
     if uploader is None:
         return
-    begin, next_seconds = time.monotonic(), 0.0
-    while not (is_done := uploader.wait(next_seconds)) and time.monotonic() - begin < 60 * minutes:
-        sent = uploader.progress
-        so_far = f": {size(sent.done_bytes)} of {size(sent.all_bytes)}" if sent.all_bytes else ""
-        logger.info("waiting for the mirror%s", so_far)
-        next_seconds = min(_LINE_SECONDS, max(begin + 60 * minutes - time.monotonic(), 0.0))
-    run.trainer.checkpointer.report_uploads()
     own = list_checkpoints(run.config.run.folder.checkpoints)
+    line = time.monotonic()
+    end, next_seconds, num_tries = line + 60 * minutes, 0.0, 0
+    while True:
+        is_done = uploader.wait(next_seconds)
+        has_all = not own or uploader.newest_step == step_of(own[-1].name)
+        is_late = time.monotonic() >= end
+        if (is_done and (has_all or num_tries == _MOST_TRIES)) or is_late or is_given_up():
+            break
+        if is_done:
+            num_tries += 1
+            uploader.put(own[-1])
+        if time.monotonic() >= line:
+            sent = uploader.progress
+            so_far = f": {size(sent.done_bytes)} of {size(sent.all_bytes)}" if sent.all_bytes else ""
+            logger.info("waiting for the mirror%s", so_far)
+            line += _LINE_SECONDS
+        next_seconds = min(_LOOK_SECONDS, max(end - time.monotonic(), 0.0))
+    run.trainer.checkpointer.report_uploads()
     if own and uploader.newest_step != step_of(own[-1].name):
         there = "no checkpoint" if uploader.newest_step is None else f"step {uploader.newest_step:,} as its newest"
-        why = "" if is_done else f" after checkpoint.mirror_minutes={minutes:g}"
+        why = "" if is_done or not is_late else f" after checkpoint.mirror_minutes={minutes:g}"
         logger.warning("the mirror lacks %s%s, and has %s", own[-1], why, there)

@@ -52,14 +52,14 @@ def find_start(config: RunConfig, replicas: Replicas | None) -> Start:
     """Find where the run begins: from the newest replica in memory, if no checkpoint is newer, or from the disk."""
     resume, checkpoints = config.checkpoint.resume, config.run.folder.checkpoints
     # A run that began from a path continues from its own checkpoints: launchers and schedulers repeat the command.
-    goes_on_here = resume != "never" and (resume == "auto" or not _lies_in(Path(resume), checkpoints))
+    goes_on_here = resume != "never" and (resume == "auto" or not lies_in(Path(resume), checkpoints))
     found = _find_newest(replicas, checkpoints) if goes_on_here else None
     if found is not None and resume != "auto":
         logger.warning("the run folder holds %s already: going on from it, and not from %s", found.name, resume)
     is_own = found is not None
     if found is None and resume not in ("auto", "never"):
         found = Path(resume)
-        is_own = _lies_in(found, checkpoints)
+        is_own = lies_in(found, checkpoints)
         verify_together(Path(resume))
 
     def compare() -> list[str]:
@@ -95,7 +95,8 @@ def _find_newest(replicas: Replicas | None, checkpoints: Path) -> Path | None:
     return (replicas.find(at_least=step + 1) if step < newest else None) or on_disk
 
 
-def _lies_in(checkpoint: Path, folder: Path) -> bool:
+def lies_in(checkpoint: Path, folder: Path) -> bool:
+    """Whether a checkpoint is one of those of a folder."""
     # The path itself may lie there, or what it links to.
     return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
 
@@ -134,7 +135,7 @@ def check_resume(config: RunConfig) -> None:
         hint = "another run.name, or checkpoint.resume=auto to go on from it"
         raise CheckpointError(what, where="checkpoint.resume=never", found=f"{present[-1]} in {checkpoints}", hint=hint)
     path = Path(resume)
-    is_of_this_run = _lies_in(path, checkpoints)
+    is_of_this_run = lies_in(path, checkpoints)
     if is_of_this_run and present and present[-1] > path.resolve().name:
         what = "the run folder holds later checkpoints, and two branches cannot share a folder"
         found = f"{path.name}, with {present[-1]} beside it"

@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol, runtime_checkable
 
@@ -90,6 +91,8 @@ class Preemption(TrainerCallback):
     def __init__(self) -> None:
         self.stopped_by: str | None = None
         """Name of the signal after which this run has stopped."""
+        self.is_hurried = False
+        """Whether this rank has heard another signal after the save: what follows it is to be given up."""
         self._received = 0
         self._received_seconds = 0.0
         self._before: Mapping[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -114,6 +117,21 @@ class Preemption(TrainerCallback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+    @contextmanager
+    def hearing_again(self) -> Iterator[None]:
+        """Note another signal in `is_hurried`, in place of ending by it: all is saved, and the exit code stays."""
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            leave_closed_terminal()
+            self.is_hurried |= time.monotonic() - self._received_seconds > _SAME_REQUEST_SECONDS
+
+        before = {number: signal.signal(number, hear) for number in heard_signals()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def check(self, run_dir: str) -> None:
         """Raise a PreemptedError, if the run was told to stop."""

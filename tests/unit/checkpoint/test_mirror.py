@@ -1,8 +1,10 @@
 """A mirror is whole at every moment, in real stores; and what comes back from it is what was sent, or nothing."""
 
+import errno
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -10,12 +12,14 @@ import threading
 from dataclasses import replace
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from s3fs import S3FileSystem
 
 from hfdist.checkpoint import Keep, prune
 from hfdist.checkpoint.folder import list_checkpoints, step_name
 from hfdist.checkpoint.manifest import DamagedError, hash_of_content, verify
-from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_newer
+from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_best, fetch_newer
 from hfdist.checkpoint.mirror import mirror as of_mirror
 from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, Listed
 from hfdist.data.storage.network import Network, Retries
@@ -283,6 +287,7 @@ def set_hash(xxh128):
         rename_file("a/../../config.json"),
         rename_file("a" * 300),
         rename_file("other.json"),
+        lambda values: values["files"].update({"other.json": values["files"]["config.json"]}),
         rename_file("model.safetensors/config.json"),
         rename_file("."),
         rename_file("a\0"),
@@ -316,17 +321,31 @@ def test_a_list_that_lies_brings_nothing(change, saved, tmp_path):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"1", b"[" * 100_000, b'{"xxh128": 1}', b"\xff"])
-def test_what_is_no_list_brings_nothing_and_keeps_all_contents(text, saved, tmp_path):
+def test_what_is_no_list_brings_nothing_and_keeps_all_contents_until_it_is_old(text, saved, tmp_path):
     mirror = mirror_at(f"file://{tmp_path}/mirror")
     send(mirror, saved[1])
-    (tmp_path / "mirror" / f"{step_name(2)}.json").write_bytes(text)
+    (tmp_path / "mirror" / f"{step_name(3)}.json").write_bytes(text)
     contents = files_of(tmp_path / "mirror/contents")
     with pytest.raises(DamagedError):
-        mirror.fetch(step_name(2), tmp_path / "elsewhere")
-    send(mirror, saved[3], Keep(newest=1))
+        mirror.fetch(step_name(3), tmp_path / "elsewhere")
+    send(mirror, saved[2], Keep(newest=1))
     # Nobody knows what the damaged list needs.
     assert files_of(tmp_path / "mirror/contents").items() >= contents.items()
-    assert mirror.fetch(step_name(3), tmp_path / "elsewhere")
+    assert mirror.fetch(step_name(2), tmp_path / "elsewhere")
+    send(mirror, saved[4], Keep(newest=1))
+    assert mirror.open() == [step_name(4)]
+    sent = mirror_at(f"file://{tmp_path}/other")
+    send(sent, saved[4])
+    assert files_of(tmp_path / "mirror/contents") == files_of(tmp_path / "other/contents")
+
+
+def test_a_list_that_lacks_a_content_goes_once_a_newer_one_is_whole(saved, tmp_path):
+    mirror = mirror_at(f"file://{tmp_path}/mirror")
+    send(mirror, saved[1])
+    for path in (tmp_path / "mirror/contents").iterdir():
+        path.unlink()
+    send(mirror, saved[2])
+    assert mirror.open() == [step_name(2)]
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
@@ -354,6 +373,23 @@ def test_a_content_that_is_damaged_is_passed_over_and_sent_again(damage, saved, 
     assert files_of(mirror.fetch(step_name(2), tmp_path / "again")) == files_of(saved[2])
 
 
+def test_all_contents_that_have_changed_are_mended_at_once(saved, tmp_path):
+    mirror = mirror_at(f"file://{tmp_path}/mirror")
+    send(mirror, saved[1])
+    before = files_of(tmp_path / "mirror")
+    for path in (tmp_path / "mirror/contents").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(DamagedError):
+        mirror.fetch(step_name(1), tmp_path / "elsewhere")
+    send(mirror, saved[1])
+    assert files_of(tmp_path / "mirror") == before
+
+
+def test_a_look_makes_no_mirror(tmp_path):
+    assert mirror_at(f"file://{tmp_path}/mirror").names() == []
+    assert not (tmp_path / "mirror").exists()
+
+
 def test_a_checkpoint_here_that_is_as_new_stays(saved, tmp_path):
     mirror = mirror_at(f"file://{tmp_path}/mirror")
     for path in saved.values():
@@ -366,6 +402,42 @@ def test_a_checkpoint_here_that_is_as_new_stays(saved, tmp_path):
     assert files_of(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("damaged", ["model.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_here_hides_none_of_the_mirror(damaged, saved, tmp_path):
+    mirror, folder = mirror_at(f"file://{tmp_path}/mirror"), tmp_path / "run"
+    send(mirror, saved[3])
+    send(mirror, saved[4])
+    whole = files_of(saved[4])
+    (saved[4] / damaged).unlink()
+    left = files_of(saved[4])
+    assert fetch_newer(mirror, mirror.open(), folder) == saved[4]
+    assert files_of(saved[4]) == whole
+    [aside] = folder.glob(f"{step_name(4)}.bad-*")
+    assert files_of(aside) == left
+    # Where the mirror has nothing better, nothing is renamed.
+    (saved[4] / damaged).unlink()
+    for path in (tmp_path / "mirror/contents").iterdir():
+        path.unlink()
+    assert fetch_newer(mirror, mirror.open(), folder) is None
+    assert list(folder.glob("*.bad-*")) == [aside]
+
+
+def test_the_best_comes_too_unless_the_folder_has_it(saved, tmp_path, caplog):
+    mirror, folder = mirror_at(f"file://{tmp_path}/mirror"), tmp_path / "elsewhere"
+    for path in saved.values():
+        send(mirror, path, Keep(newest=1, best=True))
+    names = mirror.open()
+    assert fetch_newer(mirror, names, folder) == folder / step_name(4)
+    assert fetch_best(mirror, names, folder) == folder / step_name(3)
+    assert files_of(folder / step_name(3)) == files_of(saved[3])
+    assert fetch_best(mirror, names, folder) is None
+    shutil.rmtree(folder / step_name(3))
+    for path in (tmp_path / "mirror/contents").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    assert fetch_best(mirror, names, folder) is None
+    assert f"{step_name(3)} of the mirror is passed over" in caplog.text
+
+
 def test_a_disk_without_room_is_said_before_anything_comes(saved, tmp_path, monkeypatch):
     mirror = mirror_at(f"file://{tmp_path}/mirror")
     send(mirror, saved[1])
@@ -375,6 +447,20 @@ def test_a_disk_without_room_is_said_before_anything_comes(saved, tmp_path, monk
     with pytest.raises(ResourceError, match="no room for the checkpoint of the mirror"):
         mirror.fetch(step_name(1), tmp_path / "elsewhere")
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_disk_that_gets_full_on_the_way_is_no_damage(saved, tmp_path):
+    mirror = mirror_at(f"file://{tmp_path}/mirror")
+    send(mirror, saved[1])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # In the middle of the largest content.
+    largest = max(map(len, files_of(saved[1]).values()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 10, before[1]))
+    try:
+        with pytest.raises(ResourceError, match="no room"):
+            mirror.fetch(step_name(1), tmp_path / "elsewhere")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_mirror_of_a_later_version_is_left_alone(saved, tmp_path):
@@ -404,6 +490,41 @@ def test_a_store_that_refuses_is_said_in_one_message(status, said, s3, saved):
     assert mirror.open() == [step_name(1)]
     assert mirror.send(saved[2]).new_bytes == 0
     assert mirror.open() == [step_name(1), step_name(2)]
+
+
+def test_a_store_that_lets_nobody_remove_is_said(s3, saved, monkeypatch):
+    mirror = mirror_at("s3://corpus/run")
+    send(mirror, saved[1])
+    call = S3FileSystem._call_s3
+
+    async def refuse(store, method, *arguments, **named):
+        if method == "delete_objects":
+            return {"Errors": [{"Key": one["Key"], "Code": "AccessDenied"} for one in named["Delete"]["Objects"]]}
+        return await call(store, method, *arguments, **named)
+
+    monkeypatch.setattr(S3FileSystem, "_call_s3", refuse)
+    before = Objects("s3://corpus/run").list()
+    with pytest.raises(ResourceError, match="cannot be pruned") as caught:
+        send(mirror, saved[2], Keep(newest=1))
+    assert "the right to remove objects" in caught.value.hint
+    # No content of a list that stays was asked to go.
+    assert mirror.open() == [step_name(1), step_name(2)]
+    assert Objects("s3://corpus/run").list().items() >= before.items()
+
+
+def test_a_write_that_fails_leaves_no_part_of_it(tmp_path, monkeypatch):
+    store = mirror_at(f"file://{tmp_path}/mirror")
+    store.open()
+
+    def fill(self, path, value, **named):
+        with self.open(path, "wb") as file:
+            file.write(value[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", fill)
+    with pytest.raises(ResourceError, match="it is full"):
+        Objects(f"file://{tmp_path}/mirror").write({"contents/0": b"text"})
+    assert list((tmp_path / "mirror/contents").iterdir()) == []
 
 
 def test_a_bucket_that_is_not_there(s3):
@@ -483,6 +604,34 @@ def test_a_failure_is_counted_and_the_next_upload_makes_it_good(saved, tmp_path,
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2
     assert all("has not got step-" in warning and "HTTP 403" in warning for warning in warnings)
+
+
+class Small(Gate):
+    """A store with room for so many bytes."""
+
+    room = 0
+
+    def write(self, contents):
+        for name, content in contents.items():
+            if self.refuses and name.startswith("step-"):
+                raise ResourceError("the mirror cannot be written: HTTP 503", where=self.shown)
+            if sum(self.list().values()) + len(content) > self.room:
+                raise ResourceError("the mirror cannot be written: it is full", where=self.shown)
+            Objects.write(self, {name: content})
+
+
+def test_what_a_failed_upload_has_left_does_not_fill_the_store(tmp_path):
+    # Half of each is its own.
+    saved = {step: save(tmp_path / "run", step, state={"text": str(step) * 20_000}) for step in (1, 2, 3, 4)}
+    store = Small(f"file://{tmp_path}/mirror")
+    store.room = int(1.9 * sum(map(len, files_of(saved[1]).values())))
+    uploader = Uploader(Mirror(store), Keep(newest=1))
+    ends = []
+    for step, store.refuses in ((1, False), (2, True), (3, False), (4, False)):
+        uploader.put(saved[step])
+        assert uploader.wait(60)
+        ends += uploader.take_uploads()
+    assert [end.has_failed for end in ends] == [False, True, False, False]
 
 
 def test_what_is_given_up_leaves_a_whole_mirror(saved, tmp_path):

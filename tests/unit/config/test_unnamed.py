@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.config.cli.unnamed import choose_run_name
+from hfdist.config.cli.unnamed import check_named, choose_run_name
 from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.errors import ConfigError
 
@@ -118,3 +118,11 @@ def test_there_is_an_end_to_runs_without_a_name(monkeypatch):
     assert [start(), start("optimizer.lr=3e-4")] == ["runs/finetune", "runs/finetune-2"]
     with pytest.raises(ConfigError, match="many runs without a name"):
         start("optimizer.lr=4e-4")
+
+
+def test_a_mirror_needs_a_name_that_was_given():
+    config = compose_config(["model=tiny", "checkpoint.mirror=s3://bucket/runs"])
+    check_named(config, ["checkpoint.mirror", "run.name"])
+    with pytest.raises(ConfigError, match="needs a name of its own"):
+        check_named(config, ["checkpoint.mirror", "run.dir"])
+    check_named(compose_config(["model=tiny"]), [])

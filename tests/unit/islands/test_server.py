@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from hfdist.errors import ConfigError, PeerError
-from hfdist.islands.member import Participants
+from hfdist.islands.member import Member, Participants
 from hfdist.islands.membership import Connection, Island
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.server import IslandServer
+from hfdist.messages.message import Message
 from tests.unit.islands.servers import JOB, member, served, together, until
 from tests.unit.islands.servers import at as place
 
@@ -269,3 +270,22 @@ def test_once_all_have_left_exchanges_have_another_mark():
         last = member(address, 0, start="3")
         assert last.nonce != second.nonce
         last.leave()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"members": {"0": ["tcp://a:1"]}},
+        {"members": [0, 5]},
+        {"weights": [1.0]},
+        {"round": None},
+    ],
+)
+def test_an_answer_of_another_version_is_said(answer):
+    told = {"round": 1, "members": [0], "weights": {"0": 1.0}, "resting": [], "there": [0], "sources": {}}
+    one = Member("localhost:1", "", {}, {}, 1.0)
+    one._connection = SimpleNamespace(
+        addresses={0: ["tcp://a:1"]}, send=lambda *sent: None, wait_for=lambda key, number: Message(told | answer)
+    )
+    with pytest.raises(PeerError, match="another version of hfdist"):
+        one.arrive(at(0))

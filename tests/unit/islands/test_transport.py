@@ -8,6 +8,7 @@ import pytest
 
 from hfdist.config.islands import Codec, IslandsConfig
 from hfdist.errors import ConfigError
+from hfdist.islands import rounds as of_rounds
 from hfdist.islands import transport
 from hfdist.islands.rounds import Rounds, open_transport
 from hfdist.islands.transport import Transport
@@ -54,10 +55,13 @@ def test_a_rank_hears_others_at_the_port_of_its_place_on_the_machine(monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        config = IslandsConfig(port=port - 1)
+        config = IslandsConfig(port=port - 1, timeout_seconds=0.2)
         with pytest.raises(ConfigError, match=f"port {port}: ") as error:
             open_transport(config, "127.0.0.1", 2**20)
         assert error.value.where == "islands.port"
+    # What has it for a moment is waited for.
+    taken = socket.create_server(("127.0.0.1", port))
+    monkeypatch.setattr(of_rounds.time, "sleep", lambda seconds: taken.close())
     opened = open_transport(config, "127.0.0.1", 2**20)
     assert opened.address == f"tcp://127.0.0.1:{port}"
     opened.close()
