@@ -139,6 +139,10 @@ class IndexedShards(Shards):
             int(part.sum()) for part in np.split(self.runs.rows[first : first + counts.sum()], np.cumsum(counts)[:-1])
         ]
 
+    def name_of(self, number: int) -> str:
+        """Take it from the index."""
+        return str(self._batch.column("name")[number])
+
     def number_of(self, name: str) -> int | None:
         """Find the name among those of the index."""
         number = pc.index(self._batch.column("name"), pa.scalar(name, pa.large_string())).as_py()

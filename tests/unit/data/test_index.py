@@ -216,6 +216,7 @@ class TestChangedFiles:
         (data / "b.jsonl").rename(data / "c.jsonl")
         corpus = open_corpus(config)
         assert corpus.text(0) == f"a {ROWS[0]}"
+        assert str(corpus.origin(2003)) == "files:b.jsonl:3"
         with pytest.raises(DataError, match=r"(?s)file of the index is gone.*b\.jsonl.*hfdist index"):
             corpus.text(2000)
         with pytest.raises(DataError, match=r"(?s)c\.jsonl is new.*b\.jsonl is gone"):
