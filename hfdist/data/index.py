@@ -77,6 +77,7 @@ def _index(name: str, data: DataConfig, folder: Path) -> bool:
         return True
     rows, cache = RowReader.of(config, data, key), FileCache(cache_dir(data), data.file_cache_bytes)
     files = find_files(config.path, key=f"{key}.path", suffixes=SUFFIXES, cache=cache)
+    _check_names(files, f"{key}.path")
     places = _places(files, config.path, f"{key}.path")
     read = _Read(rows.key, digest_of([[file.name, file.size_bytes, file.version] for file in files]))
     on_bad = OnBad(data, f"{key}.path", len(files))
@@ -96,6 +97,16 @@ def _index(name: str, data: DataConfig, folder: Path) -> bool:
         return False
     _join(parts, read, {file.name: file for file in files}, on_bad, folder)
     return True
+
+
+def _check_names(files: Sequence[DataFile], key: str) -> None:
+    """Raise a DataError on a name that an index cannot hold, before anything is read."""
+    for file in files:
+        try:
+            file.name.encode()
+        except UnicodeEncodeError as error:
+            what, hint = "an index needs file names in UTF-8", "rename the file"
+            raise DataError(what, where=key, found=repr(file.name), hint=hint) from error
 
 
 def _places(files: Sequence[DataFile], path: str, key: str) -> dict[str, str]:

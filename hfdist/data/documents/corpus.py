@@ -148,8 +148,7 @@ class Corpus:
     def origin(self, document: int) -> Origin:
         """Tell where a document comes from."""
         number, row = self._locate(document)
-        name, shard = self.shards[number]
-        return Origin(name, shard.name, row)
+        return Origin(*self.shards.name_of(number), row)
 
     def is_held_out(self, digest: int) -> bool:
         """Decide by `text_digest` of the text, so that equal documents fall on one side."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.data.cache import digest_of, digest_of_pieces
 from hfdist.data.sources.changed_rows import changed_rows
-from hfdist.data.sources.shards import Facts, Shards, joined
+from hfdist.data.sources.shards import Facts, NamedShards, Shards, joined
 from hfdist.data.storage.identity import Contents
 from hfdist.errors import CheckpointError
 from hfdist.units import count
@@ -115,27 +116,27 @@ class Inventory:
         return self._first_changes(before._entries())
 
     def _first_changes(self, before: Iterable[_Entry]) -> list[str]:
-        lines = list(self._changes({entry.name: entry for entry in before}))
-        more = len(lines) - _SHOWN_FILES
-        return [*lines[:_SHOWN_FILES], f"and {count(more, 'more file')}"] if more > 0 else lines
+        changes = self._changes({entry.name: entry for entry in before})
+        shards = NamedShards(self._sources)
+        # Files are opened for those alone that are shown: a million may have changed.
+        lines = [
+            text if pair is None else text + changed_rows(shards[number][1], pair[0].contents, pair[1].contents)
+            for text, number, pair in islice(changes, _SHOWN_FILES)
+        ]
+        more = sum(1 for _ in changes)
+        return [*lines, f"and {count(more, 'more file')}"] if more else lines
 
-    def _changes(self, before: dict[str, _Entry]) -> Iterator[str]:
-        for entry in self._entries():
+    def _changes(self, before: dict[str, _Entry]) -> Iterator[tuple[str, int, tuple[_Entry, _Entry] | None]]:
+        """Say what has changed, and give the shard's number and, where its rows may be told, both entries."""
+        for number, entry in enumerate(self._entries()):
             old = before.pop(entry.name, None)
             if old is None:
-                yield f"{entry.name} is new"
+                yield f"{entry.name} is new", number, None
             elif old.rows != entry.rows:
-                yield f"{entry.name} has {entry.rows:,} rows, not {old.rows:,}{self._where(old, entry)}"
+                yield f"{entry.name} has {entry.rows:,} rows, not {old.rows:,}", number, (old, entry)
             elif old.identity != entry.identity or _differ(old, entry):
-                yield f"{entry.name}{self._where(old, entry)}"
-        yield from (f"{name} is gone" for name in before)
-
-    def _where(self, old: _Entry, entry: _Entry) -> str:
-        """Give the rows in which a file has changed, as far as they are known."""
-        source, _, name = entry.name.partition(":")
-        number = self._sources[source].number_of(name)
-        assert number is not None  # the entry was made of it
-        return changed_rows(self._sources[source][number], old.contents, entry.contents)
+                yield entry.name, number, (old, entry)
+        yield from ((f"{name} is gone", -1, None) for name in before)
 
     def _touched(self, digest: str, folder: Path | None) -> list[str]:
         """Give the files whose times or addresses differ, and of which only sizes and ends are known to be the same."""

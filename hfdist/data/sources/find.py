@@ -65,29 +65,30 @@ def find_shards(
                 return IndexedShards(config.index, config.path, rows, cache, data.on_bad_rows, f"{section}.{name}")
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
             if not reads_all:
-                _check_size(files, name, section)
+                _check_size(files, rows, name)
             on_bad = OnBad(data, key, len(files))
             shards = list(open_all(files, rows, cache, on_bad))
             on_bad.check_some(bool(shards))
             return OpenShards(shards)
 
 
-def _check_size(files: Sequence[DataFile], name: str, section: str) -> None:
+def _check_size(files: Sequence[DataFile], rows: RowReader, name: str) -> None:
     """Refuse what each machine would read whole before the first step, and name what reads it once."""
     size_bytes = sum(file.size_bytes for file in files if file.name.endswith(LINES))
     if size_bytes > _MOST_LINES_BYTES:
-        made = in_shell(f"{section}.{name}.index", f"runs/NAME/index/{name}")
+        made = in_shell(f"{rows.section}.index", f"runs/NAME/index/{name}")
+        command = f"{rows.index_command} once with the same overrides and run.name=NAME"
         raise DataError(
             "so many JSON lines must be read whole before training, and each machine would do it",
-            where=f"{section}.{name}.path",
+            where=f"{rows.section}.path",
             found=f"{size_bytes:,} bytes",
             allowed=f"{_MOST_LINES_BYTES:,}",
-            hint=f"hfdist index once with the same overrides and run.name=NAME, then {made}; or hfdist pretokenize",
+            hint=f"{command}, then {made}; or hfdist pretokenize",
         )
     if len(files) > _MANY_FILES:
         logger.info(
-            "%s.%s: %s files are opened one by one; hfdist index does it once, for all starts of all ranks",
-            section, name, f"{len(files):,}",
+            "%s: %s files are opened one by one; %s does it once, for all starts of all ranks",
+            rows.section, f"{len(files):,}", rows.index_command,
         )  # fmt: skip
 
 

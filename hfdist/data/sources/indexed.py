@@ -83,14 +83,14 @@ class IndexedShards(Shards):
         key = f"{section}.index"
         if summary is None:
             what, name = "there is no finished index", section.rpartition(".")[2]
-            hint = f"hfdist index with the same overrides, then {key}=runs/NAME/index/{name}"
+            hint = f"{rows.index_command} with the same overrides, then {key}=runs/NAME/index/{name}"
             if (self._folder / name / SUMMARY).is_file():
                 hint = in_shell(key, f"{folder}/{name}")
             raise ConfigError(what, where=key, found=folder, hint=hint)
         if summary.rows_key != rows.key:
             what, hint = (
                 "the index was made for other columns, or another format",
-                "hfdist index, with another run.name",
+                f"{rows.index_command} with the same overrides, and another run.name",
             )
             raise ConfigError(what, where=key, found=summary.rows_key, allowed=rows.key, hint=hint)
         if summary.left_out:
@@ -138,6 +138,10 @@ class IndexedShards(Shards):
         return [
             int(part.sum()) for part in np.split(self.runs.rows[first : first + counts.sum()], np.cumsum(counts)[:-1])
         ]
+
+    def name_of(self, number: int) -> str:
+        """Take it from the index."""
+        return str(self._batch.column("name")[number])
 
     def number_of(self, name: str) -> int | None:
         """Find the name among those of the index."""
@@ -194,8 +198,10 @@ class IndexedShards(Shards):
 
     def _file(self, entry: Entry) -> DataFile:
         """Give a file as the index knows it; a remote one is asked when it is fetched."""
-        parts = PurePosixPath(unquote(entry.place)).parts
-        if ".." in parts or PurePosixPath(entry.place).is_absolute() or not (entry.place + entry.name).isprintable():
+        plain = PurePosixPath(unquote(entry.place) if self._is_remote else entry.place)
+        # Names on a disk may hold any characters; those of a listing may not.
+        is_odd = not (entry.place + entry.name).isprintable() if self._is_remote else entry.place != entry.name
+        if is_odd or ".." in plain.parts or plain.is_absolute() or "\0" in entry.place:
             raise damaged(self._folder, f"a file outside the source: {entry.place!r}")
         if self._is_remote:
             details = Details(entry.size_bytes, entry.version)

@@ -14,7 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hfdist.data.sources.arrow_columns import VALUE_BYTES, Lazy, check_schema, decoded_bytes, made, one_array, texts_at
-from hfdist.data.sources.base import BadRow, ContentError, FileShard, Layout, damage, expands_too_much
+from hfdist.data.sources.base import (
+    BadRow,
+    ContentError,
+    FileShard,
+    Layout,
+    damage,
+    expands_too_much,
+    rows_held_at_once,
+)
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.files import INDEX_AGAIN, DataFile
 from hfdist.errors import DataError
@@ -65,6 +73,9 @@ class ParquetShard(FileShard):
         self._rows = rows
         self._dictionaries_of: dict[int, list[str]] = {}
         super().__init__(file, identity, layout, gives_examples=rows.gives_examples)
+        if layout is not None and rows.keeps_columns:
+            # An index counts the columns of the format alone.
+            self.rows_at_once = rows_held_at_once(self._footer.layout.held_bytes, sum(self.runs))
 
     def _find_layout(self) -> Layout:
         # Only the end of a remote file is asked for. The handle is not kept: workers are forked, and would share its

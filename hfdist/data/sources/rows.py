@@ -24,6 +24,11 @@ _NUMBERS = ("id", "idx", "index")
 _NO_TEXTS = (*_NUMBERS, "url", "source", "time", "timestamp", "date", "created", "label", "language", "lang", "uuid")
 _TEXT_COLUMNS = ("content", "body", "raw_text", "raw_content", "document", "article", "passage", "story", "code")
 """Columns that hold the text in many datasets."""
+_INDEX_OPTIONS = {
+    RowFormat.text: "",
+    RowFormat.preference: " --config-name=tune",
+    RowFormat.unpaired_preference: " --config-name=tune task=kto",
+}
 _TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Trainer takes rows of input_ids and labels"
 
 
@@ -65,6 +70,12 @@ class RowReader:
         if self.gives_examples or not isinstance(text, str):
             return json.dumps([self.format.value, text, *mapped])
         return text
+
+    @property
+    def index_command(self) -> str:
+        """The command that indexes what is read so; it composes a pretraining, which takes no rows of other tasks."""
+        # Rewards alone read the other columns.
+        return "hfdist index --config-name=tune task=grpo" if self.keeps_columns else _index_command(self.format)
 
     def columns(self, present: Mapping[str, Kind], *, where: str) -> list[str]:
         """Give those of the columns that are read; ContentError where they fit no format that is allowed.
@@ -152,10 +163,14 @@ class RowReader:
             column, hint = None, _TAKES_TEXT
         elif set(FORMS_BY_NAME[RowFormat.preference].needed) <= set(present):
             as_text = f"; as text: {self.section}.text=chosen" if present["chosen"] is Kind.text else ""
-            column, hint = None, f"hfdist dpo learns from preferences{as_text}"
+            column, hint = (
+                None,
+                f"hfdist dpo learns from preferences{as_text}; to index them: {_index_command(RowFormat.preference)}",
+            )
         elif any(set(form.needed) <= set(present) for form in FORMS.values()):
             as_text = "" if hint is None else f"; as text: {hint}"
-            column, hint = None, f"hfdist finetune learns from conversations, with the same model and data{as_text}"
+            finetune = f"hfdist finetune learns from conversations, with the same model and data{as_text}"
+            column, hint = None, f"{finetune}; to index them: {_index_command(RowFormat.auto)}"
         what, allowed = f"there is no column {self.text}", ", ".join(present)
         return ContentError(what, where=where, allowed=allowed, hint=hint, text_column=column)
 
@@ -235,6 +250,10 @@ class RowReader:
             return hint if as_text is None else f"{hint}; {as_text}"
         rows = f"rows with {' and '.join(missing)}" + (", which is true or false" if "label" in missing else "")
         return rows if as_text is None else as_text
+
+
+def _index_command(format: RowFormat) -> str:
+    return f"hfdist index{_INDEX_OPTIONS.get(format, f' data.format={format.value}')}"
 
 
 def _as_json(value: object) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, overload
 
 from hfdist.data.cache import digest_of
@@ -68,9 +69,13 @@ class Shards(Sequence[Shard]):
     def facts(self) -> Iterator[Facts]:
         """Give what is known of each."""
 
+    @abstractmethod
+    def name_of(self, number: int) -> str:
+        """Give the name of a shard, which is not opened."""
+
+    @abstractmethod
     def number_of(self, name: str) -> int | None:
         """Give the number of the shard of a name; None: there is none."""
-        return next((number for number, one in enumerate(self.facts()) if one.name == name), None)
 
     def identities_as_json(self, source: str) -> Iterator[str]:
         """Give [source, name, rows, identity] of each, in pieces of several that a comma joins."""
@@ -100,11 +105,23 @@ class OpenShards(Shards):
         """Take them from the shards."""
         return map(Facts.of, self._shards)
 
+    def name_of(self, number: int) -> str:
+        """Take it from the shard."""
+        return self._shards[number].name
+
+    def number_of(self, name: str) -> int | None:
+        """Look the name up."""
+        return self._numbers.get(name)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {shard.name: number for number, shard in enumerate(self._shards)}
+
 
 class NamedShards(Sequence[tuple[str, Shard]]):
     """The shards of several sources end to end, each with the name of its source."""
 
-    def __init__(self, sources: dict[str, Shards]) -> None:
+    def __init__(self, sources: Mapping[str, Shards]) -> None:
         self._sources = sources
         self._len = sum(map(len, sources.values()))
 
@@ -116,10 +133,19 @@ class NamedShards(Sequence[tuple[str, Shard]]):
         """Open a shard, or several."""
         if isinstance(number, slice):
             return [self[one] for one in range(*number.indices(len(self)))]
+        source, place = self._find(number)
+        return source, self._sources[source].open(place)
+
+    def name_of(self, number: int) -> tuple[str, str]:
+        """Give the names of a shard's source and of the shard, which is not opened."""
+        source, place = self._find(number)
+        return source, self._sources[source].name_of(place)
+
+    def _find(self, number: int) -> tuple[str, int]:
         number = range(len(self))[number]
         for name, shards in self._sources.items():
             if number < len(shards):
-                return name, shards[number]
+                return name, number
             number -= len(shards)
         raise IndexError(number)
 

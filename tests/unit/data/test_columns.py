@@ -123,6 +123,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path):
         ({"instruction": "a", "context": "c", "response": "b"}, "finetune", (),
          "'data.columns={output: response, input: context}'"),
         ({"messages": []}, "pretrain", (), "hfdist finetune learns from conversations"),
+        ({"messages": []}, "pretrain", (), "to index them: hfdist index data.format=auto"),
         ({"messages": []}, "tune", ("task=dpo",), "hfdist sft learns from such rows"),
         ({"prompt": "a", "level": 1}, "tune", ("task=grpo", "task.rewards={mine: 1}"), "data.format=prompt"),
     ],

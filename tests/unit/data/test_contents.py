@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 
 import datasets
 import pyarrow as pa
@@ -13,6 +14,7 @@ from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, Sou
 from hfdist.data import open_corpus
 from hfdist.data.documents.inventory import _read_entries
 from hfdist.data.pretokenize import pretokenize
+from hfdist.data.sources.shards import Facts, OpenShards
 from hfdist.data.storage import identity
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError
@@ -33,6 +35,34 @@ def test_files_are_counted_as_they_are_read(tmp_path):
     noted.write(tmp_path)
     changes = now.changes_since(noted.digest, tmp_path)
     assert changes[-1] == "and 1 more file"
+
+
+def test_of_many_changes_only_those_that_are_shown_are_looked_into(tmp_path, monkeypatch):
+    inventories = []
+    for text in ("one\n", "two\n"):
+        for number in range(12):
+            (tmp_path / f"{number:02d}.txt").write_text(text)
+        inventories.append(open_corpus(files_config(str(tmp_path), tmp_path / "cache")).inventory)
+    before, now = inventories
+    asked, opened, facts, open_one = [], [], OpenShards.facts, OpenShards.open
+    monkeypatch.setattr(OpenShards, "facts", lambda self: asked.append(self) or facts(self))
+    monkeypatch.setattr(OpenShards, "open", lambda self, number: opened.append(number) or open_one(self, number))
+    changes = now.changes_from(before)
+    assert [changes[0], changes[7], changes[8]] == ["files:00.txt, row 0", "files:07.txt, row 0", "and 4 more files"]
+    assert (len(asked), opened) == (2, [*range(8)])
+
+
+def test_rows_are_taken_out_without_a_look_at_each_file(tmp_path, monkeypatch):
+    for number in range(12):
+        (tmp_path / f"{number:02d}.txt").write_text("text\n")
+    rows = [f"files:{number:02d}.txt:0" for number in range(12)]
+    made, of = [], Facts.of
+    monkeypatch.setattr(Facts, "of", lambda shard: made.append(shard.name) or of(shard))
+    config = files_config(str(tmp_path), tmp_path / "cache")
+    open_corpus(config)
+    plain = len(made)
+    assert open_corpus(replace(config, quarantine=rows)).quarantined == {*range(12)}
+    assert len(made) == 2 * plain
 
 
 def rows_with(text):

@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.data import open_corpus
 from hfdist.data.index import index_sources
 from hfdist.data.sources import find
@@ -26,6 +28,7 @@ from hfdist.data.sources.index_file import (
     write_files,
     write_summary,
 )
+from hfdist.data.sources.rows import RowReader
 from hfdist.errors import ConfigError, DataError
 from tests.unit.data.corpora import WRITERS, files_config, jsonl_bytes, table_of_texts, texts, write_rows
 from tests.unit.data.streams import Run
@@ -64,13 +67,23 @@ def test_order_batches_and_cursor_are_those_of_the_files_themselves(data, cache,
 
 def test_names_of_any_letters_have_one_fingerprint(data, cache, tmp_path):
     for number, name in enumerate(
-        ('a "b".jsonl', "b\\c.jsonl", "d é.jsonl", "e'.jsonl", "plain.jsonl", "\U0001f600.jsonl")
+        (
+            'a "b".jsonl',
+            "b\\c.jsonl",
+            "d é.jsonl",
+            "e'.jsonl",
+            "f\t%2e%2e.jsonl",
+            "plain.jsonl",
+            "デ\u3000タ.jsonl",
+            "\U0001f600.jsonl",
+        )
     ):
         (data / name).write_bytes(jsonl_bytes() + b'{"text": "%d"}\n' % number)
     config = files_config(str(data), cache)
     plain, corpus = open_corpus(config), open_corpus(indexed(config, tmp_path / "index"))
     assert (corpus.fingerprint, corpus.inventory.digest) == (plain.fingerprint, plain.inventory.digest)
     assert corpus.sources["files"].number_of("d é.jsonl") == 2
+    assert [corpus.text(document) for document in range(0, corpus.num_documents, len(texts()) + 1)] == [texts()[0]] * 8
 
 
 @pytest.mark.parametrize(
@@ -216,6 +229,7 @@ class TestChangedFiles:
         (data / "b.jsonl").rename(data / "c.jsonl")
         corpus = open_corpus(config)
         assert corpus.text(0) == f"a {ROWS[0]}"
+        assert str(corpus.origin(2003)) == "files:b.jsonl:3"
         with pytest.raises(DataError, match=r"(?s)file of the index is gone.*b\.jsonl.*hfdist index"):
             corpus.text(2000)
         with pytest.raises(DataError, match=r"(?s)c\.jsonl is new.*b\.jsonl is gone"):
@@ -271,12 +285,24 @@ class TestForeignIndex:
             open_corpus(config)
 
     @pytest.mark.parametrize(
-        "place", ["../secret.jsonl", "/etc/hosts", "x/../../secret.jsonl", "%2e%2e/secret.jsonl", "a\n"]
+        ("place", "name"),
+        [
+            *((place, place) for place in ("../secret.jsonl", "/etc/hosts", "x/../../secret.jsonl", "a\0.jsonl")),
+            ("b.jsonl", "a.jsonl"),
+        ],
     )
-    def test_no_name_leads_out_of_the_source(self, config, place):
-        forge(self.folder, place=[place, "b.jsonl"])
+    def test_no_name_leads_out_of_the_source(self, config, place, name):
+        forge(self.folder, place=[place, "y.jsonl"], name=[name, "y.jsonl"])
         with pytest.raises(DataError, match="a file outside the source"):
             open_corpus(config).text(0)
+
+    @pytest.mark.parametrize("place", ["../secret.jsonl", "/etc/hosts", "%2e%2e/secret.jsonl", "a\n"])
+    def test_no_name_leads_out_of_a_store(self, config, web, place):
+        forge(self.folder, place=[place, "b.jsonl"])
+        source = replace(config.sources["files"], path=f"{web.url}/texts/")
+        with pytest.raises(DataError, match="a file outside the source"):
+            open_corpus(replace(config, sources={"files": source})).text(0)
+        assert not web.requests
 
     @pytest.mark.parametrize("starts", ["negative", "falling", "beyond"])
     def test_places_of_rows_stay_in_the_file(self, config, data, starts):
@@ -354,8 +380,49 @@ def test_json_lines_that_are_too_many_ask_for_an_index_first(data, cache, tmp_pa
         DataError, match=r"(?s)hfdist index.*data\.sources\.files\.index=runs/NAME/index/files.*pretokenize"
     ):
         open_corpus(config)
+    with pytest.raises(DataError, match=r"hfdist index data\.format=auto once"):
+        open_corpus(replace(config, format=RowFormat.auto))
     assert open_corpus(indexed(config, tmp_path)).num_documents == len(texts())
     assert open_corpus(config, reads_all=True).num_documents == len(texts())
+
+
+TASKS = [("finetune", []), ("tune", ["task=dpo"]), ("tune", ["task=kto"]), ("tune", ["task=reward"])]
+PROMPTS = ["task=grpo", "task.reward_model=a", "task.rewards={reward_model: 1}"]
+
+
+@pytest.mark.parametrize(
+    ("primary", "overrides"), [*TASKS, ("tune", PROMPTS), ("tune", [*PROMPTS, "data.format=prompt"])]
+)
+def test_the_command_of_the_hint_makes_an_index_of_the_same_rows(data, tmp_path, primary, overrides):
+    """The hint's command line composes what `hfdist index` reads; a source without an index gives the hint."""
+    given = ["model=tiny", "data=files", f"data.sources.files.path={data}", *overrides]
+    config = compose_config([*given, f"data.sources.files.index={tmp_path}"], name=primary).data
+    with pytest.raises(ConfigError, match="no finished index") as caught:
+        open_corpus(config)
+    options = caught.value.hint.partition(" with the same overrides")[0].split()[2:]
+    name = next((one.partition("=")[2] for one in options if one.startswith("--config-name=")), "pretrain")
+    index = compose_config([*given, *(one for one in options if one[0] != "-")], name=name).data
+    keys = [RowReader.of(one.sources["files"], one, "data.sources.files").key for one in (index, config)]
+    assert keys[0] == keys[1]
+
+
+def test_rows_with_columns_that_rewards_read_are_held_by_their_whole_size(data, cache, tmp_path):
+    rows = {"prompt": ["a"] * 300, "completion": ["b"] * 300, "image": [f"{row:040000}" for row in range(300)]}
+    pq.write_table(pa.table(rows), data / "rows.parquet")
+    config = files_config(str(data), cache, format=RowFormat.auto)
+    kept = replace(indexed(config, tmp_path), keep_columns=True)
+    plain = open_corpus(replace(config, keep_columns=True))
+    assert open_corpus(kept).shards[0][1].rows_at_once == plain.shards[0][1].rows_at_once < 300
+
+
+def test_a_name_that_is_not_utf_8_is_told_before_anything_is_read(data, cache, tmp_path, monkeypatch):
+    (data / "rows.jsonl").write_bytes(jsonl_bytes())
+    (data / os.fsdecode(b"b\xff.jsonl")).write_bytes(jsonl_bytes() + b'{"text": "more"}\n')
+    config = files_config(str(data), cache)
+    assert open_corpus(config).num_documents == 2 * len(texts()) + 1
+    monkeypatch.setattr("hfdist.data.index.read_at_a_start", None)
+    with pytest.raises(DataError, match=r"(?s)file names in UTF-8.*b\\udcff\.jsonl.*rename"):
+        index_sources(config, tmp_path)
 
 
 def test_only_files_are_indexed(tmp_path):
