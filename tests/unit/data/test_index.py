@@ -273,9 +273,14 @@ class TestForeignIndex:
             ({"runs": [[1 << 60], [40]]}, "more rows"),
             ({"runs": [[1 << 62, 1 << 62], [40]]}, "more rows"),
             ({"runs": [[0, 0], [40]]}, "without rows"),
+            ({"runs": [[1 << 35], [40]], "size_bytes": [1 << 40, 5]}, "more rows"),
+            ({"contents": [[None], None]}, "a hash, is missing"),
             ({"num_starts": [-1, 5]}, "number of starts"),
             ({"num_starts": [1 << 61, 1 << 61]}, "number of starts"),
-            ({"num_starts": [51, 1000]}, "bytes, not"),
+            ({"num_starts": [51, 1000], "runs": [[50], [999]]}, "bytes, not"),
+            ({"num_starts": [51, 1000]}, "than starts"),
+            ({"runs": [[51], [40]]}, "than starts"),
+            ({"runs": [[25, 25], [40]]}, "than starts"),
             ({"held_bytes": [-1, 5]}, "number of starts"),
         ],
     )
@@ -339,6 +344,21 @@ class TestForeignIndex:
             (self.folder / name).write_bytes(content)
             with pytest.raises(DataError, match=r"(?s)the index is.*hfdist index"):
                 open_corpus(config)
+
+    @pytest.mark.parametrize("codec", ["zstd", "lz4"])
+    def test_columns_that_would_be_unpacked_are_refused_before(self, config, monkeypatch, codec):
+        summary = read_summary(self.folder / SUMMARY)
+        batch = read_files(self.folder / FILES, summary.files_hash)
+        packed = pa.BufferOutputStream()
+        with pa.ipc.new_file(packed, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write_batch(batch)
+        content = packed.getvalue().to_pybytes()
+        del batch
+        (self.folder / FILES).write_bytes(content)
+        write_summary(self.folder / SUMMARY, replace(summary, files_hash=xxhash.xxh3_128(content).hexdigest()))
+        monkeypatch.setattr(pa.ipc, "read_record_batch", None)
+        with pytest.raises(DataError, match=r"(?s)the index is damaged.*compressed"):
+            open_corpus(config)
 
     def test_bytes_of_the_rows_are_no_index_of_another_kind(self, config):
         content = (self.folder / FILES).read_bytes()
