@@ -90,12 +90,20 @@ def _index(name: str, data: DataConfig, folder: Path) -> bool:
         read_at_a_start(files, cache, files[own])
         entries = ((Entry.of(shard, places[file.name]), shard.layout.starts)
                    for file, shard in open_each(files[own], rows, cache, on_bad))  # fmt: skip
-        parts[number].write(entries, read, on_bad)
+        try:
+            parts[number].write(entries, read, on_bad)
+        except FileNotFoundError:
+            # Another process, of other shares perhaps, has finished the index meanwhile, and removed what is no part.
+            if read_summary(folder / SUMMARY) is None:
+                raise
+            return True
     missing = sum(part.summary() is None for part in parts)
-    if missing:
+    # Whoever came last meanwhile has joined the parts, and removed them.
+    if missing and read_summary(folder / SUMMARY) is None:
         logger.info("%s: share %d of %d is done; %d are missing", folder, number, count, missing)
         return False
-    _join(parts, read, {file.name: file for file in files}, on_bad, folder)
+    if not missing:
+        _join(parts, read, {file.name: file for file in files}, on_bad, folder)
     return True
 
 
@@ -116,7 +124,10 @@ def _places(files: Sequence[DataFile], path: str, key: str) -> dict[str, str]:
         return {files[0].name: ""}
     for file in files:
         if isinstance(file, RemoteFile) and not file.address.startswith(root):
-            what, hint = "the store names a file by an address that is not below the source's", f"{key}={root}"
+            what, hint = "the store names a file by an address that is not below the source's", None
+            if file.address.endswith(f"/{file.name}"):
+                # As the store writes it.
+                hint = in_shell(key, file.address.removesuffix(f"/{file.name}") + path.removeprefix(root_of(path)))
             raise ConfigError(what, where=key, found=file.url, hint=hint)
     return {file.name: file.address.removeprefix(root) if isinstance(file, RemoteFile) else file.name for file in files}
 

@@ -169,6 +169,9 @@ class IndexedShards(Shards):
             yield self._batch.slice(start, _CHUNK), rows.slice(start, _CHUNK).cast(pa.large_string())
 
     def _address(self, place: str) -> str:
+        if not self._is_remote:
+            # As the file itself writes it.
+            return str(Path(self._root, place))
         return f"{self._root}/{place}" if place else self._path
 
     def _url(self, place: str) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from dataclasses import replace
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+import yaml
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.data import open_corpus
-from hfdist.data.index import index_sources
+from hfdist.data.index import _Part, index_sources
 from hfdist.data.sources import find
 from hfdist.data.sources.index_file import (
     FILES,
@@ -35,6 +38,7 @@ from tests.unit.data.streams import Run
 from tests.unit.data.test_sources import serve
 
 STEPS = 4
+_WRITE = _Part.write
 
 
 def indexed(config, folder):
@@ -114,6 +118,18 @@ def test_one_file_at_an_address_with_a_query(web, data, cache, tmp_path):
     assert list(shard.read(range(3))) == list(texts()[:3])
 
 
+@pytest.mark.parametrize("path", ["memory://corpus/texts/", "memory://corpus/texts/*.jsonl"])
+def test_an_address_that_the_store_writes_otherwise_is_told_as_the_store_writes_it(cache, tmp_path, path):
+    store = fsspec.filesystem("memory")
+    for name in ("a", "b"):
+        store.pipe(f"/corpus/texts/{name}.jsonl", jsonl_bytes() + f'{{"text": "{name}"}}\n'.encode())
+    with pytest.raises(ConfigError, match="not below the source's") as caught:
+        index_sources(files_config(path, cache), tmp_path / "index")
+    (override,) = shlex.split(caught.value.hint)
+    config = files_config(yaml.safe_load(override.partition("=")[2]), cache)
+    assert open_corpus(indexed(config, tmp_path / "index")).num_documents == 2 * len(texts()) + 2
+
+
 def test_a_file_that_has_changed_on_a_server_is_told_when_it_is_fetched(web, data, cache, tmp_path):
     WRITERS["parquet"](data)
     config = indexed(files_config(serve(web, data), cache), tmp_path / "index")
@@ -159,6 +175,40 @@ class TestShards:
                 index_sources(replace(config, shard="1/2"), tmp_path / "many")
         index_sources(replace(config, shard="1/2"), tmp_path / "many")
         assert self.files(tmp_path / "many") == self.files(tmp_path / "one")
+
+    @pytest.mark.parametrize(("number", "others"), [("1/2", ["0/2", "1/2"]), ("0/3", ["0/1"])])
+    def test_what_others_finish_meanwhile_is_finished(self, config, tmp_path, monkeypatch, caplog, number, others):
+        """A twin of the same share, or one process alone, joins all while this one writes."""
+        index_sources(config, tmp_path / "one")
+
+        def write(part, entries, read, on_bad):
+            def entries_and_others():
+                yield next(entries)
+                monkeypatch.setattr(_Part, "write", _WRITE)
+                for other in others:
+                    index_sources(replace(config, shard=other), tmp_path / "many")
+                yield from entries
+
+            _WRITE(part, entries_and_others(), read, on_bad)
+
+        monkeypatch.setattr(_Part, "write", write)
+        index_sources(replace(config, shard=number), tmp_path / "many")
+        assert self.files(tmp_path / "many") == self.files(tmp_path / "one")
+
+    def test_one_that_has_written_when_others_join_says_so(self, config, tmp_path, monkeypatch, caplog):
+        caplog.set_level("INFO")
+        index_sources(replace(config, shard="0/2"), tmp_path)
+
+        def write(part, *arguments):
+            _WRITE(part, *arguments)
+            monkeypatch.setattr(_Part, "write", _WRITE)
+            index_sources(replace(config, shard="1/2"), tmp_path)
+            caplog.clear()
+
+        monkeypatch.setattr(_Part, "write", write)
+        index_sources(replace(config, shard="1/2"), tmp_path)
+        assert "missing" not in caplog.text
+        assert "train with" in caplog.text
 
     def test_one_that_saw_other_files_is_refused(self, config, data, tmp_path):
         index_sources(replace(config, shard="0/2"), tmp_path)
@@ -234,6 +284,15 @@ class TestChangedFiles:
             corpus.text(2000)
         with pytest.raises(DataError, match=r"(?s)c\.jsonl is new.*b\.jsonl is gone"):
             index_sources(config, tmp_path / "index")
+
+    def test_places_are_those_of_the_files_themselves(self, config, data, tmp_path, monkeypatch):
+        monkeypatch.chdir(data)
+        monkeypatch.setattr(find, "MOST_BYTES", 1000)
+        for path in (".", "*.jsonl"):
+            config = files_config(path, tmp_path / "cache")
+            places = [one.place for one in open_corpus(config).sources["files"].facts()]
+            corpus = open_corpus(indexed(config, tmp_path / f"index of {len(path)}"))
+            assert [one.place for one in corpus.sources["files"].facts()] == places != [None, None]
 
     def test_a_corpus_may_move(self, config, data, tmp_path):
         data.rename(tmp_path / "elsewhere")
