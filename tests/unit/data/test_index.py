@@ -504,6 +504,22 @@ def test_a_name_that_is_not_utf_8_is_told_before_anything_is_read(data, cache, t
         index_sources(config, tmp_path)
 
 
+def test_held_out_sources_have_an_index_of_their_own(data, cache, tmp_path):
+    (data / "rows.jsonl").write_bytes(jsonl_bytes())
+    (tmp_path / "held_out.jsonl").write_bytes(jsonl_bytes() + b'{"text": "more"}\n')
+    held_out = SourceConfig(kind=SourceKind.files, path=str(tmp_path / "held_out.jsonl"))
+    config = files_config(str(data), cache, eval_sources={"files": replace(held_out, index=str(tmp_path / "index"))})
+    of_eval = {"sources": config.eval_sources, "eval_sources": {}}
+    with pytest.raises(ConfigError, match=r"no finished index") as caught:
+        open_corpus(replace(config, **of_eval), section="data.eval_sources")
+    assert caught.value.hint.endswith("data.eval_sources.files.index=runs/NAME/index/eval_sources/files")
+    for _ in range(2):  # the second time it compares
+        index_sources(config, tmp_path / "index")
+    config.eval_sources["files"].index = str(tmp_path / "index" / "eval_sources" / "files")
+    assert open_corpus(replace(config, **of_eval), section="data.eval_sources").num_documents == len(texts()) + 1
+    assert open_corpus(over(config, tmp_path / "index")).num_documents == len(texts())
+
+
 def test_only_files_are_indexed(tmp_path):
     with pytest.raises(ConfigError, match="only files are indexed"):
         index_sources(DataConfig(sources={"a": SourceConfig(kind=SourceKind.stdlib)}), tmp_path)

@@ -255,7 +255,6 @@ class TestShares:
             with pytest.raises(ConfigError, match=r"(?s)another process writes.*data\.shard of its own"):
                 write(five_files(), tmp_path, share=(1, 2))
 
-
     def test_nor_is_a_file_that_shares_of_another_number_have(self, whole, tmp_path, monkeypatch):
         """Else they would delete what the other has not finished."""
         write_one, met = pretokenize_file._write, []
