@@ -17,8 +17,8 @@ from hfdist.data.order.records import RECORD, Status
 from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.errors import ConfigError, DataError
-from hfdist.verify.audit.discrepancies import Discrepancy
 from hfdist.verify.audit import exactly_once
+from hfdist.verify.audit.discrepancies import Discrepancy
 from hfdist.verify.audit.exactly_once import Audit
 from hfdist.verify.audit.pool_audit import PoolAudit
 from hfdist.verify.audit.run import PastRun, describe_step, read_ledger
