@@ -12,11 +12,13 @@ def main(config: RunConfig) -> None:
     """Index the sources of files, or compare their index with them."""
     # Imported here, so that --help and a misspelt key need no torch.
     from hfdist.data.index import index_sources
+    from hfdist.processes.startup import reporting
     from hfdist.run.logs import set_up_logging
     from hfdist.topology import Topology
 
     set_up_logging(Topology())
-    index_sources(config.data, config.run.folder.index)
+    with reporting("indexing the files"):
+        index_sources(config.data, config.run.folder.index)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,13 @@ def main(config: RunConfig) -> None:
     from hfdist.data.pretokenize import pretokenize, report_tokenized
     from hfdist.data.tokenization.chat_template import adopt_template
     from hfdist.models.tokenizer import load_tokenizer
+    from hfdist.processes.startup import reporting
     from hfdist.run.logs import set_up_logging
     from hfdist.topology import Topology
 
     set_up_logging(Topology())
-    corpus = open_corpus(config.data, reads_all=True)
+    with reporting("opening the files"):
+        corpus = open_corpus(config.data, reads_all=True)
     tokenizer = load_tokenizer(
         config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
     )

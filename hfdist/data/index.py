@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hfdist.atomic_write import write_atomically
-from hfdist.config.data import DataConfig, SourceKind, cache_dir, read_shard
+from hfdist.config.data import DataConfig, SourceConfig, SourceKind, cache_dir, read_shard
 from hfdist.config.override_text import in_shell
 from hfdist.data.cache import digest_of
 from hfdist.data.documents.inventory import Inventory
@@ -39,7 +39,7 @@ from hfdist.data.sources.index_file import (
 )
 from hfdist.data.sources.indexed import IndexedShards
 from hfdist.data.sources.open_file import SUFFIXES
-from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.rows import RowReader, index_folder
 from hfdist.data.sources.shards import Shards
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import INDEX_AGAIN, DataFile, RemoteFile
@@ -50,30 +50,30 @@ logger = logging.getLogger(__name__)
 
 
 def index_sources(data: DataConfig, folder: Path) -> None:
-    """Index the sources of files into folders of their names, or compare the indexes that are there with the files.
+    """Index the sources of files, or compare the indexes that are there with the files; see `index_folder`.
 
     Raises:
         ConfigError: no source is of files.
         DataError: a file cannot be read, has changed since it was indexed, or the parts do not fit together.
     """
-    names = [name for name, source in data.sources.items() if source.kind is SourceKind.files]
-    if not names:
+    keys = sorted(key for key, source in data.all_sources.items() if source.kind is SourceKind.files)
+    if not keys:
         found = ", ".join(f"{name}: {source.kind.value}" for name, source in data.sources.items())
         what, hint = "only files are indexed", "data=files data.sources.files.path=..."
         raise ConfigError(what, where="data.sources", found=found, hint=hint)
-    finished = [_index(name, data, folder / name) for name in sorted(names)]
+    folders = {key: folder / index_folder(key) for key in keys}
+    finished = [_index(key, data, folders[key]) for key in keys]
     if all(finished):
-        overrides = (in_shell(f"data.sources.{name}.index", str(folder / name)) for name in sorted(names))
+        overrides = (in_shell(f"{key}.index", str(folders[key])) for key in keys)
         logger.info("the same command again compares the index with the files; train with: %s", " ".join(overrides))
 
 
-def _index(name: str, data: DataConfig, folder: Path) -> bool:
+def _index(key: str, data: DataConfig, folder: Path) -> bool:
     """Index a source, or the share of its files that `data.shard` names; give whether the index is finished."""
-    config, key = replace(data.sources[name], index=None), f"data.sources.{name}"
-    data = replace(data, sources={**data.sources, name: config})
+    config = replace(data.all_sources[key], index=None)
     assert config.path is not None  # checked with the config
     if read_summary(folder / SUMMARY) is not None:
-        _compare(name, data, folder)
+        _compare(key, config, data, folder)
         return True
     rows, cache = RowReader.of(config, data, key), FileCache(cache_dir(data), data.file_cache_bytes)
     files = find_files(config.path, key=f"{key}.path", suffixes=SUFFIXES, cache=cache)
@@ -90,12 +90,20 @@ def _index(name: str, data: DataConfig, folder: Path) -> bool:
         read_at_a_start(files, cache, files[own])
         entries = ((Entry.of(shard, places[file.name]), shard.layout.starts)
                    for file, shard in open_each(files[own], rows, cache, on_bad))  # fmt: skip
-        parts[number].write(entries, read, on_bad)
+        try:
+            parts[number].write(entries, read, on_bad)
+        except FileNotFoundError:
+            # Another process, of other shares perhaps, has finished the index meanwhile, and removed what is no part.
+            if read_summary(folder / SUMMARY) is None:
+                raise
+            return True
     missing = sum(part.summary() is None for part in parts)
-    if missing:
+    # Whoever came last meanwhile has joined the parts, and removed them.
+    if missing and read_summary(folder / SUMMARY) is None:
         logger.info("%s: share %d of %d is done; %d are missing", folder, number, count, missing)
         return False
-    _join(parts, read, {file.name: file for file in files}, on_bad, folder)
+    if not missing:
+        _join(parts, read, {file.name: file for file in files}, on_bad, folder)
     return True
 
 
@@ -116,19 +124,22 @@ def _places(files: Sequence[DataFile], path: str, key: str) -> dict[str, str]:
         return {files[0].name: ""}
     for file in files:
         if isinstance(file, RemoteFile) and not file.address.startswith(root):
-            what, hint = "the store names a file by an address that is not below the source's", f"{key}={root}"
+            what, hint = "the store names a file by an address that is not below the source's", None
+            if file.address.endswith(f"/{file.name}"):
+                # As the store writes it.
+                hint = in_shell(key, file.address.removesuffix(f"/{file.name}") + path.removeprefix(root_of(path)))
             raise ConfigError(what, where=key, found=file.url, hint=hint)
     return {file.name: file.address.removeprefix(root) if isinstance(file, RemoteFile) else file.name for file in files}
 
 
-def _compare(name: str, data: DataConfig, folder: Path) -> None:
+def _compare(key: str, source: SourceConfig, data: DataConfig, folder: Path) -> None:
     """Read all files, and compare; DataError: one is new, gone, or another one."""
-    key, source = f"data.sources.{name}", data.sources[name]
+    section, _, name = key.rpartition(".")
     assert source.path is not None
     cache = FileCache(cache_dir(data), data.file_cache_bytes)
     rows = RowReader.of(source, data, key)
     was = IndexedShards(str(folder), source.path, rows, cache, data.on_bad_rows, key)
-    now = find_shards(name, data, cache.folder, reads_all=True)
+    now = find_shards(name, replace(data, sources={name: source}), cache.folder, section=section, reads_all=True)
     changes = Inventory({name: now}).changes_from(Inventory({name: was})) or _touched(was, now)
     if changes:
         what = "the files have changed since they were indexed"

@@ -192,7 +192,9 @@ class _Job:
         ) as bar:
             shown = _show(made, bar)
             for number, of_file in missing.items():
-                self._write(number, islice(shown, len(of_file)))
+                # Shares of another number have locks of other names, and some of the same files.
+                with FileLock(self._lock_path(number), timeout=0):
+                    self._write(number, islice(shown, len(of_file)))
 
     def finish(self) -> int:
         """Write the tokenizer and meta.json, unless files are missing; give how many are.
@@ -213,6 +215,7 @@ class _Job:
             _write_json(self._folder / META, {"version": VERSION, **asdict(meta)})
             for number in range(len(records)):
                 self._record_path(number).unlink(missing_ok=True)
+                self._lock_path(number).unlink(missing_ok=True)
         return len(self._files) - len(records)
 
     def _of_another(self, number: int) -> DataError:
@@ -270,6 +273,9 @@ class _Job:
 
     def _record_path(self, number: int) -> Path:
         return self._folder / f"{name_of(number)}.json"
+
+    def _lock_path(self, number: int) -> Path:
+        return self._folder / f".lock-{name_of(number)}"
 
     def _save_tokenizer(self) -> None:
         folder = self._folder / TOKENIZER

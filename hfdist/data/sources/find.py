@@ -13,7 +13,7 @@ from hfdist.data.sources.base import ContentError, FileShard
 from hfdist.data.sources.dataset import open_hub
 from hfdist.data.sources.indexed import IndexedShards
 from hfdist.data.sources.open_file import LINES, SUFFIXES, is_one_document, open_file
-from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.rows import RowReader, index_folder
 from hfdist.data.sources.shards import OpenShards, Shards
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
 from hfdist.data.sources.tokenfile import open_token_shards
@@ -65,18 +65,18 @@ def find_shards(
                 return IndexedShards(config.index, config.path, rows, cache, data.on_bad_rows, f"{section}.{name}")
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
             if not reads_all:
-                _check_size(files, rows, name)
+                _check_size(files, rows)
             on_bad = OnBad(data, key, len(files))
             shards = list(open_all(files, rows, cache, on_bad))
             on_bad.check_some(bool(shards))
             return OpenShards(shards)
 
 
-def _check_size(files: Sequence[DataFile], rows: RowReader, name: str) -> None:
+def _check_size(files: Sequence[DataFile], rows: RowReader) -> None:
     """Refuse what each machine would read whole before the first step, and name what reads it once."""
     size_bytes = sum(file.size_bytes for file in files if file.name.endswith(LINES))
     if size_bytes > _MOST_LINES_BYTES:
-        made = in_shell(f"{rows.section}.index", f"runs/NAME/index/{name}")
+        made = in_shell(f"{rows.section}.index", f"runs/NAME/index/{index_folder(rows.section)}")
         command = f"{rows.index_command} once with the same overrides and run.name=NAME"
         raise DataError(
             "so many JSON lines must be read whole before training, and each machine would do it",

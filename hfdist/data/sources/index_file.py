@@ -10,6 +10,7 @@ All ranks map it. A folder may come from somebody else: whatever it says is boun
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -49,8 +50,11 @@ SCHEMA = pa.schema(
 _MOST_SUMMARY_BYTES = 1 << 26
 _LEAST_BYTES_A_ROW = 1000
 _ALLOWED_ROWS = 1 << 28
-_MOST_ROWS = 1 << 40
+_MOST_ROWS = 1 << 34
 """Rows of a whole source: the order of more would not fit in a memory."""
+_MAGIC = b"ARROW1\0\0"
+_HEADER, _METADATA, _COMPRESSION = 2, 4, 3
+"""Numbers of fields: two of a Message, and one of its RecordBatch."""
 _MAKE_AGAIN = "delete the folder, and make the index anew: hfdist index"
 
 
@@ -154,13 +158,16 @@ def read_files(path: Path, digest: str) -> pa.RecordBatch:
         source = pa.memory_map(str(path))
         if xxhash.xxh3_128(memoryview(source.read_buffer())).hexdigest() != digest:
             raise damaged(path, "another hash")
-        source.seek(0)
-        reader = ipc.open_file(source)
-        if reader.schema != SCHEMA or reader.num_record_batches != 1:
+        # What comes first in the file is a stream, and each message of it can be seen before it is decoded.
+        source.seek(len(_MAGIC))
+        schema, message, *others = ipc.MessageReader.open_stream(source)
+        if ipc.read_schema(schema) != SCHEMA or others:
             raise damaged(path, "other columns")
-        batch = reader.get_batch(0)
+        if _is_packed(memoryview(message.metadata)):
+            raise damaged(path, "compressed columns")
+        batch = ipc.read_record_batch(message, SCHEMA)
         batch.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, struct.error) as error:
         raise damaged(path, str(error)) from error
     wrong = next(_wrong(batch), None)
     if wrong is not None:
@@ -168,12 +175,33 @@ def read_files(path: Path, digest: str) -> pa.RecordBatch:
     return batch
 
 
+def _is_packed(message: memoryview) -> bool:
+    """Whether columns of a record batch may become larger than they are in the file: pyarrow does not tell.
+
+    `message` is a flatbuffer, as Arrow's Message.fbs describes it. pyarrow has verified it.
+    """
+
+    def place_of(table: int, field: int) -> int:
+        """Give the place of a field of a table; 0: it is not set."""
+        fields = table - struct.unpack_from("<i", message, table)[0]
+        place = 4 + 2 * field
+        (size,) = struct.unpack_from("<H", message, fields)
+        offset = struct.unpack_from("<H", message, fields + place)[0] if place < size else 0
+        return table + int(offset) if offset else 0
+
+    (root,) = struct.unpack_from("<I", message, 0)
+    header = place_of(root, _HEADER)
+    batch = header + struct.unpack_from("<I", message, header)[0]
+    # Old versions say it in the metadata.
+    return bool(place_of(batch, _COMPRESSION) or place_of(root, _METADATA))
+
+
 def _wrong(batch: pa.RecordBatch) -> Iterator[str]:
     """Say what of the rows cannot be, by columns: there may be a million."""
     if any(batch.column(place).null_count for place, one in enumerate(SCHEMA) if not one.nullable):
         yield "a value is missing"
-    if batch.column("runs").flatten().null_count:
-        yield "a run is missing"
+    if any(batch.column(name).flatten().null_count for name in ("runs", "contents")):
+        yield "a run, or a hash, is missing"
     names, sizes = batch.column("name"), integers(batch, "size_bytes")
     if not pc.all(pc.less(names[:-1], names[1:]), min_count=0).as_py():
         yield "the names are not in order"
@@ -191,6 +219,9 @@ def _wrong(batch: pa.RecordBatch) -> Iterator[str]:
     starts, held = integers(batch, "num_starts"), integers(batch, "held_bytes")
     if (starts <= 0).any() or (held < 0).any() or starts.astype(np.float64).sum() > np.iinfo(np.int64).max // 8:
         yield "a number of starts is none"
+    # One of each run; or of each row of the only run, and the end.
+    if not ((starts == runs.per_shard) | ((runs.per_shard == 1) & (starts - 1 == per_file))).all():
+        yield "more rows, or runs, than starts"
 
 
 def integers(batch: pa.RecordBatch, column: str) -> NDArray[np.int64]:

@@ -36,7 +36,7 @@ from hfdist.data.sources.index_file import (
     runs_of,
 )
 from hfdist.data.sources.open_file import LINES, open_file
-from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.rows import RowReader, index_folder
 from hfdist.data.sources.shards import Facts, Shards
 from hfdist.data.sources.text import MOST_DOCUMENT_BYTES
 from hfdist.data.storage.filecache import FileCache
@@ -82,7 +82,7 @@ class IndexedShards(Shards):
         summary = read_summary(self._folder / SUMMARY)
         key = f"{section}.index"
         if summary is None:
-            what, name = "there is no finished index", section.rpartition(".")[2]
+            what, name = "there is no finished index", index_folder(section)
             hint = f"{rows.index_command} with the same overrides, then {key}=runs/NAME/index/{name}"
             if (self._folder / name / SUMMARY).is_file():
                 hint = in_shell(key, f"{folder}/{name}")
@@ -169,6 +169,9 @@ class IndexedShards(Shards):
             yield self._batch.slice(start, _CHUNK), rows.slice(start, _CHUNK).cast(pa.large_string())
 
     def _address(self, place: str) -> str:
+        if not self._is_remote:
+            # As the file itself writes it.
+            return str(Path(self._root, place))
         return f"{self._root}/{place}" if place else self._path
 
     def _url(self, place: str) -> str:

@@ -252,6 +252,11 @@ class RowReader:
         return rows if as_text is None else as_text
 
 
+def index_folder(section: str) -> str:
+    """Give the path of a source's index below `<run.dir>/index`: its name, or `eval_sources/` and its name."""
+    return section.removeprefix("data.").removeprefix("sources.").replace(".", "/", 1)
+
+
 def _index_command(format: RowFormat) -> str:
     return f"hfdist index{_INDEX_OPTIONS.get(format, f' data.format={format.value}')}"
 

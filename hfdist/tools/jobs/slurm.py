@@ -84,13 +84,18 @@ def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
         verdict=verdict,
         in_container=in_container,
         container=container,
-        # srun does not take it over from the job.
-        cpus="" if cluster.cpus is None else f"--cpus-per-task={cluster.cpus * cluster.processes} ",
+        cpus=cpus_words(job),
         wait=cluster.grace_seconds,
         requeue=_REQUEUE.format(wait=cluster.grace_seconds) if requeues else "",
         max_restarts=cluster.max_restarts,
     )
     return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])
+
+
+def cpus_words(job: Job) -> str:
+    """Give the option of srun for the CPUs, with a space after it: it does not take it over from the job."""
+    cluster = job.cluster
+    return "" if cluster.cpus is None else f"--cpus-per-task={cluster.cpus * cluster.processes} "
 
 
 def container_words(job: Job) -> str:

@@ -6,7 +6,7 @@ import shlex
 
 from hfdist.tools.jobs.job import Job, JobFile, JobFiles
 from hfdist.tools.jobs.shell import setup_lines
-from hfdist.tools.jobs.slurm import container_words, directives_of
+from hfdist.tools.jobs.slurm import container_words, cpus_words, directives_of
 
 _SCRIPT = """\
 #!/bin/bash
@@ -24,7 +24,7 @@ def write_slurm_array(job: Job) -> JobFiles:
     command = shlex.join([job.cluster.python, "-P", "-m", "hfdist", job.recipe, *job.arguments])
     body = f'{setup_lines(job)}exec {command} "data.shard=$SLURM_ARRAY_TASK_ID/{count}"\n'
     if job.cluster.image is not None:
-        body = f"exec srun --nodes=1 --ntasks=1 {container_words(job)}bash -c {shlex.quote(body)}\n"
+        body = f"exec srun {cpus_words(job)}--nodes=1 --ntasks=1 {container_words(job)}bash -c {shlex.quote(body)}\n"
     lines = [
         f"--output={job.name}-%A-%a.out",
         "--open-mode=append",  # a start after a requeue writes after the last one

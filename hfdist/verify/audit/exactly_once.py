@@ -84,7 +84,9 @@ class Audit:
         begins = [self._before(self.first_sample, lane) for lane in range(self._lanes)]
         self.num_sequences = sum(max(end - begin, 0) for begin, end in zip(begins, self._ends, strict=True))
         last = max((number - 1) * self._lanes + lane for lane, number in enumerate(self._ends))
-        _check_number(last + 1 - self.first_sample, sum(map(len, ledger)))
+        # An island has the records of its own lanes alone, and the numbers of all.
+        with_records = sum(len(own) > 0 for own in ledger)
+        _check_number(last + 1 - self.first_sample, sum(map(len, ledger)) * self._lanes // with_records)
         turns = np.full(max(last + 1 - self.first_sample, 0), _NO_POOL)
         finished = {lane: self._check_lane(lane, turns) for lane in range(self._lanes)}
         self._check_turns(turns, finished)

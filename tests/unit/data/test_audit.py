@@ -17,6 +17,7 @@ from hfdist.data.order.records import RECORD, Status
 from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.errors import ConfigError, DataError
+from hfdist.verify.audit import exactly_once
 from hfdist.verify.audit.discrepancies import Discrepancy
 from hfdist.verify.audit.exactly_once import Audit
 from hfdist.verify.audit.pool_audit import PoolAudit
@@ -109,6 +110,14 @@ def test_a_number_that_cannot_be_takes_no_memory(past, number):
     ledger[3]["sequence"][-1 if number > 0 else 0] = number
     with pytest.raises(DataError, match="do not belong together"):
         run.audit(ledger, cursors={})
+
+
+def test_the_numbers_of_an_island_count_the_lanes_of_others(past, monkeypatch):
+    run = past(Packing.concat, "one")
+    ledger = [own if lane == 0 else own[:0] for lane, own in enumerate(run.ledger)]
+    # Its own records alone are too few.
+    monkeypatch.setattr(exactly_once, "_MOST_MISSING", -16 * len(ledger[0]))
+    assert run.audit(ledger, cursors={}).num_sequences
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

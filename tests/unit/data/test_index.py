@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from dataclasses import replace
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+import yaml
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.data import open_corpus
-from hfdist.data.index import index_sources
+from hfdist.data.index import _Part, index_sources
 from hfdist.data.sources import find
 from hfdist.data.sources.index_file import (
     FILES,
@@ -35,6 +38,7 @@ from tests.unit.data.streams import Run
 from tests.unit.data.test_sources import serve
 
 STEPS = 4
+_WRITE = _Part.write
 
 
 def indexed(config, folder):
@@ -114,6 +118,18 @@ def test_one_file_at_an_address_with_a_query(web, data, cache, tmp_path):
     assert list(shard.read(range(3))) == list(texts()[:3])
 
 
+@pytest.mark.parametrize("path", ["memory://corpus/texts/", "memory://corpus/texts/*.jsonl"])
+def test_an_address_that_the_store_writes_otherwise_is_told_as_the_store_writes_it(cache, tmp_path, path):
+    store = fsspec.filesystem("memory")
+    for name in ("a", "b"):
+        store.pipe(f"/corpus/texts/{name}.jsonl", jsonl_bytes() + f'{{"text": "{name}"}}\n'.encode())
+    with pytest.raises(ConfigError, match="not below the source's") as caught:
+        index_sources(files_config(path, cache), tmp_path / "index")
+    (override,) = shlex.split(caught.value.hint)
+    config = files_config(yaml.safe_load(override.partition("=")[2]), cache)
+    assert open_corpus(indexed(config, tmp_path / "index")).num_documents == 2 * len(texts()) + 2
+
+
 def test_a_file_that_has_changed_on_a_server_is_told_when_it_is_fetched(web, data, cache, tmp_path):
     WRITERS["parquet"](data)
     config = indexed(files_config(serve(web, data), cache), tmp_path / "index")
@@ -159,6 +175,40 @@ class TestShards:
                 index_sources(replace(config, shard="1/2"), tmp_path / "many")
         index_sources(replace(config, shard="1/2"), tmp_path / "many")
         assert self.files(tmp_path / "many") == self.files(tmp_path / "one")
+
+    @pytest.mark.parametrize(("number", "others"), [("1/2", ["0/2", "1/2"]), ("0/3", ["0/1"])])
+    def test_what_others_finish_meanwhile_is_finished(self, config, tmp_path, monkeypatch, caplog, number, others):
+        """A twin of the same share, or one process alone, joins all while this one writes."""
+        index_sources(config, tmp_path / "one")
+
+        def write(part, entries, read, on_bad):
+            def entries_and_others():
+                yield next(entries)
+                monkeypatch.setattr(_Part, "write", _WRITE)
+                for other in others:
+                    index_sources(replace(config, shard=other), tmp_path / "many")
+                yield from entries
+
+            _WRITE(part, entries_and_others(), read, on_bad)
+
+        monkeypatch.setattr(_Part, "write", write)
+        index_sources(replace(config, shard=number), tmp_path / "many")
+        assert self.files(tmp_path / "many") == self.files(tmp_path / "one")
+
+    def test_one_that_has_written_when_others_join_says_so(self, config, tmp_path, monkeypatch, caplog):
+        caplog.set_level("INFO")
+        index_sources(replace(config, shard="0/2"), tmp_path)
+
+        def write(part, *arguments):
+            _WRITE(part, *arguments)
+            monkeypatch.setattr(_Part, "write", _WRITE)
+            index_sources(replace(config, shard="1/2"), tmp_path)
+            caplog.clear()
+
+        monkeypatch.setattr(_Part, "write", write)
+        index_sources(replace(config, shard="1/2"), tmp_path)
+        assert "missing" not in caplog.text
+        assert "train with" in caplog.text
 
     def test_one_that_saw_other_files_is_refused(self, config, data, tmp_path):
         index_sources(replace(config, shard="0/2"), tmp_path)
@@ -235,6 +285,15 @@ class TestChangedFiles:
         with pytest.raises(DataError, match=r"(?s)c\.jsonl is new.*b\.jsonl is gone"):
             index_sources(config, tmp_path / "index")
 
+    def test_places_are_those_of_the_files_themselves(self, config, data, tmp_path, monkeypatch):
+        monkeypatch.chdir(data)
+        monkeypatch.setattr(find, "MOST_BYTES", 1000)
+        for path in (".", "*.jsonl"):
+            config = files_config(path, tmp_path / "cache")
+            places = [one.place for one in open_corpus(config).sources["files"].facts()]
+            corpus = open_corpus(indexed(config, tmp_path / f"index of {len(path)}"))
+            assert [one.place for one in corpus.sources["files"].facts()] == places != [None, None]
+
     def test_a_corpus_may_move(self, config, data, tmp_path):
         data.rename(tmp_path / "elsewhere")
         source = replace(config.sources["files"], path=str(tmp_path / "elsewhere"))
@@ -273,9 +332,14 @@ class TestForeignIndex:
             ({"runs": [[1 << 60], [40]]}, "more rows"),
             ({"runs": [[1 << 62, 1 << 62], [40]]}, "more rows"),
             ({"runs": [[0, 0], [40]]}, "without rows"),
+            ({"runs": [[1 << 35], [40]], "size_bytes": [1 << 40, 5]}, "more rows"),
+            ({"contents": [[None], None]}, "a hash, is missing"),
             ({"num_starts": [-1, 5]}, "number of starts"),
             ({"num_starts": [1 << 61, 1 << 61]}, "number of starts"),
-            ({"num_starts": [51, 1000]}, "bytes, not"),
+            ({"num_starts": [51, 1000], "runs": [[50], [999]]}, "bytes, not"),
+            ({"num_starts": [51, 1000]}, "than starts"),
+            ({"runs": [[51], [40]]}, "than starts"),
+            ({"runs": [[25, 25], [40]]}, "than starts"),
             ({"held_bytes": [-1, 5]}, "number of starts"),
         ],
     )
@@ -339,6 +403,21 @@ class TestForeignIndex:
             (self.folder / name).write_bytes(content)
             with pytest.raises(DataError, match=r"(?s)the index is.*hfdist index"):
                 open_corpus(config)
+
+    @pytest.mark.parametrize("codec", ["zstd", "lz4"])
+    def test_columns_that_would_be_unpacked_are_refused_before(self, config, monkeypatch, codec):
+        summary = read_summary(self.folder / SUMMARY)
+        batch = read_files(self.folder / FILES, summary.files_hash)
+        packed = pa.BufferOutputStream()
+        with pa.ipc.new_file(packed, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write_batch(batch)
+        content = packed.getvalue().to_pybytes()
+        del batch
+        (self.folder / FILES).write_bytes(content)
+        write_summary(self.folder / SUMMARY, replace(summary, files_hash=xxhash.xxh3_128(content).hexdigest()))
+        monkeypatch.setattr(pa.ipc, "read_record_batch", None)
+        with pytest.raises(DataError, match=r"(?s)the index is damaged.*compressed"):
+            open_corpus(config)
 
     def test_bytes_of_the_rows_are_no_index_of_another_kind(self, config):
         content = (self.folder / FILES).read_bytes()
@@ -423,6 +502,22 @@ def test_a_name_that_is_not_utf_8_is_told_before_anything_is_read(data, cache, t
     monkeypatch.setattr("hfdist.data.index.read_at_a_start", None)
     with pytest.raises(DataError, match=r"(?s)file names in UTF-8.*b\\udcff\.jsonl.*rename"):
         index_sources(config, tmp_path)
+
+
+def test_held_out_sources_have_an_index_of_their_own(data, cache, tmp_path):
+    (data / "rows.jsonl").write_bytes(jsonl_bytes())
+    (tmp_path / "held_out.jsonl").write_bytes(jsonl_bytes() + b'{"text": "more"}\n')
+    held_out = SourceConfig(kind=SourceKind.files, path=str(tmp_path / "held_out.jsonl"))
+    config = files_config(str(data), cache, eval_sources={"files": replace(held_out, index=str(tmp_path / "index"))})
+    of_eval = {"sources": config.eval_sources, "eval_sources": {}}
+    with pytest.raises(ConfigError, match=r"no finished index") as caught:
+        open_corpus(replace(config, **of_eval), section="data.eval_sources")
+    assert caught.value.hint.endswith("data.eval_sources.files.index=runs/NAME/index/eval_sources/files")
+    for _ in range(2):  # the second time it compares
+        index_sources(config, tmp_path / "index")
+    config.eval_sources["files"].index = str(tmp_path / "index" / "eval_sources" / "files")
+    assert open_corpus(replace(config, **of_eval), section="data.eval_sources").num_documents == len(texts()) + 1
+    assert open_corpus(over(config, tmp_path / "index")).num_documents == len(texts())
 
 
 def test_only_files_are_indexed(tmp_path):

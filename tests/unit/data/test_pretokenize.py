@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfdist.config.data import BadRows, SourceKind
 from hfdist.data import open_corpus
+from hfdist.data import pretokenize as pretokenize_file
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.tokenfile import check_tokenizer, open_token_shards
@@ -253,6 +254,27 @@ class TestShares:
             write(five_files(), tmp_path, share=(0, 2))
             with pytest.raises(ConfigError, match=r"(?s)another process writes.*data\.shard of its own"):
                 write(five_files(), tmp_path, share=(1, 2))
+
+    def test_nor_is_a_file_that_shares_of_another_number_have(self, whole, tmp_path, monkeypatch):
+        """Else they would delete what the other has not finished."""
+        write_one, met = pretokenize_file._write, []
+
+        def write_and_meet(path, content):
+            monkeypatch.setattr(pretokenize_file, "_write", write_one)
+
+            def meet(out):
+                with pytest.raises(ConfigError, match="another process writes") as caught:
+                    write(five_files(), tmp_path, share=(0, 2))
+                met.append(caught.value)
+                content(out)
+
+            write_one(path, meet)
+
+        monkeypatch.setattr(pretokenize_file, "_write", write_and_meet)
+        write(five_files(), tmp_path)
+        assert len(met) == 1
+        assert everything(tmp_path) == whole
+        assert sorted(path.name for path in tmp_path.glob(".lock*")) == [".lock", ".lock-0-of-2", ".lock-end"]
 
 
 def test_a_finished_folder_is_left_alone_and_kept_from_others(copied):

@@ -272,6 +272,7 @@ class TestArray:
             f"recipe={recipe}",
             "cluster.nodes=3",
             "cluster.hours=2",
+            "cluster.cpus=8",
             "cluster.slurm.partition=cpu",
             *image,
         ]
@@ -280,6 +281,8 @@ class TestArray:
         (script,) = write_slurm_array(job).files
         for line in ("--array=0-2", "--time=0-02:00:00", "--partition=cpu", "--nodes=1", "--requeue"):
             assert f"\n#SBATCH {line}\n" in script.text
+        # srun does not take it over from the job.
+        assert ("\nexec srun --cpus-per-task=8 " in script.text) == bool(image)
         checked = subprocess.run(
             [SHELLCHECK, "--shell=bash", "--severity=warning", "-"],
             input=script.text, text=True, capture_output=True, check=False,
