@@ -127,6 +127,8 @@ SEAMS = {
     "tree_unflatten": "torch.utils._pytree",
     "treespec_dumps": "torch.utils._pytree",
     "treespec_loads": "torch.utils._pytree",
+    "_GLOBAL_CLIENT_FACTORY": "huggingface_hub.utils._http",
+    "_http": "huggingface_hub.utils",
 }
 """Name -> module or class that has it."""
 

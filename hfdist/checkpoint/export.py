@@ -64,7 +64,9 @@ def _move_into(unfinished: Path, folder: Path) -> None:
     sync_tree(unfinished)
     names = sorted(list_files(unfinished), key=lambda name: (name == INDEX_FILE, name))
     has_shards = INDEX_FILE in names
-    for old in folder.iterdir():
+    # An adapter replaces no model: the folder may be that of its base.
+    has_model = any(_MODEL_FILES.fullmatch(name) for name in names)
+    for old in folder.iterdir() if has_model else ():
         # Loading prefers a single file to an index: an older form of the model must not stay beside the new. Of shards
         # that are replaced in part, no model can be loaded, rather than one of two: the index comes last.
         if _MODEL_FILES.fullmatch(old.name) and (has_shards or old.name not in names):

@@ -22,7 +22,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]  # its __all__ lacks it
+from huggingface_hub.utils import (
+    _http,
+    parse_ratelimit_headers,  # type: ignore[attr-defined]  # its __all__ lacks it
+)
 from safetensors import SafetensorError
 
 from hfdist.config.checks.urls import redact
@@ -122,16 +125,25 @@ def _bounded_waits() -> Iterator[None]:
         if response.status_code in _TEMPORARY and seconds is not None and seconds > LONGEST_WAIT_SECONDS:
             raise _WaitError(seconds)
 
-    with _SESSION_LOCK:
-        session = get_session()
-        hooks, timeout = session.event_hooks, session.timeout
-        session.event_hooks = {**hooks, "response": [*hooks["response"], look]}
+    def bound(session: Any) -> Any:
+        changed.append((session, session.event_hooks, session.timeout))
+        session.event_hooks = {**session.event_hooks, "response": [*session.event_hooks["response"], look]}
         # The client itself would wait without end for an answer.
         session.timeout = LONGEST_WAIT_SECONDS
+        return session
+
+    changed: list[tuple[Any, Any, Any]] = []
+    with _SESSION_LOCK:
+        bound(get_session())
+        # Private: after a connection that failed, huggingface_hub closes its client and makes another.
+        make = _http._GLOBAL_CLIENT_FACTORY
+        _http._GLOBAL_CLIENT_FACTORY = lambda: bound(make())
         try:
             yield
         finally:
-            session.event_hooks, session.timeout = hooks, timeout
+            _http._GLOBAL_CLIENT_FACTORY = make
+            for session, hooks, timeout in changed:
+                session.event_hooks, session.timeout = hooks, timeout
 
 
 def _wait_in(response: Any) -> int | None:
@@ -204,7 +216,7 @@ def _reason(chain: list[BaseException]) -> _Reason:
             ConfigError, "the Hub is switched off, and the files are not all in the local cache", FETCH_FIRST
         )
     if network is not None:
-        words = redact(str(network).splitlines()[0]) if str(network) else type(network).__name__
+        words = _redact_urls(str(network).splitlines()[0]) if str(network) else type(network).__name__
         hint = f"check the network and HF_ENDPOINT, or {FETCH_FIRST}"
         if "Connect" in type(network).__name__:
             return _Reason(ResourceError, f"the Hub cannot be reached at {redact(constants.ENDPOINT)}: {words}", hint)
@@ -214,7 +226,8 @@ def _reason(chain: list[BaseException]) -> _Reason:
 
 def _reason_of_answer(error: HfHubHTTPError) -> _Reason:
     status, told = error.response.status_code, error.response.headers.get("X-Error-Message", "")
-    if status == 401 and "invalid" in f"{told} {error.server_message or ''}".lower():
+    # Without a token, the Hub says "Invalid username or password" of a repository that is not there, or private.
+    if status == 401 and get_token() and "invalid" in f"{told} {error.server_message or ''}".lower():
         return _Reason(ConfigError, "the Hub does not accept the token", f"{LOG_IN}; HF_TOKEN wins over the login")
     # Gated is a kind of not found, so it comes first.
     match error:
@@ -242,7 +255,9 @@ def _reason_of_answer(error: HfHubHTTPError) -> _Reason:
     if status in _TEMPORARY:
         return _Reason(ResourceError, f"the Hub fails (HTTP {status})", "start again later")
     return _Reason(
-        ConfigError, f"the Hub refuses (HTTP {status}): {redact(error.server_message or told or 'no reason')}", None
+        ConfigError,
+        f"the Hub refuses (HTTP {status}): {_redact_urls(error.server_message or told or 'no reason')}",
+        None,
     )
 
 
@@ -250,7 +265,7 @@ def _reason_of_other(error: BaseException) -> _Reason:
     if isinstance(error, HFValidationError):
         hint = "OWNER/NAME as on its page, without the Hub's address; ./FOLDER for one here"
         return _Reason(ConfigError, "this is neither a Hub id nor a folder", hint)
-    text = re.sub(r"\w+://\S+", lambda address: redact(address[0]), str(error))
+    text = _redact_urls(str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "trust_remote_code" in str(error):
         hint = "a model type that transformers knows; model.trust_remote_code=true, once you have read that code"
@@ -264,3 +279,8 @@ def _reason_of_other(error: BaseException) -> _Reason:
             ConfigError, "there are no files of a tokenizer", "save_pretrained(FOLDER) of the tokenizer writes them"
         )
     return _Reason(ConfigError, f"cannot be read: {said}", None)
+
+
+def _redact_urls(text: str) -> str:
+    """Redact each URL of a sentence: there may be several."""
+    return re.sub(r"\w+://\S+", lambda address: redact(address[0]), text)

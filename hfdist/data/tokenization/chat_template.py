@@ -26,11 +26,12 @@ Tools = list[dict[str, object]] | None
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A template that writes today's date would give other tokens tomorrow, after a resume or out of the cache.
 _DAY = datetime(2024, 7, 26)
-_DIRECTIVES = "aAbBdjmUwWxXyYHIMSpc"
+_DIRECTIVES = [*"aAbBcCdDeFgGhHIjklmMnpPrRSTuUVwWxXyYzZf", *(f"-{letter}" for letter in "dejmyHIklMSUVW")]
 _FIXED_DAY = (
-    "{%- macro strftime_now(format) -%}{{ format"
-    + "".join(f" | replace('%{letter}', '{_DAY.strftime('%' + letter)}')" for letter in _DIRECTIVES)
-    + " }}{%- endmacro -%}"
+    "{%- macro strftime_now(format) -%}{{ format | replace('%%', '\x00')"
+    + "".join(f" | replace('%{name}', '{_DAY.strftime('%' + name)}')" for name in _DIRECTIVES)
+    # The line break goes with the tag (trim_blocks), and the template begins a line, as it does alone.
+    + " | replace('\x00', '%') }}{%- endmacro %}\n"
 )
 
 
@@ -108,7 +109,9 @@ class ChatTemplate:
             texts, spans = render([list(messages)], tools, chat_template=source, **how, **self.arguments)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                f"the chat template is not Jinja: {first_line(error)}, line {error.lineno}", where="data.chat.template"
+                f"the chat template is not Jinja: {first_line(error)}, line "
+                f"{error.lineno - source.startswith(_FIXED_DAY)}",
+                where="data.chat.template",
             ) from error
         # Besides raise_exception, whatever an expression of a template raises on values that it does not expect.
         except Exception as error:

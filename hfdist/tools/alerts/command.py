@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping
+from typing import BinaryIO
 
 from hfdist.errors import printable
 
@@ -46,29 +47,26 @@ class AlertCommand:
             thread.join(_LONGEST_SECONDS + 1)
 
     def _run(self, text: str) -> None:
-        # Into a file: what the command leaves running may hold a pipe open.
-        with tempfile.TemporaryFile() as errors:
-            try:
-                process = subprocess.Popen(
-                    self._words,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    text=True,
-                    process_group=0,
-                )
-            except OSError as error:
-                logger.warning("report.alert_command cannot be started: %s", error.strerror)
-                return
-            try:
-                process.communicate(text, _LONGEST_SECONDS)
-            except subprocess.TimeoutExpired:
-                # With its children.
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                logger.warning("report.alert_command took more than %g s, and was killed", _LONGEST_SECONDS)
-                return
-            if process.returncode != 0:
-                errors.seek(0)
-                said = printable(errors.read(1000).decode(errors="replace").strip(), 200)
-                logger.warning("report.alert_command has ended with exit code %d: %s", process.returncode, said)
+        try:
+            # Into a file: what the command leaves running may hold a pipe open.
+            with tempfile.TemporaryFile() as errors:
+                self._call(text, errors)
+        except (OSError, ValueError) as error:
+            logger.warning("report.alert_command cannot be started: %s", getattr(error, "strerror", None) or error)
+
+    def _call(self, text: str, errors: BinaryIO) -> None:
+        process = subprocess.Popen(
+            self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True, process_group=0
+        )
+        try:
+            process.communicate(text, _LONGEST_SECONDS)
+        except subprocess.TimeoutExpired:
+            # With its children.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            logger.warning("report.alert_command took more than %g s, and was killed", _LONGEST_SECONDS)
+            return
+        if process.returncode != 0:
+            errors.seek(0)
+            said = printable(errors.read(1000).decode(errors="replace").strip(), 200)
+            logger.warning("report.alert_command has ended with exit code %d: %s", process.returncode, said)

@@ -83,7 +83,7 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
     fixed = [text for text in line.overrides if not is_sweep(text)]
     dimensions = _read_dimensions(line.overrides, fixed, config)
-    is_own = GROUP in line.own or config.space or any(text.startswith("sweep.sampler=") for text in line.of_group)
+    is_own = GROUP in line.own or any(text.startswith("sweep.sampler=") for text in line.of_group)
     if not is_own and all(one.choices for one in dimensions):
         # Where all values are listed, each combination is tried once.
         config = compose_sweep("grid", line.of_group, own)

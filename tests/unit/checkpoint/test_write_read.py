@@ -97,6 +97,12 @@ def test_an_export_of_shards_that_is_cut_short_opens_as_no_model(tmp_path, monke
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_an_adapter_beside_its_base_replaces_no_model(tmp_path):
+    export_model(tmp_path, small_pieces(), lambda folder: None)
+    export_model(tmp_path, small_pieces(), lambda folder: None, stem=save_plan.ADAPTER_STEM)
+    assert {"model.safetensors", "adapter_model.safetensors"} <= set(os.listdir(tmp_path))
+
+
 def test_an_export_has_weights_alone(tmp_path):
     export_model(tmp_path / "model", small_pieces(), lambda path: (path / "config.json").write_text("{}"))
     assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "model.safetensors"]

@@ -102,6 +102,13 @@ class TestDefaults:
         tokens = encode(chat_tokenizer("chatml"), [user("Hi"), said("Hello")], template=template)
         assert bracketed(chat_tokenizer("chatml"), tokens).startswith("26 Jul 2024Hi\n")
 
+    def test_any_form_of_the_date_and_spaces_before_it_are_written(self, tmp_path):
+        template = write(
+            tmp_path, "  {{ strftime_now('%-d %F 5%%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        )
+        tokens = encode(chat_tokenizer("chatml"), [user("Hi"), said("Hello")], template=template)
+        assert bracketed(chat_tokenizer("chatml"), tokens).startswith("  26 2024-07-26 5%dHi")
+
 
 class TestForgery:
     """A message that quotes what a template writes."""

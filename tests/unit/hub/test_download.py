@@ -6,11 +6,14 @@ import threading
 import time
 from pathlib import Path
 
+import httpx2
 import pytest
 from huggingface_hub import constants, get_session
+from huggingface_hub.utils import hf_raise_for_status
 from transformers import AutoModelForCausalLM
 
-from hfdist.errors import ConfigError, ResourceError
+from hfdist.errors import ConfigError, HfdistError, ResourceError
+from hfdist.models import hub_client
 from hfdist.models.hub_client import ask
 from hfdist.models.resolve import resolve_model
 from hfdist.run.logs import set_up_logging
@@ -148,6 +151,17 @@ def test_missing_or_private(hub, fetch, model_folder, monkeypatch):
     hub.store.users[TOKEN] = User("another")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert "no such repository, or it is private" in refusal(fetch)
+
+
+def test_no_token_is_none_that_the_hub_refuses(monkeypatch):
+    """So it answers without a token for what is missing or private."""
+    monkeypatch.setattr(hub_client, "get_token", lambda: None)
+    address = "https://huggingface.co/api/models/nobody/nothing"
+    answer = httpx2.Response(
+        401, headers={"X-Error-Message": "Invalid username or password."}, request=httpx2.Request("GET", address)
+    )
+    with pytest.raises(HfdistError, match="no such repository, or it is private"):
+        hub_client.ask(lambda: hf_raise_for_status(answer), key="model.name", name="nobody/nothing")
 
 
 def test_gated(hub, fetch, model_folder, monkeypatch):

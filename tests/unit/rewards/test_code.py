@@ -250,7 +250,8 @@ def test_the_end_of_a_program_is_no_exception():
         assert raises(f)
     """
     assert score("def f(): raise ValueError", raises) == 1.0
-    assert score("import os\ndef f(): os._exit(1)", raises) == 0.0
+    for ends in ("import os\ndef f(): os._exit(1)", "def f(): raise SystemExit", "def f(): return object()"):
+        assert score(ends, raises) == 0.0
 
 
 def test_attacks_are_programs():

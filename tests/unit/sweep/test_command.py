@@ -32,6 +32,11 @@ def test_presets_fit_runs(tmp_path, name):
     assert not any("optimizer.lr" in word for word in sweep.base)
 
 
+def test_a_space_of_listed_values_is_a_grid_wherever_it_stands(tmp_path):
+    arguments = [f"run.dir={tmp_path}", *RUN, "sweep.space={optimizer.lr: '1e-3,3e-3'}"]
+    assert parse_sweep(arguments)[1].config.sampler is Sampler.grid
+
+
 def test_the_command_line_wins_over_the_space_of_a_preset(tmp_path):
     arguments = ["sweep=lr_range", f"run.dir={tmp_path}", *RUN, "optimizer.lr=0.5,0.25"]
     assert [values["optimizer.lr"] for values in parse_sweep(arguments)[1].space.grid()] == [0.5, 0.25]
