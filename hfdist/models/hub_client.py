@@ -22,9 +22,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import (
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # its __all__ lacks the second
     _http,
-    parse_ratelimit_headers,  # type: ignore[attr-defined]  # its __all__ lacks it
+    parse_ratelimit_headers,
 )
 from safetensors import SafetensorError
 
