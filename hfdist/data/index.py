@@ -93,7 +93,7 @@ def _index(key: str, data: DataConfig, folder: Path) -> bool:
         try:
             parts[number].write(entries, read, on_bad)
         except FileNotFoundError:
-            # Another process, of other shares perhaps, has finished the index meanwhile, and removed what is no part.
+            # Another process, of other shares perhaps, has finished the index meanwhile, and removed the parts.
             if read_summary(folder / SUMMARY) is None:
                 raise
             return True
