@@ -14,7 +14,7 @@ from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.hardware import read_hardware
 from hfdist.testing import forget_parent
 from hfdist.tools.doctor.bandwidth import measure
-from hfdist.tools.doctor.bandwidth.figures import ALL, BETWEEN, IN_MACHINE, KINDS
+from hfdist.tools.doctor.bandwidth.figures import ALL, ALL_REDUCE, BETWEEN, IN_MACHINE, KINDS
 from hfdist.tools.doctor.bandwidth.measure import Request
 from tests.cluster.machines import INTERFACE, NoMachinesError, two_machines
 
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.distributed
 
 LINK_GBS = 0.025
 """10^9 bytes a second: slow, beside what a loaded machine reaches within itself."""
+BURST_BYTES = 64_000
+"""Bytes that the link lets through at once."""
 
 
 def be_rank(rank, world_size, machine, address, port, folder, request):
@@ -77,7 +79,7 @@ def test_each_group_of_two_machines_is_measured_and_the_link_has_its_speed(tmp_p
             for machine in (first, second):
                 shape = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", f"{LINK_GBS * 8e3:.0f}mbit")
                 try:
-                    machine.run(*shape, "burst", "64kb", "latency", "200ms")
+                    machine.run(*shape, "burst", str(BURST_BYTES), "latency", "200ms")
                 except (AssertionError, FileNotFoundError, subprocess.CalledProcessError) as error:
                     pytest.skip(f"tc has no tbf here: {error}")
             codes, said = start([first, first, second, second], first.address, tmp_path, request, 4)
@@ -91,6 +93,10 @@ def test_each_group_of_two_machines_is_measured_and_the_link_has_its_speed(tmp_p
     assert places == {(group, kind) for group in (ALL, IN_MACHINE, BETWEEN) for kind in KINDS}
     assert {one["num_ranks"] for one in found["figures"] if one["group"] != ALL} == {2}
     assert all(one["seconds"] > 0 and one["runs_as"].startswith("gloo:") for one in found["figures"])
+    between = [one for one in found["figures"] if one["group"] == BETWEEN and one["kind"] == ALL_REDUCE]
+    largest = max(between, key=lambda one: one["size_bytes"])
+    # A late rank alone would say less.
+    assert largest["low_seconds"] > 0.95 * (largest["size_bytes"] - BURST_BYTES) / LINK_GBS / 1e9
     links = found["links"]
     assert links[BETWEEN]["gbs"] == pytest.approx(LINK_GBS, rel=0.3)
     assert links[IN_MACHINE]["gbs"] > 2 * LINK_GBS

@@ -93,6 +93,13 @@ def test_noise_gives_no_link_below_zero(seconds):
     assert link.latency_seconds >= 0
 
 
+def test_neither_a_disturbed_round_nor_a_size_between_makes_the_link():
+    # A shaped link lets small calls through at once; other work on the machine makes most rounds of any call longer.
+    times = {1 << 10: (3e-4, 5e-4), 1 << 14: (3e-4, 4e-4), 1 << 18: (11e-3, 18.5e-3), 1 << 20: (42e-3, 50e-3)}
+    figures = [figure(size=size, seconds=usual, low_seconds=low, num_ranks=2) for size, (low, usual) in times.items()]
+    assert fit_link(figures, IN_MACHINE).gbs == pytest.approx(0.025, rel=0.02)
+
+
 def test_the_slowest_rank_and_machine_count():
     quick, slow = figure(seconds=1e-3, cpu_seconds=2e-3), figure(seconds=3e-3, cpu_seconds=4e-3)
     between = figure(seconds=9e-3, group=BETWEEN)

@@ -65,6 +65,7 @@ def measure(group: str, sizes: Sequence[int], device: torch.device) -> list[Figu
             seconds, cpu_seconds = _time(case.call, case.num_calls, device)
             case.seconds.append(seconds)
             case.cpu_seconds.append(cpu_seconds)
+    _take_slowest_rank(cases, device)
     return [
         Figure(
             group=group,
@@ -79,6 +80,17 @@ def measure(group: str, sizes: Sequence[int], device: torch.device) -> list[Figu
         )
         for case in cases
     ]
+
+
+def _take_slowest_rank(cases: Sequence[_Case], device: torch.device) -> None:
+    """Put the time of the slowest rank in place of the own one, round by round.
+
+    A rank that is late in a round finds the bytes of the others in its socket: its own time says too little.
+    """
+    seconds = torch.tensor([case.seconds for case in cases], dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    for case, of_rounds in zip(cases, seconds.tolist(), strict=True):
+        case.seconds = of_rounds
 
 
 def _warmed_up(sizes: Sequence[int], device: torch.device) -> Iterator[_Case]:

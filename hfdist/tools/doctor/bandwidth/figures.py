@@ -84,14 +84,17 @@ def slowest(figures: Sequence[Figure]) -> list[Figure]:
 def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
     """Give the link that the all-reduces of a group show; None: there are none of two sizes, or they are small.
 
-    A call takes a time of its own and one for each byte: the line through all sizes, which counts errors in percent. A
-    ring's bytes are those that the bus carries, and a small call waits for its hops, as planning counts them.
+    A call takes a time of its own and one for each byte: the line through the smallest and the largest size. The
+    quickest rounds are taken, as whatever else the machine does makes a round longer. Sizes between do not count: a
+    backend, or a shaped link, has other rules for some of them. A ring's bytes are those that the bus carries, and a
+    small call waits for its hops, as planning counts them.
     """
     own = [one for one in figures if one.group == group and one.kind == ALL_REDUCE]
     # Not quite the size that was asked for, where it is divided over ranks.
     if len({one.size_bytes for one in own}) < 2 or max(one.size_bytes for one in own) < LEAST_LINK_BYTES / 2:
         return None
-    start, per_byte = _line([(float(one.size_bytes), one.seconds) for one in own])
+    by_size = sorted(own, key=lambda one: one.size_bytes)
+    start, per_byte = _line(by_size[0], by_size[-1])
     num_ranks = own[0].num_ranks
     # As plans count them: rings on CPUs and chains within a machine, trees of NCCL between machines; both ways.
     on_cpu = own[0].runs_as.startswith("gloo")
@@ -101,21 +104,14 @@ def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
     return Link(gbs=sent_share / per_byte / 1e9, latency_seconds=start / hops)
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Give the start and the slope of the line with the least squares of errors relative to y; neither is below 0."""
-    weights = [1 / y**2 for _, y in points]
-    total = sum(weights)
-    of_x, of_y = (sum(w * point[axis] for w, point in zip(weights, points, strict=True)) for axis in (0, 1))
-    of_xx, of_xy = (sum(w * p[0] * p[axis] for w, p in zip(weights, points, strict=True)) for axis in (0, 1))
-    slope = (total * of_xy - of_x * of_y) / (total * of_xx - of_x**2)
-    start = (of_y - slope * of_x) / total
-    if start < 0:
-        return 0.0, of_xy / of_xx
-    if slope <= 0:
+def _line(small: Figure, large: Figure) -> tuple[float, float]:
+    """Give the seconds of a call of no bytes, and those of a byte; no start is below 0."""
+    per_byte = (large.low_seconds - small.low_seconds) / (large.size_bytes - small.size_bytes)
+    start = small.low_seconds - per_byte * small.size_bytes
+    if per_byte <= 0 or start < 0:
         # Noise: the largest size alone.
-        x, y = max(points)
-        return 0.0, y / x
-    return start, slope
+        return 0.0, large.low_seconds / large.size_bytes
+    return start, per_byte
 
 
 def table(figures: Sequence[Figure]) -> Iterator[str]:
