@@ -9,6 +9,7 @@ run of all tests that needs a tenth more fails. What it has used itself it leave
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -61,11 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if hasattr(config, "workerinput"):
         last = read_record()["files"]
+        # A file that the record does not have yet may be long: it comes first.
 
         def place(item: pytest.Item) -> tuple[bool, str, float]:
             path = item.nodeid.partition("::")[0]
             folder = _folder(path)
-            return folder == "tests/unit", folder, -last.get(path, 0.0)
+            return folder == "tests/unit", folder, -last.get(path, math.inf)
 
         items.sort(key=place)
 
