@@ -147,17 +147,18 @@ def make_mixtral():
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **fields | trl_runs.TINY))
 
 
-@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}])
-def test_the_loss_over_routers_is_that_of_a_whole_batch(tmp_path, start, layout):
+def test_the_loss_over_routers_is_that_of_a_whole_batch(tmp_path, start):
     """SFTTrainer switches it on by itself."""
     run = SFT["text"] | {"model": make_mixtral()}
     whole = {"moe": run | {"micro_batch_size": trl_runs.GLOBAL_BATCH}}
     [plain] = run_ranks(train_all, 1, tmp_path / "plain", start, whole, group=False)
-    for ours in run_ranks(train_all, 2, tmp_path, start, {"moe": run | {"layout": layout}}):
-        for line, reference in zip(ours["moe"][0], plain["moe"][0], strict=True):
-            assert line["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-            assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
-            assert line["router_aux_loss"] == pytest.approx(reference["aux_loss"], rel=1e-5)
+    runs = {"data": run | {"layout": {}}, "stages": run | {"model": make_mixtral(), "layout": {"pipeline": 2}}}
+    for ours in run_ranks(train_all, 2, tmp_path, start, runs):
+        for name in runs:
+            for line, reference in zip(ours[name][0], plain["moe"][0], strict=True):
+                assert line["loss"] == pytest.approx(reference["loss"], rel=1e-5), name
+                assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5), name
+                assert line["router_aux_loss"] == pytest.approx(reference["aux_loss"], rel=1e-5), name
 
 
 def references(folder, start):
