@@ -1,8 +1,10 @@
 """A run of all tests fails once it needs a tenth more CPU seconds than the last one that has landed."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from tests.cpu_seconds import read_record, too_much
+from tests.cpu_seconds import pytest_collection_modifyitems, read_record, too_much
 
 
 def of(total, yardstick=0.01):
@@ -30,3 +32,14 @@ def test_the_record_is_of_folders_that_add_up():
     record = read_record()
     assert sum(record["folders"].values()) == pytest.approx(record["total"], rel=0.01)
     assert {*record["folders"]} >= {"tests/distributed", "tests/e2e", "tests/unit", "tests/zoo"}
+
+
+def test_workers_begin_with_what_may_be_long():
+    """Of a folder first a file that the record does not have, then the dearest."""
+    dearest, *_, cheapest = sorted(
+        (seconds, path) for path, seconds in read_record()["files"].items() if path.startswith("tests/e2e")
+    )[::-1]
+    files = ["tests/unit/test_new.py", cheapest[1], dearest[1], "tests/e2e/test_new.py"]
+    items = [SimpleNamespace(nodeid=f"{path}::test") for path in files]
+    pytest_collection_modifyitems(SimpleNamespace(workerinput={}), items)
+    assert [item.nodeid.partition("::")[0] for item in items] == files[::-1]
