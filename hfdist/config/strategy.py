@@ -105,6 +105,8 @@ class StrategyConfig:
     """How context ranks share a sequence: ulysses (all-to-all of heads) | gather (of keys and values) | auto."""
     tensor: int = limited(1, at_least=1)
     """Ranks that share the matrices of each layer; with none and fsdp2."""
+    sequence: bool = False
+    """Whether tensor ranks also share the tokens between attention and MLP: blocks keep less; about as much is sent."""
     expert: int = limited(1, at_least=1)
     """Data ranks that share the experts of each block; with none and fsdp2."""
     schedule: Schedule = ONE_F_ONE_B

@@ -149,7 +149,8 @@ class Strategy(Partitioning):
             from hfdist.strategies.parallel_plans import make_plans
 
             whole = cast(PreTrainedModel, model)
-            self._plans = make_plans(whole, tensor=topology.tensor, expert=topology.expert)
+            sizes = {"tensor": topology.tensor, "expert": topology.expert}
+            self._plans = make_plans(whole, **sizes, splits_tokens=self.config.sequence)
 
     def _partition_once(self, model: nn.Module) -> None:
         """Partition a model that was made without this strategy."""

@@ -52,7 +52,7 @@ def check_model_fits(config: RunConfig, processes: int) -> None:
 def check_degrees(whole: PreTrainedModel, degrees: StrategyConfig) -> None:
     """Raise a ConfigError where layers, experts or tokens of a model do not divide; its weights need no values."""
     if degrees.tensor > 1:
-        first_plan(whole, degrees.tensor)
+        first_plan(whole, degrees.tensor, splits_tokens=degrees.sequence)
     if degrees.expert > 1:
         make_expert_plan(whole, degrees.expert)
     if degrees.context > 1:

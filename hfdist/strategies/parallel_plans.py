@@ -42,6 +42,13 @@ class Plans:
         return [axis for axis, plan in ((TENSOR, self.tensor), (EXPERT, self.expert)) if plan is not None]
 
     @property
+    def without(self) -> list[str]:
+        """Overrides that ask for less."""
+        if self.tensor is not None and self.tensor.readers is not None:
+            return ["strategy.sequence=false"]
+        return [f"strategy.{axis}=1" for axis in self.axes]
+
+    @property
     def keys(self) -> str:
         """Config keys that ask for it."""
         return ", ".join(f"strategy.{axis}" for axis in self.axes)
@@ -52,7 +59,7 @@ class Plans:
         return "; ".join([*shared, "experts by transformers' plan for the type"] if self.expert is not None else shared)
 
 
-def make_plans(model: PreTrainedModel, *, tensor: int, expert: int) -> list[Plans]:
+def make_plans(model: PreTrainedModel, *, tensor: int, expert: int, splits_tokens: bool = False) -> list[Plans]:
     """Give the plans for so many ranks whose sizes fit, the best first. Needs no process group.
 
     Raises:
@@ -61,7 +68,7 @@ def make_plans(model: PreTrainedModel, *, tensor: int, expert: int) -> list[Plan
     of_expert = make_expert_plan(model, expert) if expert > 1 else None
     if tensor == 1:
         return [Plans(expert=of_expert)]
-    return [_join(plan, of_expert) for plan in list_plans(model, tensor)]
+    return [_join(plan, of_expert) for plan in list_plans(model, tensor, splits_tokens=splits_tokens)]
 
 
 def _join(plan: TensorPlan, of_expert: dict[str, str] | None) -> Plans:
@@ -176,7 +183,7 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
             f"this type of model does not train over {' and '.join(plans.axes)} ranks as it does on one process",
             where=plans.keys,
             found=f"{model.config.model_type}, made small: {problems[0]}",
-            hint=f"{' '.join(f'strategy.{axis}=1' for axis in plans.axes)}; strategy=fsdp2 shards any model",
+            hint=f"{' '.join(plans.without)}; strategy=fsdp2 shards any model",
         )
 
 

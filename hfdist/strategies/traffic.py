@@ -264,8 +264,16 @@ class Axes:
     def _tensor(self) -> Iterator[Sent]:
         sizes, of_plan, tokens = self.sizes, self.sizes.tensor, self.tokens * self.stages_share
         add, calls = self._on_tensor, of_plan.calls * self.batch.num_microbatches * self.stages_share
-        summed = tokens * of_plan.summed * sizes.compute_bytes * sizes.forwards
-        summed += tokens * of_plan.summed_backward * sizes.weight_bytes
+        written, read = of_plan.summed * sizes.compute_bytes, of_plan.summed_backward * sizes.weight_bytes
+        summed = 0.0
+        if self.config.sequence:
+            # A module's input is gathered, of its sum a rank keeps its tokens; gradients go the other way. The last
+            # block's output is gathered, too, and so is the gradient by the first one's input.
+            ends = 2 * sizes.hidden * sizes.weight_bytes
+            yield from add(ALL_GATHER, tokens * (read * sizes.forwards + written + ends), calls * (sizes.forwards + 1))
+            yield from add(REDUCE_SCATTER, tokens * (written * sizes.forwards + read), calls * (sizes.forwards + 1))
+        else:
+            summed = tokens * (written * sizes.forwards + read)
         if of_plan.embedded:
             # What is looked up; of the loss in chunks the gradient by the last states, and four numbers for each row.
             summed += tokens * (2 * of_plan.embedded + 4) * sizes.weight_bytes

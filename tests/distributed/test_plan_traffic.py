@@ -53,6 +53,7 @@ CASES = {
     "fsdp2": Case(keys=FSDP),
     "fsdp2, kept": Case(keys=FSDP | {"reshard": False}),
     "tensor": Case(keys={"tensor": 2}),
+    "tensor, tokens shared": Case(keys={"tensor": 2, "sequence": True}),
     "tensor, outputs gathered": Case(keys={"tensor": 2}, sizes=INDIVISIBLE),
     "context, ulysses": Case(keys={"context": 2}),
     "context, gather": Case(keys={"context": 2, "context_method": "gather"}),
@@ -155,7 +156,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
 
 
 # test_traffic.py counts more of them, beside closed forms.
-ALWAYS = ("zero2", "tensor, outputs gathered", "context, gather", "expert", "pipeline, tied",
+ALWAYS = ("zero2", "tensor, tokens shared", "tensor, outputs gathered", "context, gather", "expert", "pipeline, tied",
           "fsdp2, muon")  # fmt: skip
 
 

@@ -221,6 +221,66 @@ def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_p
     check(run_ranks(train, num_ranks, tmp_path, layout)[0], reference, tmp_path, folder)
 
 
+def train_with_shared_tokens(folder, layout, max_steps=STEPS, resume=None):
+    more = {"options": RunOptions(loss_head=LossHead())}
+    fields = {"max_steps": max_steps, "gradient_checkpointing": True}
+    trainer = make_trainer(folder, make_model(), fields, more=more, sequence=True, **layout)
+    trainer.train(resume_from_checkpoint=resume)
+    return history(trainer), trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, {"tensor": 2}), many(4, {"tensor": 2, "sharding": "fsdp2"})])
+def test_ranks_that_share_tokens_train_as_one_process_and_resume_in_another_layout(single, tmp_path, num_ranks, layout):
+    folder, reference = single
+    run_ranks(train_with_shared_tokens, 2, tmp_path, {"tensor": 2}, 2)
+    found = run_ranks(train_with_shared_tokens, num_ranks, tmp_path, layout, STEPS, tmp_path / "checkpoint-2")[0]
+    check(found, reference, tmp_path, folder)
+
+
+def held_by_blocks(layout):
+    """Count the bytes that blocks keep for their backward, each once, without parameters."""
+    model = make_model()
+    make_strategy(**layout).build(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = {}
+
+    def keep(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hidden, positions = torch.randn(2, 16, 32, requires_grad=True), torch.arange(16)[None]
+    embedded = model.model.rotary_emb(hidden, positions)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = hidden
+        for block in model.model.layers:
+            output = block(output, position_ids=positions, position_embeddings=embedded)
+    return sum(size for place, size in held.items() if place not in own)
+
+
+def held_with_and_without_shares():
+    return [held_by_blocks({"sequence": is_shared}) for is_shared in (True, False)]
+
+
+def test_blocks_whose_tokens_are_shared_keep_less():
+    num_blocks, share = SIZES["num_hidden_layers"], 2 * 16 * 32 * 4 // 2
+    for shared, whole in run_ranks(held_with_and_without_shares, 2):
+        # The inputs of two norms, half of each on the other rank; the rest is smaller.
+        assert whole - shared >= 2 * num_blocks * share
+
+
+def with_shared_tokens(model_types):
+    return try_types(model_types, tensor=2, sequence=True)
+
+
+@pytest.mark.parametrize("model_types", [("qwen3",), many(("llama", "qwen2", "mistral"))])
+def test_gradients_of_shared_tokens_are_those_of_the_whole_model(model_types):
+    """Their small models were tried with an odd number of tokens, packed and masked."""
+    for of_rank in run_ranks(with_shared_tokens, 2, model_types):
+        for model_type, outcome in of_rank.items():
+            assert (outcome.verdict, outcome.saved) == ("exact", ""), (model_type, outcome)
+            assert "tokens are divided" in outcome.plan
+
+
 def norms_of_parts_of_sequences():
     """As a plan may ask for; none of transformers' own does."""
     norms = ("norm", "layers.*.input_layernorm", "layers.*.post_attention_layernorm")

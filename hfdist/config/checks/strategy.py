@@ -24,7 +24,26 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     for axis, what in PARTS.items():
         if getattr(strategy, axis) > 1:
             _check_shared(config, axis, what)
+    if strategy.sequence:
+        _check_sequence(config)
     _check_pipeline(config)
+
+
+def _check_sequence(config: RunConfig) -> None:
+    """Check what does not go with tensor ranks that share tokens."""
+    strategy, keep = config.strategy, "strategy.sequence=false"
+    if strategy.tensor == 1:
+        what, hint = "tensor ranks share the tokens, and there are none", f"strategy.tensor=2, or {keep}"
+        raise conflict(config, "strategy.sequence strategy.tensor", what, allowed="false", hint=hint)
+    for axis in ("pipeline", "context", "expert"):
+        if getattr(strategy, axis) > 1:
+            what = f"tensor ranks share no tokens beside {axis} ranks in this version"
+            hint = f"strategy.{axis}=1, or {keep}"
+            raise conflict(config, f"strategy.{axis} strategy.sequence", what, allowed="1", hint=hint)
+    if config.train.compile is Compile.blocks:
+        what = "blocks whose tokens ranks share are not compiled in this version"
+        hint = f"train.compile=none, or {keep}"
+        raise conflict(config, "train.compile strategy.sequence", what, allowed="auto, none", hint=hint)
 
 
 def _check_sharding(config: RunConfig) -> None:

@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hfdist.collectives import all_gather_single
 from hfdist.errors import first_line
+from hfdist.strategies.tensor.sequence import TokenShares
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +108,19 @@ class SharedInputs:
             self._input = self._shared = None
 
 
-def run_locally(module: Any, style: str, group: dist.ProcessGroup, inputs: SharedInputs) -> None:
-    """Let a layer that has only its rank's part give what `style` says."""
+def run_locally(
+    module: Any, style: str, group: dist.ProcessGroup, inputs: SharedInputs, tokens: TokenShares | None = None
+) -> None:
+    """Let a layer that has only its rank's part give what `style` says; `tokens`: of blocks that share sequences."""
 
     def colwise(value: torch.Tensor) -> torch.Tensor:
         weight = module.weight.T if type(module) is Conv1D else module.weight
-        return functional.linear(inputs(value), weight, module.bias)
+        # Where tokens were gathered, their gradient is added up there.
+        return functional.linear(inputs(value) if tokens is None else value, weight, module.bias)
 
     def rowwise(value: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = _Sum.apply(functional.linear(value, module.weight), group)
+        product = functional.linear(value, module.weight)
+        total: torch.Tensor = _Sum.apply(product, group) if tokens is None else tokens.sum_up(product)
         return total if module.bias is None else total + module.bias
 
     def gather(value: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,7 @@ from hfdist.strategies.tensor.linear import (
     shard_range,
     split_dimensions,
 )
+from hfdist.strategies.tensor.sequence import TokenShares, find_readers, whole_in_blocks
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -66,9 +67,13 @@ class PlanKind(NamedTuple):
     blocks: str
     """`OWN`, `OWN_GATHERED` or `ALL_GATHERED`."""
     splits_vocabulary: bool
+    splits_tokens: bool = False
+    """Whether each rank has a part of the tokens between attention and MLP; with `OWN` only."""
 
     def __str__(self) -> str:
-        return f"{self.blocks}; the vocabulary is {'divided' if self.splits_vocabulary else 'whole on each rank'}"
+        tokens = ", and tokens are divided between attention and MLP" if self.splits_tokens else ""
+        vocabulary = "divided" if self.splits_vocabulary else "whole on each rank"
+        return f"{self.blocks}{tokens}; the vocabulary is {vocabulary}"
 
 
 OWN = "transformers' plan for the type"
@@ -89,9 +94,11 @@ class TensorPlan:
     """Names of other modules and parameters, and the style of transformers for each."""
     partial: frozenset[str]
     """Parameters that are whole on each rank, and whose gradient is the sum of those of the ranks."""
+    readers: list[str] | None = None
+    """Names of the modules that need all tokens, where each rank has a part of them between; None: it has all."""
 
 
-def list_plans(model: PreTrainedModel, num_ranks: int) -> list[TensorPlan]:
+def list_plans(model: PreTrainedModel, num_ranks: int, *, splits_tokens: bool = False) -> list[TensorPlan]:
     """Give the plans whose sizes fit, the best first. Needs no process group.
 
     Raises:
@@ -100,7 +107,7 @@ def list_plans(model: PreTrainedModel, num_ranks: int) -> list[TensorPlan]:
     check_is_of_transformers(model, TENSOR)
     plans: list[TensorPlan] = []
     problems: list[ConfigError] = []
-    for kind in PLAN_KINDS:
+    for kind in _kinds(splits_tokens=splits_tokens):
         if kind.blocks == OWN_GATHERED and any(plan.kind.blocks == OWN for plan in plans):
             continue
         try:
@@ -112,14 +119,20 @@ def list_plans(model: PreTrainedModel, num_ranks: int) -> list[TensorPlan]:
     return plans
 
 
-def first_plan(model: PreTrainedModel, num_ranks: int) -> TensorPlan:
+def _kinds(*, splits_tokens: bool) -> tuple[PlanKind, ...]:
+    if not splits_tokens:
+        return PLAN_KINDS
+    return tuple(kind._replace(splits_tokens=True) for kind in PLAN_KINDS if kind.blocks == OWN)
+
+
+def first_plan(model: PreTrainedModel, num_ranks: int, *, splits_tokens: bool = False) -> TensorPlan:
     """Give the best plan whose sizes fit: the first of `list_plans`, in a fraction of its time.
 
     Raises:
         ConfigError: there is none.
     """
     check_is_of_transformers(model, TENSOR)
-    *others, last = PLAN_KINDS
+    *others, last = _kinds(splits_tokens=splits_tokens)
     for kind in others:
         with suppress(ConfigError):
             return make_plan(model, num_ranks, kind)
@@ -147,7 +160,11 @@ def make_plan(model: PreTrainedModel, num_ranks: int, kind: PlanKind) -> TensorP
     if not layers and not rules:
         what = "no layer of this model can be divided"
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT)
-    return TensorPlan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial)
+    readers = None
+    if kind.splits_tokens:
+        readers = find_readers(model, layers, rules)
+        partial |= set(whole_in_blocks(model, layers))
+    return TensorPlan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial, readers=readers)
 
 
 def _resolve(
@@ -255,11 +272,14 @@ def apply_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: TensorPlan) -> di
         if placed or module_name in plan.rules:
             # A compiler cannot follow DTensors that come and go.
             module.forward = torch.compiler.disable(module.forward)
-    return shards | _split_layers(model, mesh.get_group(), plan.layers)
+    tokens = None if plan.readers is None else TokenShares(mesh.get_group())
+    if tokens is not None and plan.readers is not None:
+        tokens.split_blocks(model, plan.readers)
+    return shards | _split_layers(model, mesh.get_group(), plan.layers, tokens)
 
 
 def _split_layers(
-    model: PreTrainedModel, group: dist.ProcessGroup, layers: dict[str, str]
+    model: PreTrainedModel, group: dist.ProcessGroup, layers: dict[str, str], tokens: TokenShares | None
 ) -> dict[str, ParameterShard]:
     modules = dict(model.named_modules())
     # A tied parameter is one here, too, whatever modules have it.
@@ -283,7 +303,8 @@ def _split_layers(
             shards[part] = ParameterShard(shape=tuple(whole.shape), dim=dim, parts=((start, stop),))
             for owner, of_owner in owners.pop(whole):
                 owner._parameters[of_owner] = part
-        run_locally(modules[name], style, group, inputs)
+        is_inside = style in ("colwise", "rowwise")
+        run_locally(modules[name], style, group, inputs, tokens if is_inside else None)
     head = model.get_output_embeddings()
     if any(modules[name] is head for name in here):
         start, stop = shard_range(head.out_features, group.size(), group.rank())
