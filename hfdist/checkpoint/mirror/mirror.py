@@ -39,9 +39,9 @@ from hfdist.checkpoint.manifest import (
 from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, Listed
 from hfdist.checkpoint.mirror.objects import UNFINISHED, Objects
 from hfdist.checkpoint.read import read_state
-from hfdist.checkpoint.write import removed_on_failure
+from hfdist.checkpoint.write import no_room, removed_on_failure
 from hfdist.data.threads import thread_map
-from hfdist.errors import CheckpointError, ResourceError
+from hfdist.errors import CheckpointError
 from hfdist.failures import is_full_disk
 from hfdist.processes.startup import counted
 from hfdist.version import __version__
@@ -54,6 +54,7 @@ FORMAT = 1
 _TOGETHER = 4
 """Contents that are sent at a time."""
 _DESCRIPTION, _LIST = "mirror.json", ".json"
+_FULL = "the disk has no room for the checkpoint of the mirror"
 
 
 class Sent(NamedTuple):
@@ -238,7 +239,7 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
         if found.num_bytes > shutil.disk_usage(folder).free:
-            raise _no_room(folder, found)
+            raise no_room(_FULL, folder, found.num_bytes, "another run.dir")
         unfinished = temporary(folder / name)
         with removed_on_failure(unfinished):
             unfinished.mkdir()
@@ -246,7 +247,7 @@ class Mirror:
                 self._fill(unfinished, found)
             except OSError as error:
                 if is_full_disk(error):
-                    raise _no_room(folder, found) from error
+                    raise no_room(_FULL, folder, found.num_bytes, "another run.dir") from error
                 # Such as a file where another one needs a folder.
                 what = "the files of a list cannot be made"
                 raise DamagedError("files", what, where=f"{self.shown}/{name}", found=error) from error
@@ -287,15 +288,6 @@ class Mirror:
         if changed := self._changed & {content.name for content in found.contents()}:
             where, what = f"{self.shown}/{min(changed)}", "contents of the mirror have changed"
             raise DamagedError("hash", what, where=where, found=f"{len(changed)} of them")
-
-
-def _no_room(folder: Path, found: Listed) -> ResourceError:
-    return ResourceError(
-        "the disk has no room for the checkpoint of the mirror",
-        where=str(folder),
-        found=f"{found.num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free",
-        hint="free space, or another run.dir",
-    )
 
 
 def _names(there: Mapping[str, int]) -> list[str]:
