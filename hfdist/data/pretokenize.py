@@ -45,7 +45,7 @@ from hfdist.data.sources.tokenfile import (
     sizes_of,
 )
 from hfdist.data.storage.identity import digests_of
-from hfdist.data.stream.worker_deaths import Vitals
+from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import keep_arrays
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.text_encoder import text_digest, token_dtype, tokenizer_digest
@@ -379,7 +379,7 @@ def _make_tokens(
     chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, workers: int, on_bad_rows: BadRows
 ) -> Iterator[_Made]:
     """Give chunks as tokens, in order."""
-    vitals = Vitals(workers, lambda _: "which tokenizes")
+    vitals = WorkerRegistry(workers, lambda _: "which tokenizes")
     loader = DataLoader(
         _Chunks(chunks, encoders, dtype, vitals),
         batch_size=None,
@@ -417,7 +417,7 @@ def _keep_to_one_thread(worker: int) -> None:
 class _Chunks(Dataset[object]):
     """Tokenizes each chunk in the process that asks for it. Errors are values: torch would wrap them."""
 
-    def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, vitals: Vitals) -> None:
+    def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, vitals: WorkerRegistry) -> None:
         self._chunks, self._encoders, self._vitals = chunks, encoders, vitals
         self._dtype = np.dtype(dtype).newbyteorder("<")
 

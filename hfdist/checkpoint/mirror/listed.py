@@ -41,7 +41,7 @@ class Content(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedCheckpoint:
     """A checkpoint in a mirror."""
 
     step: int
@@ -72,7 +72,7 @@ class Listed:
         return json.dumps(values | {"xxh128": hash_of_content(values)}).encode()
 
     @classmethod
-    def from_bytes(cls, text: bytes, where: str) -> Listed:
+    def from_bytes(cls, text: bytes, where: str) -> ListedCheckpoint:
         """Read what `to_bytes` wrote; a DamagedError: `where` has something else."""
         try:
             values = parse_json(text)

@@ -36,7 +36,7 @@ from hfdist.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, Listed
+from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, ListedCheckpoint
 from hfdist.checkpoint.mirror.objects import UNFINISHED, Objects
 from hfdist.checkpoint.read import read_state
 from hfdist.checkpoint.write import no_room, removed_on_failure
@@ -57,7 +57,7 @@ _DESCRIPTION, _LIST = "mirror.json", ".json"
 _FULL = "the disk has no room for the checkpoint of the mirror"
 
 
-class Sent(NamedTuple):
+class UploadProgress(NamedTuple):
     """How far an upload is."""
 
     done_bytes: int
@@ -120,16 +120,16 @@ class Mirror:
     def _describe(self) -> None:
         self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
 
-    def _read(self, name: str, there: Mapping[str, int]) -> Listed:
+    def _read(self, name: str, there: Mapping[str, int]) -> ListedCheckpoint:
         """Read a list; a DamagedError: it is none, or contents are missing."""
         place, num_bytes = f"{self.shown}/{name}{_LIST}", there.get(f"{name}{_LIST}", 0)
         if num_bytes > MAX_JSON_BYTES:
             raise DamagedError("bad-list", "a list of the mirror is damaged", where=place, found=f"{num_bytes} bytes")
-        return Listed.from_bytes(self._objects.read(f"{name}{_LIST}", num_bytes), place)
+        return ListedCheckpoint.from_bytes(self._objects.read(f"{name}{_LIST}", num_bytes), place)
 
     # ---- to the mirror ----
 
-    def send(self, path: Path, tell: Callable[[Sent], object] = lambda sent: None) -> Sent:
+    def send(self, path: Path, tell: Callable[[UploadProgress], object] = lambda sent: None) -> UploadProgress:
         """Send a checkpoint of this machine: what is not there yet, and then its list.
 
         Args:
@@ -143,10 +143,10 @@ class Mirror:
         sizes = manifest.files | {MANIFEST: (path / MANIFEST).stat().st_size}
         all_bytes = sum(sizes.values())
         if f"{path.name}{_LIST}" in there and self._has(path.name, manifest.digest, there):
-            return Sent(all_bytes, all_bytes, 0)
+            return UploadProgress(all_bytes, all_bytes, 0)
         files: dict[str, list[Content]] = {name: [] for name in sizes}
         ranges = [(name, begin) for name in sorted(sizes) for begin in range(0, sizes[name], CONTENT_BYTES)]
-        sent = Sent(0, all_bytes, 0)
+        sent = UploadProgress(0, all_bytes, 0)
         for first in range(0, len(ranges), _TOGETHER):
             tell(sent)
             done_bytes, new = sent.done_bytes, dict[str, bytes]()
@@ -161,10 +161,11 @@ class Mirror:
                 self._objects.write(new)
                 self._changed -= new.keys()
                 there |= {name: len(data) for name, data in new.items()}
-            sent = Sent(done_bytes, all_bytes, sent.new_bytes + sum(map(len, new.values())))
+            sent = UploadProgress(done_bytes, all_bytes, sent.new_bytes + sum(map(len, new.values())))
         tell(sent)
         self._complete(
-            path.name, Listed(step=manifest.step, digest=manifest.digest, held_out_loss=_loss_of(path), files=files)
+            path.name,
+            ListedCheckpoint(step=manifest.step, digest=manifest.digest, held_out_loss=_loss_of(path), files=files),
         )
         return sent
 
@@ -176,7 +177,7 @@ class Mirror:
         is_intact = self._changed.isdisjoint(content.name for content in found.contents())
         return found.digest == digest and found.is_whole(there) and is_intact
 
-    def _complete(self, name: str, sent: Listed) -> None:
+    def _complete(self, name: str, sent: ListedCheckpoint) -> None:
         """Write the list, if all contents are there: rules of a bucket or another run may have removed some."""
         there = self._objects.list()
         if not sent.is_whole(there):
@@ -195,7 +196,7 @@ class Mirror:
         contents: nobody knows which it names.
         """
         there = self._objects.list()
-        lists: dict[str, Listed] = {}
+        lists: dict[str, ListedCheckpoint] = {}
         for name in _names(there):
             try:
                 lists[name] = self._read(name, there)
@@ -261,7 +262,7 @@ class Mirror:
             commit(unfinished, folder / name)
         return folder / name
 
-    def _fill(self, unfinished: Path, found: Listed) -> None:
+    def _fill(self, unfinished: Path, found: ListedCheckpoint) -> None:
         places: list[tuple[Path, int, Content]] = []
         for name, contents in found.files.items():
             path, begin = inside(unfinished, name), 0

@@ -19,7 +19,7 @@ _LARGEST_SHARE = 0.5
 """Largest share that a hint proposes."""
 
 
-class Tally:
+class HeldOutCounts:
     """What became of the documents that were read for a held-out set."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Tally:
         return ", ".join(counted) or f"{self.num_tokens:,} tokens"
 
 
-def explain_nothing(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+def explain_nothing(corpus: Corpus, config: DataConfig, tally: HeldOutCounts) -> DataError:
     """Say why there is no sequence, by what was found, and what changes that."""
     if config.eval_fraction == 1 or (corpus.has_examples and tally.num_drawn):
         return _nothing_to_learn(corpus, config, tally)
@@ -54,7 +54,7 @@ def explain_nothing(corpus: Corpus, config: DataConfig, tally: Tally) -> DataErr
     return _too_few_tokens(config, tally)
 
 
-def _nothing_to_learn(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+def _nothing_to_learn(corpus: Corpus, config: DataConfig, tally: HeldOutCounts) -> DataError:
     """Say why no held-out document has a target: of examples, or of sources that are held out as a whole."""
     takes_all = config.eval_fraction == 1
     found = f"{corpus.num_documents if takes_all else tally.num_drawn:,} documents: {tally}"
@@ -73,7 +73,7 @@ def _nothing_to_learn(corpus: Corpus, config: DataConfig, tally: Tally) -> DataE
     )
 
 
-def _none_drawn(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+def _none_drawn(corpus: Corpus, config: DataConfig, tally: HeldOutCounts) -> DataError:
     """Say why no document stands on the held-out side."""
     what = "no document was drawn for the held-out set"
     found = f"{config.eval_fraction:g} of {corpus.num_documents:,} documents"
@@ -99,7 +99,7 @@ def _has_text(corpus: Corpus) -> bool:
     return any(corpus.text(number).strip() for number in range(corpus.num_documents))
 
 
-def _too_few_tokens(config: DataConfig, tally: Tally) -> DataError:
+def _too_few_tokens(config: DataConfig, tally: HeldOutCounts) -> DataError:
     """Say that the text of the held-out documents is shorter than a sequence."""
     wanted = 2 * config.eval_fraction * config.sequence_length / max(tally.num_tokens, 1)
     return DataError(
