@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
 from functools import cached_property
 
 from hfdist.config.data import DataConfig, RowFormat, SourceConfig
@@ -263,6 +265,15 @@ def _index_command(format: RowFormat) -> str:
 
 def _as_json(value: object) -> str | None:
     try:
-        return json.dumps(value)
+        return json.dumps(value, default=_as_text)
     except (TypeError, ValueError, RecursionError):
         return None
+
+
+def _as_text(value: object) -> str:
+    """Write what JSON lacks, and text has exactly; a TypeError: bytes and the like."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(type(value).__name__)

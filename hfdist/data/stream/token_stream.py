@@ -416,11 +416,11 @@ class StreamLoader:
         if num_workers == 0:
             yield from self.dataset.packed(0, 1)
         lanes = [sorted(self.dataset.lanes_of_worker(worker, num_workers)) for worker in range(num_workers)]
-        vitals = WorkerRegistry(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
+        registry = WorkerRegistry(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
         rank = os.getpid()
 
         def begin(worker: int) -> None:
-            forward_to_rank(rank, each_second=lambda: vitals.note(worker))
+            forward_to_rank(rank, each_second=lambda: registry.note(worker))
             # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
             gc.freeze()
 
@@ -437,7 +437,7 @@ class StreamLoader:
         )
         items = iter(loader)
         try:
-            with vitals.explain_deaths():
+            with registry.explain_deaths():
                 for item_size in _item_sizes(config.prefetch):
                     # Workers take turns sequence by sequence, and an item holds several sequences.
                     turns = [_unpack(next(items)) for _ in range(num_workers)]

@@ -78,7 +78,7 @@ def _explained() -> Iterator[None]:
 
 def _describe(error: RuntimeError) -> ResourceError:
     pid = re.search(r"pid\S* (\d+)", str(error))
-    known = [text for vitals in list(_alive) if pid and (text := vitals.describe(int(pid[1]))) is not None]
+    known = [text for registry in list(_alive) if pid and (text := registry.describe(int(pid[1]))) is not None]
     what = str(error).splitlines()[0].rstrip(". ")
     return ResourceError(
         "a process that reads data ahead has died, often because memory ran out",
