@@ -21,13 +21,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hfdist.collectives import broadcast_text, device_of, gather_texts, rank, swap_texts, world_size
 from hfdist.launch.gloo_interface import VARIABLE
+
+T = TypeVar("T")
 
 ON_DEMAND = "gloo_on_demand"
 """The backend of groups whose ranks connect when they first send each other something."""
@@ -165,17 +167,13 @@ class ControlGroup:
     def begin_largest(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Begin to find the largest of all ranks at each place of `values`; what is returned waits, and gives them."""
         found = torch.tensor(values, dtype=torch.int64)
-        if len(self.machines) > 1:
-            work = dist.reduce(found, group_dst=0, op=dist.ReduceOp.MAX, group=self._machine, async_op=True)
-            wait = self._begin(partial(self._end_reduce, found, _waiting(work)))
-        else:
-            wait = _waiting(dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._machine, async_op=True))
+        largest, own = dist.ReduceOp.MAX, self._machine
 
-        def largest() -> list[int]:
-            wait()
-            return found.tolist()
+        def reduce() -> Callable[[], None]:
+            work = dist.reduce(found, group_dst=0, op=largest, group=own, async_op=True)
+            return partial(self._end_reduce, found, _waiting(work))
 
-        return largest
+        return self._begin(lambda: dist.all_reduce(found, op=largest, group=own, async_op=True), reduce, found.tolist)
 
     def begin_gather(self, own: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         """Begin to gather a tensor of each rank, all of one shape; what is returned waits, and gives them by rank."""
@@ -185,21 +183,33 @@ class ControlGroup:
             for tensor, content in zip(by_rank, self._gather(own.numpy().tobytes()), strict=True):
                 tensor.copy_(torch.frombuffer(bytearray(content), dtype=own.dtype).view(own.shape))
 
-        if len(self.machines) > 1:
-            wait = self._begin(gather)
+        def all_gather() -> dist.Work | None:
+            return dist.all_gather(by_rank, own, group=self._machine, async_op=True)
+
+        return self._begin(all_gather, lambda: gather, lambda: by_rank)
+
+    def _begin(
+        self,
+        on_one: Callable[[], dist.Work | None],
+        on_several: Callable[[], Callable[[], None]],
+        found: Callable[[], T],
+    ) -> Callable[[], T]:
+        """Begin, as it is done on one machine, or on several; what is returned waits, and gives what was `found`.
+
+        On several, the steps that `on_several` returns are left for later: a thread that comes back from gloo while the
+        interpreter ends would abort it.
+        """
+        wait = self._settle
+        if len(self.machines) == 1:
+            wait = _waiting(on_one())
         else:
-            wait = _waiting(dist.all_gather(by_rank, own, group=self._machine, async_op=True))
+            self._later.append(on_several())
 
-        def gathered() -> list[torch.Tensor]:
+        def result() -> T:
             wait()
-            return by_rank
+            return found()
 
-        return gathered
-
-    def _begin(self, rest: Callable[[], None]) -> Callable[[], None]:
-        """Leave steps for later: a thread that comes back from gloo while the interpreter ends would abort it."""
-        self._later.append(rest)
-        return self._settle
+        return result
 
     def _settle(self) -> None:
         """Do what is left of all that was begun. What has failed stays, and fails again for who waits for it."""

@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hfdist.atomic_write import sync
 from hfdist.checkpoint.folder import sync_tree
@@ -76,4 +76,6 @@ def _move_into(unfinished: Path, folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (unfinished / name).replace(folder / name)
     shutil.rmtree(unfinished)
-    sync(folder)
+    # A file's new place lasts when its folder is synced; the folder's own, when that above it is.
+    for place in {parent for name in names for parent in PurePosixPath(name).parents}:
+        sync(folder / place)

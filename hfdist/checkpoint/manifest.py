@@ -19,6 +19,7 @@ import xxhash
 
 from hfdist.errors import CheckpointError
 from hfdist.version import __version__
+from hfdist.whole_numbers import whole_number
 
 MANIFEST = "manifest.json"
 NO_MANIFEST = "no-manifest"
@@ -125,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(NO_MANIFEST, "an unfinished checkpoint, or none at all", where=folder)
     content = read_json(path)
     try:
-        version, own_hash = count_of(content["format"]), content.pop("xxh128", None)
+        version, own_hash = whole_number(content["format"]), content.pop("xxh128", None)
         written_as = [known for known in FORMATS if own_hash == hash_of_content(content | {"format": known})]
         if written_as and version not in written_as:
             raise DamagedError("format", "the number of the format has changed", where=path, found=f"format {version}")
@@ -133,20 +134,13 @@ def read_manifest(folder: Path) -> Manifest:
             raise FormatError(version, where=path, written_by=content.get("hfdist"))
         if not written_as:
             raise ValueError("its own hash does not fit")
-        files = {name: count_of(record["bytes"]) for name, record in content["files"].items()}
+        files = {name: whole_number(record["bytes"]) for name, record in content["files"].items()}
         if not files:
             raise ValueError("it lists no files")
         parts = [part for name, record in content["files"].items() for part in _parse_record(name, record)]
-        return Manifest(step=count_of(content["step"]), files=files, parts=parts, digest=own_hash)
+        return Manifest(step=whole_number(content["step"]), files=files, parts=parts, digest=own_hash)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("bad-manifest", "the manifest is damaged", where=path, found=error) from error
-
-
-def count_of(value: object) -> int:
-    """Give a number of bytes or steps as it stands in a file; a ValueError: it is none."""
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"not a number of bytes or steps: {str(value)[:40]}")
-    return value
 
 
 def _parse_record(file: str, record: dict[str, Any]) -> list[Part]:
@@ -155,7 +149,7 @@ def _parse_record(file: str, record: dict[str, Any]) -> list[Part]:
         return [Part(file, 0, record["bytes"], str(record["xxh128"]))] if "xxh128" in record else []
     parts: list[Part] = []
     for num_bytes, xxh128 in record["parts"]:
-        parts.append(Part(file, _end(parts), count_of(num_bytes), str(xxh128)))
+        parts.append(Part(file, _end(parts), whole_number(num_bytes), str(xxh128)))
     if record["bytes"] != _end(parts):
         raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {_end(parts)}")
     return parts
@@ -187,7 +181,7 @@ def read_hashes(folder: Path, file: Part) -> list[Part]:
     path = inside(folder, file.file)
     try:
         return [
-            Part(name, count_of(begin), count_of(num_bytes), str(xxh128))
+            Part(name, whole_number(begin), whole_number(num_bytes), str(xxh128))
             for name, of_file in read_json(path).items()
             for begin, num_bytes, xxh128 in of_file
         ]

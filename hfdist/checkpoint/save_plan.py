@@ -309,8 +309,10 @@ def _read_numbers(pieces: Sequence[Piece]) -> dict[TensorId, float]:
     read = {kind: iter(torch.stack(views).tolist()) for kind, views in by_kind.items()}
     values = {(piece.name, piece.key): next(read[piece.key, piece.view.device]) for piece in pieces}
     for (name, key), value in values.items():
-        if math.isnan(value):
-            raise NumericsError("a number of the optimizer is NaN", where=f"{name}/{key.removeprefix(NUMBER)}")
+        # A step becomes a whole number; others may be infinite.
+        if math.isnan(value) or (key == STEP and math.isinf(value)):
+            what = f"a number of the optimizer is {'NaN' if math.isnan(value) else 'infinite'}"
+            raise NumericsError(what, where=f"{name}/{key.removeprefix(NUMBER)}")
     return {(name, key): int(value) if key == STEP else value for (name, key), value in values.items()}
 
 

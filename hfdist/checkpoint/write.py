@@ -36,6 +36,9 @@ CHUNK_BYTES = 4 * 2**20
 FLUSH_BYTES = 16 * 2**20
 """The disk begins with so many bytes while the next are hashed and written."""
 
+_FULL = "the disk has no room for the checkpoint"
+_SMALLER = "a smaller checkpoint.keep; the same command goes on from the last checkpoint"
+
 _Write = tuple[WriteItem, torch.Tensor]
 """A place, and the elements for it."""
 
@@ -92,7 +95,7 @@ def write_folder(
     def lay_out() -> list[Part]:
         with _room_for(num_bytes, parent):
             if num_bytes > free_bytes:
-                raise _no_room(parent, num_bytes)
+                raise no_room(_FULL, parent, num_bytes, _SMALLER)
             return _lay_out(unfinished, contents, memories)
 
     def write_own() -> list[Part]:
@@ -191,17 +194,14 @@ def _room_for(num_bytes: int, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if is_full_disk(error):
-            raise _no_room(folder, num_bytes) from error
+            raise no_room(_FULL, folder, num_bytes, _SMALLER) from error
         raise
 
 
-def _no_room(folder: Path, num_bytes: int) -> ResourceError:
-    return ResourceError(
-        "the disk has no room for the checkpoint",
-        where=str(folder),
-        found=f"{num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free",
-        hint="free space, or a smaller checkpoint.keep; the same command goes on from the last checkpoint",
-    )
+def no_room(what: str, folder: Path, num_bytes: int, hint: str) -> ResourceError:
+    """Give the error of a disk that is full, with what is needed there and what is free."""
+    found = f"{num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free"
+    return ResourceError(what, where=str(folder), found=found, hint=f"free space, or {hint}")
 
 
 @contextlib.contextmanager

@@ -22,14 +22,14 @@ from hfdist.config.override_text import in_shell
 from hfdist.data.cache import digest_of
 from hfdist.data.documents.inventory import Inventory
 from hfdist.data.sources.base import ContentError
-from hfdist.data.sources.find import OnBad, Repeats, find_shards, open_each, read_at_a_start
+from hfdist.data.sources.find import BadFilePolicy, Repeats, find_shards, open_each, read_at_a_start
 from hfdist.data.sources.index_file import (
     FILES,
     STARTS,
     SUMMARY,
     Entry,
     Summary,
-    integers,
+    integer_column,
     map_starts,
     read_files,
     read_summary,
@@ -80,7 +80,7 @@ def _index(key: str, data: DataConfig, folder: Path) -> bool:
     _check_names(files, f"{key}.path")
     places = _places(files, config.path, f"{key}.path")
     read = _Read(rows.key, digest_of([[file.name, file.size_bytes, file.version] for file in files]))
-    on_bad = OnBad(data, f"{key}.path", len(files))
+    on_bad = BadFilePolicy(data, f"{key}.path", len(files))
     number, count = read_shard(data.shard)
     parts = [_Part(folder, one, count) for one in range(count)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ class _Part:
         found = self.summary()
         return found is not None and (found.rows_key, found.listing) == read
 
-    def write(self, entries: Iterable[tuple[Entry, NDArray[np.int64]]], read: _Read, on_bad: OnBad) -> None:
+    def write(self, entries: Iterable[tuple[Entry, NDArray[np.int64]]], read: _Read, on_bad: BadFilePolicy) -> None:
         """Write what comes, and last the summary."""
         found: list[Entry] = []
 
@@ -209,13 +209,13 @@ class _Part:
             with self._file(STARTS).open("rb") as file:
                 shutil.copyfileobj(file, out, 1 << 22)
             return
-        starts, counts = map_starts(self._file(STARTS), batch), integers(batch, "num_starts")
+        starts, counts = map_starts(self._file(STARTS), batch), integer_column(batch, "num_starts")
         ends = np.cumsum(counts)
         for number in np.flatnonzero(is_kept):
             out.write(starts[ends[number] - counts[number] : ends[number]].tobytes())
 
 
-def _join(parts: Sequence[_Part], read: _Read, files: dict[str, DataFile], on_bad: OnBad, folder: Path) -> None:
+def _join(parts: Sequence[_Part], read: _Read, files: dict[str, DataFile], on_bad: BadFilePolicy, folder: Path) -> None:
     """Write the index of all parts, and remove them. Several may do it at once: they write the same."""
     try:
         found = [part.read(read) for part in parts]
@@ -249,7 +249,7 @@ def _join(parts: Sequence[_Part], read: _Read, files: dict[str, DataFile], on_ba
             path.unlink()
 
 
-def _without_repeats(table: pa.Table, files: dict[str, DataFile], on_bad: OnBad) -> NDArray[np.bool_]:
+def _without_repeats(table: pa.Table, files: dict[str, DataFile], on_bad: BadFilePolicy) -> NDArray[np.bool_]:
     """Tell the files that are not there twice; see `Repeats`."""
     is_kept, repeats = np.ones(len(table), dtype=bool), Repeats()
     counts = pc.value_counts(table.column("identity"))

@@ -45,7 +45,7 @@ from hfdist.data.sources.tokenfile import (
     sizes_of,
 )
 from hfdist.data.storage.identity import digests_of
-from hfdist.data.stream.worker_deaths import Vitals
+from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import keep_arrays
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.text_encoder import text_digest, token_dtype, tokenizer_digest
@@ -379,9 +379,9 @@ def _make_tokens(
     chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, workers: int, on_bad_rows: BadRows
 ) -> Iterator[_Made]:
     """Give chunks as tokens, in order."""
-    vitals = Vitals(workers, lambda _: "which tokenizes")
+    registry = WorkerRegistry(workers, lambda _: "which tokenizes")
     loader = DataLoader(
-        _Chunks(chunks, encoders, dtype, vitals),
+        _Chunks(chunks, encoders, dtype, registry),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=_CHUNKS_AHEAD if workers else None,
@@ -391,7 +391,7 @@ def _make_tokens(
     )
     made, num_bad = iter(loader), 0
     try:
-        with vitals.explain_deaths():
+        with registry.explain_deaths():
             for _ in chunks:
                 chunk = next(made)
                 if isinstance(chunk, HfdistError):
@@ -417,8 +417,8 @@ def _keep_to_one_thread(worker: int) -> None:
 class _Chunks(Dataset[object]):
     """Tokenizes each chunk in the process that asks for it. Errors are values: torch would wrap them."""
 
-    def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, vitals: Vitals) -> None:
-        self._chunks, self._encoders, self._vitals = chunks, encoders, vitals
+    def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, registry: WorkerRegistry) -> None:
+        self._chunks, self._encoders, self._registry = chunks, encoders, registry
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def __len__(self) -> int:
@@ -427,7 +427,7 @@ class _Chunks(Dataset[object]):
     def __getitem__(self, index: int) -> _Made | HfdistError:
         shard, rows = self._chunks[index]
         if (info := get_worker_info()) is not None:
-            self._vitals.note(info.id)
+            self._registry.note(info.id)
         try:
             found, digests = iter(shard.read(rows)), list[int]()
             made: list[NDArray[np.int32] | BadRow] = []

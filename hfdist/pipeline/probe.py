@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfdist.collectives import is_planned
-from hfdist.errors import HfdistError
+from hfdist.errors import HfdistError, first_line
 from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import Activations, Carry, P2PChannel, tensors_of, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
@@ -71,7 +71,7 @@ def _try(
     except HfdistError as error:
         return None, ", ".join(str(part) for part in (error.what, error.found) if part)
     except Exception as error:
-        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return None, f"{type(error).__name__}: {first_line(error)}"
     return (None if problem else value), problem
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import TrainingArguments
 
 from hfdist.config.batch import BatchPlan, num_warmup_steps
-from hfdist.config.composition.unknown_keys import refuse_own
+from hfdist.config.composition.unknown_keys import check_argument
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
@@ -105,7 +105,7 @@ def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name, value in config.train.arguments.items():
         key = f"train.arguments.{name}"
-        refuse_own(key, value)
+        check_argument(key, value)
         if name in ours:
             what, hint = "hfdist sets this argument itself", f"leave {key} out"
             raise ConfigError(what, where=key, found=value, hint=hint)

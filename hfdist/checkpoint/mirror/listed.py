@@ -12,8 +12,9 @@ from typing import NamedTuple
 import xxhash
 
 from hfdist.checkpoint.folder import HELD_OUT_LOSS
-from hfdist.checkpoint.manifest import DamagedError, count_of, hash_of_content, parse_json
+from hfdist.checkpoint.manifest import DamagedError, hash_of_content, parse_json
 from hfdist.version import __version__
+from hfdist.whole_numbers import whole_number
 
 CONTENT_BYTES = 64 * 2**20
 """Most bytes of a content: what is sent again after a failure, and what is held in memory."""
@@ -40,7 +41,7 @@ class Content(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedCheckpoint:
     """A checkpoint in a mirror."""
 
     step: int
@@ -71,7 +72,7 @@ class Listed:
         return json.dumps(values | {"xxh128": hash_of_content(values)}).encode()
 
     @classmethod
-    def from_bytes(cls, text: bytes, where: str) -> Listed:
+    def from_bytes(cls, text: bytes, where: str) -> ListedCheckpoint:
         """Read what `to_bytes` wrote; a DamagedError: `where` has something else."""
         try:
             values = parse_json(text)
@@ -79,7 +80,7 @@ class Listed:
                 raise ValueError("its own hash does not fit")
             loss = values[HELD_OUT_LOSS]
             return cls(
-                step=count_of(values["step"]),
+                step=whole_number(values["step"]),
                 digest=str(values["digest"]),
                 held_out_loss=None if loss is None else float(loss),
                 files={name: [_content(*content) for content in of_file] for name, of_file in values["files"].items()},
@@ -89,6 +90,6 @@ class Listed:
 
 
 def _content(num_bytes: object, xxh128: object) -> Content:
-    if not isinstance(xxh128, str) or not _HASH.fullmatch(xxh128) or not 0 < count_of(num_bytes) <= CONTENT_BYTES:
+    if not isinstance(xxh128, str) or not _HASH.fullmatch(xxh128) or not 0 < whole_number(num_bytes) <= CONTENT_BYTES:
         raise ValueError("a content without a hash or a size")
-    return Content(count_of(num_bytes), xxh128)
+    return Content(whole_number(num_bytes), xxh128)

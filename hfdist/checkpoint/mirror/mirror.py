@@ -36,12 +36,12 @@ from hfdist.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, Listed
+from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, ListedCheckpoint
 from hfdist.checkpoint.mirror.objects import UNFINISHED, Objects
 from hfdist.checkpoint.read import read_state
-from hfdist.checkpoint.write import removed_on_failure
+from hfdist.checkpoint.write import no_room, removed_on_failure
 from hfdist.data.threads import thread_map
-from hfdist.errors import CheckpointError, ResourceError
+from hfdist.errors import CheckpointError
 from hfdist.failures import is_full_disk
 from hfdist.processes.startup import counted
 from hfdist.version import __version__
@@ -54,9 +54,10 @@ FORMAT = 1
 _TOGETHER = 4
 """Contents that are sent at a time."""
 _DESCRIPTION, _LIST = "mirror.json", ".json"
+_FULL = "the disk has no room for the checkpoint of the mirror"
 
 
-class Sent(NamedTuple):
+class UploadProgress(NamedTuple):
     """How far an upload is."""
 
     done_bytes: int
@@ -119,16 +120,16 @@ class Mirror:
     def _describe(self) -> None:
         self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
 
-    def _read(self, name: str, there: Mapping[str, int]) -> Listed:
+    def _read(self, name: str, there: Mapping[str, int]) -> ListedCheckpoint:
         """Read a list; a DamagedError: it is none, or contents are missing."""
         place, num_bytes = f"{self.shown}/{name}{_LIST}", there.get(f"{name}{_LIST}", 0)
         if num_bytes > MAX_JSON_BYTES:
             raise DamagedError("bad-list", "a list of the mirror is damaged", where=place, found=f"{num_bytes} bytes")
-        return Listed.from_bytes(self._objects.read(f"{name}{_LIST}", num_bytes), place)
+        return ListedCheckpoint.from_bytes(self._objects.read(f"{name}{_LIST}", num_bytes), place)
 
     # ---- to the mirror ----
 
-    def send(self, path: Path, tell: Callable[[Sent], object] = lambda sent: None) -> Sent:
+    def send(self, path: Path, tell: Callable[[UploadProgress], object] = lambda sent: None) -> UploadProgress:
         """Send a checkpoint of this machine: what is not there yet, and then its list.
 
         Args:
@@ -142,10 +143,10 @@ class Mirror:
         sizes = manifest.files | {MANIFEST: (path / MANIFEST).stat().st_size}
         all_bytes = sum(sizes.values())
         if f"{path.name}{_LIST}" in there and self._has(path.name, manifest.digest, there):
-            return Sent(all_bytes, all_bytes, 0)
+            return UploadProgress(all_bytes, all_bytes, 0)
         files: dict[str, list[Content]] = {name: [] for name in sizes}
         ranges = [(name, begin) for name in sorted(sizes) for begin in range(0, sizes[name], CONTENT_BYTES)]
-        sent = Sent(0, all_bytes, 0)
+        sent = UploadProgress(0, all_bytes, 0)
         for first in range(0, len(ranges), _TOGETHER):
             tell(sent)
             done_bytes, new = sent.done_bytes, dict[str, bytes]()
@@ -160,10 +161,11 @@ class Mirror:
                 self._objects.write(new)
                 self._changed -= new.keys()
                 there |= {name: len(data) for name, data in new.items()}
-            sent = Sent(done_bytes, all_bytes, sent.new_bytes + sum(map(len, new.values())))
+            sent = UploadProgress(done_bytes, all_bytes, sent.new_bytes + sum(map(len, new.values())))
         tell(sent)
         self._complete(
-            path.name, Listed(step=manifest.step, digest=manifest.digest, held_out_loss=_loss_of(path), files=files)
+            path.name,
+            ListedCheckpoint(step=manifest.step, digest=manifest.digest, held_out_loss=_loss_of(path), files=files),
         )
         return sent
 
@@ -175,7 +177,7 @@ class Mirror:
         is_intact = self._changed.isdisjoint(content.name for content in found.contents())
         return found.digest == digest and found.is_whole(there) and is_intact
 
-    def _complete(self, name: str, sent: Listed) -> None:
+    def _complete(self, name: str, sent: ListedCheckpoint) -> None:
         """Write the list, if all contents are there: rules of a bucket or another run may have removed some."""
         there = self._objects.list()
         if not sent.is_whole(there):
@@ -194,7 +196,7 @@ class Mirror:
         contents: nobody knows which it names.
         """
         there = self._objects.list()
-        lists: dict[str, Listed] = {}
+        lists: dict[str, ListedCheckpoint] = {}
         for name in _names(there):
             try:
                 lists[name] = self._read(name, there)
@@ -238,7 +240,7 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
         if found.num_bytes > shutil.disk_usage(folder).free:
-            raise _no_room(folder, found)
+            raise no_room(_FULL, folder, found.num_bytes, "another run.dir")
         unfinished = temporary(folder / name)
         with removed_on_failure(unfinished):
             unfinished.mkdir()
@@ -246,7 +248,7 @@ class Mirror:
                 self._fill(unfinished, found)
             except OSError as error:
                 if is_full_disk(error):
-                    raise _no_room(folder, found) from error
+                    raise no_room(_FULL, folder, found.num_bytes, "another run.dir") from error
                 # Such as a file where another one needs a folder.
                 what = "the files of a list cannot be made"
                 raise DamagedError("files", what, where=f"{self.shown}/{name}", found=error) from error
@@ -260,7 +262,7 @@ class Mirror:
             commit(unfinished, folder / name)
         return folder / name
 
-    def _fill(self, unfinished: Path, found: Listed) -> None:
+    def _fill(self, unfinished: Path, found: ListedCheckpoint) -> None:
         places: list[tuple[Path, int, Content]] = []
         for name, contents in found.files.items():
             path, begin = inside(unfinished, name), 0
@@ -287,15 +289,6 @@ class Mirror:
         if changed := self._changed & {content.name for content in found.contents()}:
             where, what = f"{self.shown}/{min(changed)}", "contents of the mirror have changed"
             raise DamagedError("hash", what, where=where, found=f"{len(changed)} of them")
-
-
-def _no_room(folder: Path, found: Listed) -> ResourceError:
-    return ResourceError(
-        "the disk has no room for the checkpoint of the mirror",
-        where=str(folder),
-        found=f"{found.num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free",
-        hint="free space, or another run.dir",
-    )
 
 
 def _names(there: Mapping[str, int]) -> list[str]:

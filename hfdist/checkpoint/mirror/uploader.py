@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hfdist.checkpoint.folder import Keep, step_of
-from hfdist.checkpoint.mirror.mirror import Mirror, Sent
+from hfdist.checkpoint.mirror.mirror import Mirror, UploadProgress
 from hfdist.errors import HfdistError, first_line
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class Upload(NamedTuple):
     """An upload that has ended, well or not."""
 
     step: int
-    sent: Sent
+    sent: UploadProgress
     seconds: float
     newest_step: int | None
     """Step of the newest checkpoint in the mirror; None: it has none."""
@@ -44,7 +44,7 @@ class Uploader:
 
     def __init__(self, mirror: Mirror, keep: Keep, newest_step: int | None = None) -> None:
         self.mirror, self._keep, self.newest_step = mirror, keep, newest_step
-        self.progress = Sent(0, 0, 0)
+        self.progress = UploadProgress(0, 0, 0)
         """How far the upload is that goes on."""
         self._changed = threading.Condition()
         self._next: Path | None = None
@@ -96,7 +96,7 @@ class Uploader:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._is_over or self._next is not None)
                 path = self._now = self._next
-                self._next, self.progress = None, Sent(0, 0, 0)
+                self._next, self.progress = None, UploadProgress(0, 0, 0)
             if path is None:
                 return
             self._upload(path)
@@ -128,7 +128,7 @@ class Uploader:
             Upload(step, self.progress, seconds, self.newest_step, self._num_failures, error is not None)
         )
 
-    def _tell(self, sent: Sent) -> None:
+    def _tell(self, sent: UploadProgress) -> None:
         self.progress = sent
         if self._is_over:
             raise _OverError

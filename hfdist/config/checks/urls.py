@@ -54,7 +54,7 @@ def refuse_secrets(value: object, key: str, *, place: str | None = None) -> None
     if isinstance(value, Mapping):
         for name, item in value.items():
             refuse_secrets(item, f"{key}.{name}".lstrip("."), place=place)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for item in value:
             refuse_secrets(item, key, place=place)
     is_named = names_secret(key, value)

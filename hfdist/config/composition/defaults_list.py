@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hfdist.config.composition.aliases import override_for, override_for_option
 from hfdist.config.composition.files import display, read_config
-from hfdist.config.composition.options import no_option
+from hfdist.config.composition.options import unknown_option
 from hfdist.config.composition.overrides import in_yaml
 from hfdist.config.composition.request import Request
 from hfdist.config.conf_folder import list_options, shipped_folder
@@ -133,7 +133,7 @@ def _check_option(
         if "." in called:
             hint = f"`{in_yaml(called, other)}`, in place of this line"
         hint = hint or nearest(option, groups[group], f"`override /{group}: {{}}`")
-        raise no_option(group, option, groups[group], where, hint)
+        raise unknown_option(group, option, groups[group], where, hint)
     if recipe is not None and not keyword and group != "experiment":
         what, hint = f"{recipe} has chosen an option of this group already", f"`override /{group}: {option}`"
         raise ConfigError(what, where=where, found=f"{group}: {option}", hint=f"{hint} at the end of the list")

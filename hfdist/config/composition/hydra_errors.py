@@ -18,12 +18,12 @@ from omegaconf.errors import (
 from hfdist.config.composition.aliases import override_for
 from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.options import (
-    as_yaml_line,
     defaults_line,
     hint_for_option,
     join_names,
-    no_option,
     override_for_synonym,
+    overrides_in_yaml,
+    unknown_option,
 )
 from hfdist.config.composition.other_trainers import OWN_REWARD
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
@@ -119,7 +119,7 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
     else:
         own = f"add {group}/{option}.yaml to a folder and give --config-dir"
         hint = hint_for_option(group, option, options) or own
-    return no_option(group, option, options, _chooser(group, option, request) or place, hint)
+    return unknown_option(group, option, options, _chooser(group, option, request) or place, hint)
 
 
 def _chooser(group: str, option: str, request: Request) -> str | None:
@@ -169,7 +169,7 @@ def _bad_value(
     if hint and is_in_file:
         option, leaf = hint.strip("'").removeprefix(f"{key}="), key.rpartition(".")[2]
         if option == hint.strip("'") or " " in option:
-            hint = as_yaml_line(hint)
+            hint = overrides_in_yaml(hint)
         else:
             of_group = f"`{defaults_line(key, option)}` in the defaults list of the file, in place of this line"
             hint = of_group if options else f"`{leaf}: {option}` in {place}"
@@ -218,7 +218,7 @@ def _bad_group(error: Exception, request: Request) -> ConfigError:
             group, options = override.key, groups[override.key]
             option = override.value_text
             hint = override_for_synonym(group, option, options) or f"{group}={options[0]}"
-            return no_option(group, option, options, COMMAND_LINE, hint)
+            return unknown_option(group, option, options, COMMAND_LINE, hint)
     place = _file_place(error, request) or request.config_name
     late = re.search(r"Override '[^']+' is defined before '([^']+)'", message)
     if late:

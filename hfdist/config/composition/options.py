@@ -14,7 +14,7 @@ from hfdist.config.schema import OFF
 from hfdist.errors import ConfigError, nearest
 
 
-def no_option(group: str, option: str, options: list[str], place: str, hint: str | None) -> ConfigError:
+def unknown_option(group: str, option: str, options: list[str], place: str, hint: str | None) -> ConfigError:
     """Say that a group has no such option."""
     what, where = f"the group `{group}` has no option `{option}`", f"{group} ({place})"
     return ConfigError(what, where=where, found=option, allowed=join_names(options), hint=hint)
@@ -44,7 +44,7 @@ def hint_for_option(group: str, option: str, options: list[str]) -> str | None:
     return nearest(option, options, group + "={}", cutoff=0.7)
 
 
-def as_yaml_line(hint: str) -> str:
+def overrides_in_yaml(hint: str) -> str:
     """Write overrides as a file has them; a hint that is more than overrides stays as it is."""
     words = hint.split()
     if not all(re.match(r"'?[\w.]+=", word) for word in words):

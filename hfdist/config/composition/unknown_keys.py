@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hfdist.config.composition.aliases import override_for, reason_against
-from hfdist.config.composition.options import as_yaml_line, defaults_line, join_names
+from hfdist.config.composition.options import defaults_line, join_names, overrides_in_yaml
 from hfdist.config.composition.other_trainers import VALUES
 from hfdist.config.composition.overrides import COMMAND_LINE, in_yaml
 from hfdist.config.composition.quantities import read_quantity
@@ -41,7 +41,7 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
     )
     hint = _hint_for_unknown(key, value, groups)
     if place != COMMAND_LINE:
-        hint = _hint_for_section(key, request) or (None if hint is None else as_yaml_line(hint))
+        hint = _hint_for_section(key, request) or (None if hint is None else overrides_in_yaml(hint))
     return ConfigError(what, where=where, found=value, allowed=allowed, hint=hint)
 
 
@@ -55,10 +55,10 @@ def check_keys(config: DictConfig, request: Request) -> None:
         given = values[section]["arguments"]
         # A reference to another section is text here.
         for name, value in given.items() if isinstance(given, Mapping) else ():
-            refuse_own(f"{section}.arguments.{name}", value)
+            check_argument(f"{section}.arguments.{name}", value)
 
 
-def refuse_own(key: str, value: object) -> None:
+def check_argument(key: str, value: object) -> None:
     """Refuse a name in `train.arguments` or `adapter.arguments` for which hfdist has a key of its own."""
     own = key.replace(".arguments.", ".")
     # Here, None is what the file says.

@@ -25,7 +25,7 @@ from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
 from hfdist.data.sources.formats import split_columns, texts_in
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.sources.shards import NamedShards, OpenShards, Shards, joined
+from hfdist.data.sources.shards import NamedShards, OpenShards, Shards, json_of_pieces
 from hfdist.data.tokenization.text_encoder import text_digest
 from hfdist.errors import ConfigError, DataError
 from hfdist.topology import read_launcher
@@ -93,7 +93,7 @@ class Corpus:
         self.has_examples = any(source.gives_examples for source in self.sources.values())
         """Whether only some tokens of some documents are targets."""
         identities = (one for name, source in self.sources.items() for one in source.identities_as_json(name))
-        self.fingerprint = digest_of_pieces(joined("[[", identities, f"], {json.dumps(config.eval_fraction)}]"))
+        self.fingerprint = digest_of_pieces(json_of_pieces("[[", identities, f"], {json.dumps(config.eval_fraction)}]"))
         """Changes when a file's size, ends or rows, the column, or the split changes."""
         self.inventory = Inventory(self.sources)
         """What the files hold."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig, cache_dir
 from hfdist.data.cache import cached_array, digest_of
 from hfdist.data.documents.corpus import Corpus, open_corpus
-from hfdist.data.documents.nothing_held_out import Tally, explain_nothing
+from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothing
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import numbers_of
@@ -101,8 +101,8 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
     encoders = Encoders(tokenizer, config.chat)
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
-    tally = Tally()
-    chunks = (tally.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
+    counts = HeldOutCounts()
+    chunks = (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
     shape = Shape(config.sequence_length, fill_id=0)
     takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
@@ -114,7 +114,7 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))
     sequences = list(islice(packed, config.eval_sequences))
     if not sequences:
-        raise explain_nothing(corpus, config, tally)
+        raise explain_nothing(corpus, config, counts)
     return np.stack(sequences)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.data.cache import digest_of, digest_of_pieces
 from hfdist.data.sources.changed_rows import changed_rows
-from hfdist.data.sources.shards import Facts, NamedShards, Shards, joined
+from hfdist.data.sources.shards import NamedShards, ShardFacts, Shards, json_of_pieces
 from hfdist.data.storage.identity import Contents
 from hfdist.errors import CheckpointError
 from hfdist.units import count
@@ -42,7 +42,7 @@ class _Entry:
     """`Shard.place`."""
 
     @classmethod
-    def of(cls, source: str, facts: Facts) -> _Entry:
+    def of(cls, source: str, facts: ShardFacts) -> _Entry:
         return cls(f"{source}:{facts.name}", facts.rows, facts.identity, facts.parts, facts.place)
 
     @property
@@ -60,7 +60,7 @@ class Inventory:
     def digest(self) -> str:
         """Digest of all that does not depend on the machine: name, rows, identity and contents of each shard."""
         pieces = (one for source, shards in self._sources.items() for one in shards.contents_as_json(source))
-        return digest_of_pieces(joined("[", pieces, "]"))
+        return digest_of_pieces(json_of_pieces("[", pieces, "]"))
 
     def _entries(self) -> Iterator[_Entry]:
         return (_Entry.of(source, one) for source, shards in self._sources.items() for one in shards.facts())

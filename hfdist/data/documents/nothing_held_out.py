@@ -19,7 +19,7 @@ _LARGEST_SHARE = 0.5
 """Largest share that a hint proposes."""
 
 
-class Tally:
+class HeldOutCounts:
     """What became of the documents that were read for a held-out set."""
 
     def __init__(self) -> None:
@@ -45,23 +45,23 @@ class Tally:
         return ", ".join(counted) or f"{self.num_tokens:,} tokens"
 
 
-def explain_nothing(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+def explain_nothing(corpus: Corpus, config: DataConfig, counts: HeldOutCounts) -> DataError:
     """Say why there is no sequence, by what was found, and what changes that."""
-    if config.eval_fraction == 1 or (corpus.has_examples and tally.num_drawn):
-        return _nothing_to_learn(corpus, config, tally)
-    if not tally.num_drawn:
-        return _none_drawn(corpus, config, tally)
-    return _too_few_tokens(config, tally)
+    if config.eval_fraction == 1 or (corpus.has_examples and counts.num_drawn):
+        return _nothing_to_learn(corpus, config, counts)
+    if not counts.num_drawn:
+        return _none_drawn(corpus, config, counts)
+    return _too_few_tokens(config, counts)
 
 
-def _nothing_to_learn(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+def _nothing_to_learn(corpus: Corpus, config: DataConfig, counts: HeldOutCounts) -> DataError:
     """Say why no held-out document has a target: of examples, or of sources that are held out as a whole."""
     takes_all = config.eval_fraction == 1
-    found = f"{corpus.num_documents if takes_all else tally.num_drawn:,} documents: {tally}"
+    found = f"{corpus.num_documents if takes_all else counts.num_drawn:,} documents: {counts}"
     hint: str | None = None if takes_all else _EVALUATE_NOTHING
-    if tally.fates[Status.too_long]:
+    if counts.fates[Status.too_long]:
         hint = "a larger data.sequence_length"
-    elif tally.fates[Status.no_target]:
+    elif counts.fates[Status.no_target]:
         roles, hint = explain_no_targets(corpus, config)
         found = f"{found}; {roles}" if roles else found
     sources = ", ".join(f"data.eval_sources.{name}" for name in corpus.source_names)
@@ -73,13 +73,13 @@ def _nothing_to_learn(corpus: Corpus, config: DataConfig, tally: Tally) -> DataE
     )
 
 
-def _none_drawn(corpus: Corpus, config: DataConfig, tally: Tally) -> DataError:
+def _none_drawn(corpus: Corpus, config: DataConfig, counts: HeldOutCounts) -> DataError:
     """Say why no document stands on the held-out side."""
     what = "no document was drawn for the held-out set"
     found = f"{config.eval_fraction:g} of {corpus.num_documents:,} documents"
-    if tally.fates[Status.bad]:
-        found = f"{found}, of which {tally.fates[Status.bad]:,} were left out as bad"
-        if tally.fates[Status.bad] == corpus.num_documents:
+    if counts.fates[Status.bad]:
+        found = f"{found}, of which {counts.fates[Status.bad]:,} were left out as bad"
+        if counts.fates[Status.bad] == corpus.num_documents:
             return DataError(what, where=_SHARE, found=found, hint="data.on_bad_rows=error shows what is wrong")
     elif corpus.num_documents and not corpus.has_examples and not _has_text(corpus):
         return DataError("the documents are empty", where=_SHARE, found=found, allowed="documents with text")
@@ -99,13 +99,13 @@ def _has_text(corpus: Corpus) -> bool:
     return any(corpus.text(number).strip() for number in range(corpus.num_documents))
 
 
-def _too_few_tokens(config: DataConfig, tally: Tally) -> DataError:
+def _too_few_tokens(config: DataConfig, counts: HeldOutCounts) -> DataError:
     """Say that the text of the held-out documents is shorter than a sequence."""
-    wanted = 2 * config.eval_fraction * config.sequence_length / max(tally.num_tokens, 1)
+    wanted = 2 * config.eval_fraction * config.sequence_length / max(counts.num_tokens, 1)
     return DataError(
         "the held-out documents do not fill one sequence",
         where=_SHARE,
-        found=f"{tally.num_drawn:,} documents of {tally.num_tokens:,} tokens",
+        found=f"{counts.num_drawn:,} documents of {counts.num_tokens:,} tokens",
         allowed=f"data.sequence_length={config.sequence_length:,} tokens or more; 0: no held-out set",
         hint=_hint_of_share(wanted, f"a smaller data.sequence_length, or {_EVALUATE_NOTHING}"),
     )

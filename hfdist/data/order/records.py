@@ -76,7 +76,7 @@ def chain(digest: int, records: Records) -> int:
     return int.from_bytes(hashed.digest(), "little")
 
 
-def count_begun(records: Records) -> int:
+def count_new_documents(records: Records) -> int:
     """Count the documents that begin in these records, or are passed over."""
     return int(np.count_nonzero(records["first_token"] == 0))
 

@@ -27,7 +27,7 @@ from hfdist.config.batch import IGNORED as IGNORED
 from hfdist.config.data import Packing
 from hfdist.data import marks
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import Records, count_begun, join, make_records
+from hfdist.data.order.records import Records, count_new_documents, join, make_records
 from hfdist.errors import CheckpointError
 
 Integers = NDArray[np.int64]
@@ -79,7 +79,7 @@ def without_tokens(
     if records is None:
         records = make_records(0)
     own = [filling(length, shape)], [length], [(0, length)]
-    return Sequence(*own, next_place, 0, count_begun(records), records, problems)
+    return Sequence(*own, next_place, 0, count_new_documents(records), records, problems)
 
 
 def after_the_end(unit: str, found: str) -> CheckpointError:

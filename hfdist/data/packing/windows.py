@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import Records, Status, count_begun, join, make_records
+from hfdist.data.order.records import Records, Status, count_new_documents, join, make_records
 from hfdist.data.order.shuffle import permutation
 from hfdist.data.packing.sequence import Integers, Sequence, Shape, after_the_end, filling, without_tokens
 from hfdist.data.sources.document_batch import DocumentBatch, slices
@@ -191,7 +191,7 @@ def _sequences(windows: Iterator[_Window], first: int, shape: Shape, last_length
         if passed:
             with_passed = next(made)
             records = join([*passed, with_passed.records])
-            num_documents = count_begun(records)
+            num_documents = count_new_documents(records)
             yield with_passed._replace(records=records, num_documents=num_documents, problems=tuple(problems))
             passed, problems = [], []
         yield from made
@@ -242,7 +242,7 @@ def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
             blanks[number],
             window.next_place if is_last else Place(window.begin.epoch, window.begin.position, number + 1),
             num_tokens[number],
-            count_begun(own := records[record_ends[number] : record_ends[number + 1]]),
+            count_new_documents(own := records[record_ends[number] : record_ends[number + 1]]),
             own,
         )
 

@@ -66,7 +66,7 @@ def find_shards(
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
             if not reads_all:
                 _check_size(files, rows)
-            on_bad = OnBad(data, key, len(files))
+            on_bad = BadFilePolicy(data, key, len(files))
             shards = list(open_all(files, rows, cache, on_bad))
             on_bad.check_some(bool(shards))
             return OpenShards(shards)
@@ -92,7 +92,9 @@ def _check_size(files: Sequence[DataFile], rows: RowReader) -> None:
         )  # fmt: skip
 
 
-def open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: OnBad) -> Iterator[FileShard]:
+def open_all(
+    files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: BadFilePolicy
+) -> Iterator[FileShard]:
     """Open files in order; those that are there twice, as those that cannot be read, are given to `on_bad`."""
     read_at_a_start(files, cache)
     repeats = Repeats()
@@ -111,7 +113,7 @@ def read_at_a_start(files: Sequence[DataFile], cache: FileCache, some: Sequence[
 
 
 def open_each(
-    files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: OnBad
+    files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: BadFilePolicy
 ) -> Iterator[tuple[DataFile, FileShard]]:
     """Open files in order; `on_bad` raises of one that cannot be read, or takes note, and it is left out."""
 
@@ -135,7 +137,7 @@ def open_each(
             yield file, opened
 
 
-class OnBad:
+class BadFilePolicy:
     """What becomes of a file that cannot be read: it stops the run, or is left out and noted."""
 
     def __init__(self, data: DataConfig, key: str, num_files: int) -> None:

@@ -306,7 +306,7 @@ def _refuse(what: str, part: str, found: object, allowed: str) -> NoReturn:
     raise ContentError(f"{what}: {part}", found=shown, allowed=allowed)
 
 
-class Form(NamedTuple):
+class RowColumns(NamedTuple):
     """Columns of a format, and how they become its canonical form."""
 
     needed: tuple[str, ...]
@@ -315,22 +315,22 @@ class Form(NamedTuple):
     """Takes the columns that a row has; ContentError, without its `where`: their values are of another form."""
 
 
-FORMS: dict[RowFormat, Form] = {
-    RowFormat.messages: Form(("messages",), ("tools",), _from_messages),
-    RowFormat.sharegpt: Form(("conversations",), ("system", "tools"), _from_sharegpt),
-    RowFormat.alpaca: Form(("instruction", "output"), ("input", "system", "history"), _from_alpaca),
-    RowFormat.prompt_completion: Form(("prompt", "completion"), ("tools",), _from_prompt),
+FORMS: dict[RowFormat, RowColumns] = {
+    RowFormat.messages: RowColumns(("messages",), ("tools",), _from_messages),
+    RowFormat.sharegpt: RowColumns(("conversations",), ("system", "tools"), _from_sharegpt),
+    RowFormat.alpaca: RowColumns(("instruction", "output"), ("input", "system", "history"), _from_alpaca),
+    RowFormat.prompt_completion: RowColumns(("prompt", "completion"), ("tools",), _from_prompt),
 }
 """Formats in the order in which `auto` tries them; plain text comes last."""
 FORMS_BY_NAME = FORMS | {
-    RowFormat.preference: Form(("chosen", "rejected"), ("prompt", "tools"), _from_preference),
-    RowFormat.unpaired_preference: Form(("prompt", "completion", "label"), ("tools",), _from_unpaired),
-    RowFormat.prompt: Form(("prompt",), ("tools",), _from_prompt_alone),
+    RowFormat.preference: RowColumns(("chosen", "rejected"), ("prompt", "tools"), _from_preference),
+    RowFormat.unpaired_preference: RowColumns(("prompt", "completion", "label"), ("tools",), _from_unpaired),
+    RowFormat.prompt: RowColumns(("prompt",), ("tools",), _from_prompt_alone),
 }
 """All formats that have columns of their own; `auto` tries those of `FORMS` alone."""
 
 
-def write_example(form: Form, row: Mapping[str, object], where: str) -> str | BadRow:
+def write_example(form: RowColumns, row: Mapping[str, object], where: str) -> str | BadRow:
     """Write a row with the columns of a format as JSON of its canonical form; `where` names the file and the row."""
     try:
         # The order of keys stays: templates write tools as they find them.

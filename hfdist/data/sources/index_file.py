@@ -147,7 +147,7 @@ def read_summary(path: Path) -> Summary | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_index(path, str(error)) from error
     what, found, allowed = "the index is of another version", f"version {version}", f"version {VERSION}"
     raise DataError(what, where=str(path), found=found, allowed=allowed, hint=_MAKE_AGAIN)
 
@@ -157,21 +157,21 @@ def read_files(path: Path, digest: str) -> pa.RecordBatch:
     try:
         source = pa.memory_map(str(path))
         if xxhash.xxh3_128(memoryview(source.read_buffer())).hexdigest() != digest:
-            raise damaged(path, "another hash")
+            raise damaged_index(path, "another hash")
         # What comes first in the file is a stream, and each message of it can be seen before it is decoded.
         source.seek(len(_MAGIC))
         schema, message, *others = ipc.MessageReader.open_stream(source)
         if ipc.read_schema(schema) != SCHEMA or others:
-            raise damaged(path, "other columns")
+            raise damaged_index(path, "other columns")
         if _is_packed(memoryview(message.metadata)):
-            raise damaged(path, "compressed columns")
+            raise damaged_index(path, "compressed columns")
         batch = ipc.read_record_batch(message, SCHEMA)
         batch.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, struct.error) as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_index(path, str(error)) from error
     wrong = next(_wrong(batch), None)
     if wrong is not None:
-        raise damaged(path, wrong)
+        raise damaged_index(path, wrong)
     return batch
 
 
@@ -202,7 +202,7 @@ def _wrong(batch: pa.RecordBatch) -> Iterator[str]:
         yield "a value is missing"
     if any(batch.column(name).flatten().null_count for name in ("runs", "contents")):
         yield "a run, or a hash, is missing"
-    names, sizes = batch.column("name"), integers(batch, "size_bytes")
+    names, sizes = batch.column("name"), integer_column(batch, "size_bytes")
     if not pc.all(pc.less(names[:-1], names[1:]), min_count=0).as_py():
         yield "the names are not in order"
     runs = runs_of(batch)
@@ -216,7 +216,7 @@ def _wrong(batch: pa.RecordBatch) -> Iterator[str]:
         yield "more rows than the files can hold"
     if (per_file <= 0).any():
         yield "a file without rows"
-    starts, held = integers(batch, "num_starts"), integers(batch, "held_bytes")
+    starts, held = integer_column(batch, "num_starts"), integer_column(batch, "held_bytes")
     if (starts <= 0).any() or (held < 0).any() or starts.astype(np.float64).sum() > np.iinfo(np.int64).max // 8:
         yield "a number of starts is none"
     # One of each run; or of each row of the only run, and the end.
@@ -224,7 +224,7 @@ def _wrong(batch: pa.RecordBatch) -> Iterator[str]:
         yield "more rows, or runs, than starts"
 
 
-def integers(batch: pa.RecordBatch, column: str) -> NDArray[np.int64]:
+def integer_column(batch: pa.RecordBatch, column: str) -> NDArray[np.int64]:
     """Give a column of whole numbers where it is mapped, shape [files]."""
     found: NDArray[np.int64] = batch.column(column).to_numpy(zero_copy_only=True)
     return found
@@ -242,7 +242,7 @@ def runs_of(batch: pa.RecordBatch) -> Runs:
 
 def map_starts(path: Path, batch: pa.RecordBatch) -> NDArray[np.int64]:
     """Map the starts of all files; DataError: their number is another one."""
-    total = int(integers(batch, "num_starts").sum())
+    total = int(integer_column(batch, "num_starts").sum())
     try:
         found = path.stat().st_size
         if found == total == 0:
@@ -251,8 +251,8 @@ def map_starts(path: Path, batch: pa.RecordBatch) -> NDArray[np.int64]:
             # As a plain array: slices of a memmap cost ten times as much.
             return np.asarray(np.memmap(path, "<i8", "r"))
     except OSError as error:
-        raise damaged(path, str(error)) from error
-    raise damaged(path, f"{found} bytes, not {8 * total}")
+        raise damaged_index(path, str(error)) from error
+    raise damaged_index(path, f"{found} bytes, not {8 * total}")
 
 
 def check_lines(starts: NDArray[np.int64], entry: Entry, *, is_packed: bool, most_bytes: int | None) -> None:
@@ -272,6 +272,6 @@ def check_lines(starts: NDArray[np.int64], entry: Entry, *, is_packed: bool, mos
         raise ValueError("a row that is too long")
 
 
-def damaged(path: Path, found: str) -> DataError:
+def damaged_index(path: Path, found: str) -> DataError:
     """Make the error of an index that cannot be used."""
     return DataError("the index is damaged", where=str(path), found=found, hint=_MAKE_AGAIN)

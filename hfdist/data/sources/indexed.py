@@ -27,9 +27,9 @@ from hfdist.data.sources.index_file import (
     SUMMARY,
     Entry,
     check_lines,
-    damaged,
+    damaged_index,
     hash_of,
-    integers,
+    integer_column,
     map_starts,
     read_files,
     read_summary,
@@ -37,7 +37,7 @@ from hfdist.data.sources.index_file import (
 )
 from hfdist.data.sources.open_file import LINES, open_file
 from hfdist.data.sources.rows import RowReader, index_folder
-from hfdist.data.sources.shards import Facts, Shards
+from hfdist.data.sources.shards import ShardFacts, Shards
 from hfdist.data.sources.text import MOST_DOCUMENT_BYTES
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import INDEX_AGAIN, SAMPLE_BYTES, DataFile, LocalFile, RemoteFile
@@ -101,13 +101,13 @@ class IndexedShards(Shards):
             logger.warning("%s: %d files are left out, such as %s", key, len(summary.left_out), summary.left_out[0])
         self._batch = read_files(self._folder / FILES, summary.files_hash)
         if len(self._batch) == 0:
-            raise damaged(self._folder, "no file")
+            raise damaged_index(self._folder, "no file")
         self._starts = map_starts(self._folder / STARTS, self._batch)
-        self._starts_ends = np.cumsum(integers(self._batch, "num_starts"))
+        self._starts_ends = np.cumsum(integer_column(self._batch, "num_starts"))
         self._path, self._root, self._is_remote = path, root_of(path), scheme_of(path) not in (None, "file")
         self.runs = runs_of(self._batch)
         self.gives_examples = rows.gives_examples
-        is_large = integers(self._batch, "size_bytes") > 2 * SAMPLE_BYTES
+        is_large = integer_column(self._batch, "size_bytes") > 2 * SAMPLE_BYTES
         self.has_places = bool(
             (is_large & self._batch.column("contents").is_null().to_numpy(zero_copy_only=False)).any()
         )
@@ -118,17 +118,17 @@ class IndexedShards(Shards):
         """Open a shard; DataError: its file is gone, or another one than was indexed."""
         return self._kept(number)
 
-    def facts(self) -> Iterator[Facts]:
+    def facts(self) -> Iterator[ShardFacts]:
         """Take them from the index."""
         for start in range(0, len(self), _CHUNK):
             chunk = self._batch.slice(start, _CHUNK)
             columns = (chunk.column(name).to_pylist() for name in ("name", "identity", "place", "version"))
-            rows, sizes = self._rows_of(start, len(chunk)), integers(chunk, "size_bytes").tolist()
+            rows, sizes = self._rows_of(start, len(chunk)), integer_column(chunk, "size_bytes").tolist()
             found = zip(*columns, rows, sizes, chunk.column("contents"), strict=True)
             for name, identity, place, version, num_rows, size_bytes, contents in found:
                 values = contents.values.to_numpy() if contents.is_valid else None
                 is_compared = values is not None or size_bytes <= 2 * SAMPLE_BYTES
-                yield Facts(name, num_rows, identity, values, None if is_compared else (self._url(place), version))
+                yield ShardFacts(name, num_rows, identity, values, None if is_compared else (self._url(place), version))
 
     def _rows_of(self, start: int, count: int) -> list[int]:
         """Give the rows of some shards."""
@@ -192,7 +192,7 @@ class IndexedShards(Shards):
             elif len(starts) != len(entry.runs):
                 raise ValueError("other starts than runs")
         except ValueError as error:
-            raise damaged(self._folder, f"{entry.name}: {error}") from error
+            raise damaged_index(self._folder, f"{entry.name}: {error}") from error
         was = None if entry.contents is None else np.array(entry.contents, dtype=np.uint64)
         if file.version != entry.version:
             self._check_same(file, entry, layout, was)
@@ -205,7 +205,7 @@ class IndexedShards(Shards):
         # Names on a disk may hold any characters; those of a listing may not.
         is_odd = not (entry.place + entry.name).isprintable() if self._is_remote else entry.place != entry.name
         if is_odd or ".." in plain.parts or plain.is_absolute() or "\0" in entry.place:
-            raise damaged(self._folder, f"a file outside the source: {entry.place!r}")
+            raise damaged_index(self._folder, f"a file outside the source: {entry.place!r}")
         if self._is_remote:
             details = Details(entry.size_bytes, entry.version)
             remote = RemoteFile(self._address(entry.place), entry.name, details, self._cache)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
 from functools import cached_property
 
 from hfdist.config.data import DataConfig, RowFormat, SourceConfig
 from hfdist.config.override_text import in_shell
 from hfdist.data.sources.base import BadRow, ContentError, check_text
 from hfdist.data.sources.columns import TEXT, Column, Kind, guess_columns, kinds_of
-from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME, Form, from_text, write_example
+from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME, RowColumns, from_text, write_example
 from hfdist.errors import nearest
 
 _SHOWN_COLUMNS = 40
@@ -128,7 +130,7 @@ class RowReader:
             return BadRow(ContentError(f"the row has no value in `{empty[0]}`", where=where, found="null"))
         return BadRow(self._no_format(kinds_of([present]), where, is_row=True))
 
-    def _others(self, form: Form, row: Mapping[str, object]) -> str:
+    def _others(self, form: RowColumns, row: Mapping[str, object]) -> str:
         """Write what the format does not read of a row, if JSON has it."""
         named, wanted = dict(self._named), (*form.needed, *form.optional)
         used = {place[0] for name in wanted for place in named.get(name, Column((name,))).places(row)}
@@ -138,10 +140,10 @@ class RowReader:
 
     # Read for each row.
     @cached_property
-    def _forms(self) -> list[Form]:
+    def _forms(self) -> list[RowColumns]:
         if self.format is not RowFormat.auto:
             return [FORMS_BY_NAME[self.format]]
-        forms = [*FORMS.values(), Form(("text",), (), from_text)]
+        forms = [*FORMS.values(), RowColumns(("text",), (), from_text)]
         names = {name for name, _ in self.mapped}
         # Who names a column means a format that has it.
         return sorted(forms, key=lambda form: names.isdisjoint((*form.needed, *form.optional)))
@@ -263,6 +265,15 @@ def _index_command(format: RowFormat) -> str:
 
 def _as_json(value: object) -> str | None:
     try:
-        return json.dumps(value)
+        return json.dumps(value, default=_as_text)
     except (TypeError, ValueError, RecursionError):
         return None
+
+
+def _as_text(value: object) -> str:
+    """Write what JSON lacks, and text has exactly; a TypeError: bytes and the like."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(type(value).__name__)

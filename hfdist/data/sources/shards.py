@@ -14,7 +14,7 @@ from hfdist.data.sources.base import Shard
 from hfdist.data.storage.identity import Contents
 
 
-class Facts(NamedTuple):
+class ShardFacts(NamedTuple):
     """What is known of a shard that need not be open; see `Shard`."""
 
     name: str
@@ -24,7 +24,7 @@ class Facts(NamedTuple):
     place: tuple[str, str] | None
 
     @classmethod
-    def of(cls, shard: Shard) -> Facts:
+    def of(cls, shard: Shard) -> ShardFacts:
         """Take what a shard says."""
         return cls(shard.name, sum(shard.runs), shard.identity, shard.contents, shard.place)
 
@@ -66,7 +66,7 @@ class Shards(Sequence[Shard]):
         """Open the shard of a number, which is in range."""
 
     @abstractmethod
-    def facts(self) -> Iterator[Facts]:
+    def facts(self) -> Iterator[ShardFacts]:
         """Give what is known of each."""
 
     @abstractmethod
@@ -101,9 +101,9 @@ class OpenShards(Shards):
         """Give the shard."""
         return self._shards[number]
 
-    def facts(self) -> Iterator[Facts]:
+    def facts(self) -> Iterator[ShardFacts]:
         """Take them from the shards."""
-        return map(Facts.of, self._shards)
+        return map(ShardFacts.of, self._shards)
 
     def name_of(self, number: int) -> str:
         """Take it from the shard."""
@@ -154,7 +154,7 @@ class NamedShards(Sequence[tuple[str, Shard]]):
         return self._len
 
 
-def joined(begin: str, pieces: Iterable[str], end: str) -> Iterator[str]:
+def json_of_pieces(begin: str, pieces: Iterable[str], end: str) -> Iterator[str]:
     """Give a JSON text: pieces that are not empty, with a comma between them."""
     yield begin
     comma = ""

@@ -35,7 +35,7 @@ from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundl
 from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import LanePlan, Packed, open_lanes
 from hfdist.data.stream.ledger import Ledger
-from hfdist.data.stream.worker_deaths import Vitals
+from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 from hfdist.errors import CheckpointError, ConfigError, DataError, HfdistError
@@ -416,11 +416,11 @@ class StreamLoader:
         if num_workers == 0:
             yield from self.dataset.packed(0, 1)
         lanes = [sorted(self.dataset.lanes_of_worker(worker, num_workers)) for worker in range(num_workers)]
-        vitals = Vitals(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
+        registry = WorkerRegistry(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
         rank = os.getpid()
 
         def begin(worker: int) -> None:
-            forward_to_rank(rank, each_second=lambda: vitals.note(worker))
+            forward_to_rank(rank, each_second=lambda: registry.note(worker))
             # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
             gc.freeze()
 
@@ -437,7 +437,7 @@ class StreamLoader:
         )
         items = iter(loader)
         try:
-            with vitals.explain_deaths():
+            with registry.explain_deaths():
                 for item_size in _item_sizes(config.prefetch):
                     # Workers take turns sequence by sequence, and an item holds several sequences.
                     turns = [_unpack(next(items)) for _ in range(num_workers)]

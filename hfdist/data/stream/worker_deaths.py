@@ -21,7 +21,7 @@ from hfdist.errors import ResourceError
 from hfdist.host_memory import cgroup_memory
 
 
-class Vitals:
+class WorkerRegistry:
     """Process ids and memory of loader processes, in shared memory that outlives them. Make it before the fork.
 
     `task` says what a worker is for, by its number.
@@ -59,7 +59,7 @@ class Vitals:
 
 
 # Of the process, as the handler is: several loaders may be open, and end in any order.
-_alive: weakref.WeakSet[Vitals] = weakref.WeakSet()
+_alive: weakref.WeakSet[WorkerRegistry] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def _explained() -> Iterator[None]:
 
 def _describe(error: RuntimeError) -> ResourceError:
     pid = re.search(r"pid\S* (\d+)", str(error))
-    known = [text for vitals in list(_alive) if pid and (text := vitals.describe(int(pid[1]))) is not None]
+    known = [text for registry in list(_alive) if pid and (text := registry.describe(int(pid[1]))) is not None]
     what = str(error).splitlines()[0].rstrip(". ")
     return ResourceError(
         "a process that reads data ahead has died, often because memory ran out",

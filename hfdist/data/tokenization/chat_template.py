@@ -122,7 +122,7 @@ class ChatTemplate:
         """The message as the template takes it: a call without a content, and with its arguments as text."""
         if "tool_calls" not in message:
             return message
-        is_empty = "content" in message and {"content": ""} in self._contents
+        is_empty = message.get("content") == "" and {"content": ""} in self._contents
         if self._contents and not message.get("content") and not is_empty:
             rest = {name: value for name, value in message.items() if name != "content"}
             message = {"role": message["role"], **self._contents[0], **rest}

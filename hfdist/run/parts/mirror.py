@@ -79,7 +79,7 @@ def _find(mirror: Mirror, config: RunConfig) -> list[str]:
     try:
         names = mirror.open()
         if names:
-            _check_resume(Path(resume), checkpoints, f"{names[-1]}, {mirror.shown}", step_of(names[-1]))
+            _check_resume(resume, checkpoints, f"{names[-1]}, {mirror.shown}", step_of(names[-1]))
         if fetch_newer(mirror, names, checkpoints) is not None:
             check_resume(config)
         if config.checkpoint.keep_best:
@@ -94,13 +94,14 @@ def _find(mirror: Mirror, config: RunConfig) -> list[str]:
     return names
 
 
-def _check_resume(resume: Path, checkpoints: Path, newest: str, newest_step: int) -> None:
+def _check_resume(resume: str, checkpoints: Path, newest: str, newest_step: int) -> None:
     """Refuse a `checkpoint.resume` that does not fit the newest checkpoint of the mirror."""
-    if str(resume) == "never":
+    if resume == "never":
         what = "the mirror already holds checkpoints of this run"
         hint = "another run.name, or checkpoint.resume=auto to go on from it"
         raise CheckpointError(what, where="checkpoint.resume=never", found=newest, hint=hint)
-    if str(resume) != "auto" and lies_in(resume, checkpoints) and step_of(resume.resolve().name) < newest_step:
+    path = Path(resume)
+    if resume != "auto" and lies_in(path, checkpoints) and step_of(path.resolve().name) < newest_step:
         what = "the mirror holds later checkpoints, and two branches cannot share one"
         hint = "another run.name, or remove the later step-*.json from the mirror, too"
         raise CheckpointError(what, where="checkpoint.resume", found=newest, hint=hint)

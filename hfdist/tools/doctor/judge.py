@@ -10,7 +10,7 @@ from hfdist.tools.doctor.finding import Finding
 from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs
 
 
-class Facts(TypedDict):
+class RankFacts(TypedDict):
     """Facts of a rank that rank 0 compares with those of others."""
 
     host: str
@@ -21,9 +21,9 @@ class Facts(TypedDict):
     link_gbs: float | None
 
 
-def judge(facts: Mapping[int, Facts], pairs: Sequence[Pair], world_size: int) -> list[Finding]:
+def judge(facts: Mapping[int, RankFacts], pairs: Sequence[Pair], world_size: int) -> list[Finding]:
     """Judge what follows from the facts and pairs of all ranks."""
-    by_host: dict[str, list[Facts]] = {}
+    by_host: dict[str, list[RankFacts]] = {}
     for _, one in sorted(facts.items()):
         by_host.setdefault(one["host"], []).append(one)
     findings = []

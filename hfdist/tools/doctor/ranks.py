@@ -15,7 +15,7 @@ from hfdist.host_cores import usable_cores
 from hfdist.records import find_versions
 from hfdist.tools.doctor.examine import Request, check_machine, report
 from hfdist.tools.doctor.finding import Finding
-from hfdist.tools.doctor.judge import Facts, describe_all_reduce, judge
+from hfdist.tools.doctor.judge import RankFacts, describe_all_reduce, judge
 from hfdist.tools.doctor.links import link_gbs, measure_all, prepare_nccl, try_pairs
 from hfdist.tools.doctor.pairs import Pair, find_slow, rounds
 from hfdist.tools.doctor.rendezvous import JOIN_SECONDS, Rendezvous, meet
@@ -61,7 +61,7 @@ class Rest(TypedDict):
     whole: list[str]
 
 
-def _facts(place: LauncherPlace) -> Facts:
+def _facts(place: LauncherPlace) -> RankFacts:
     """Give the facts of this rank."""
     has_gpu = torch.cuda.is_available() and place.local_rank < torch.cuda.device_count()
     if has_gpu:
@@ -136,7 +136,7 @@ def _firsts(hosts: Mapping[int, str]) -> list[int]:
 
 
 def _lead(request: Request, rendezvous: Rendezvous) -> None:
-    facts: dict[int, Facts] = {0: _facts(read_launcher())} | rendezvous.hear_all(
+    facts: dict[int, RankFacts] = {0: _facts(read_launcher())} | rendezvous.hear_all(
         "facts", range(1, rendezvous.world_size), JOIN_SECONDS
     )
     hosts = {rank: str(one["host"]) for rank, one in facts.items()}

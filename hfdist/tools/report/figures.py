@@ -22,7 +22,6 @@ class FigureStyle(NamedTuple):
 
 
 _STYLES = {
-    "reward": FigureStyle("Reward", "mean of answers"),
     "rewards/accuracies": FigureStyle("Accuracy", "pairs in which the chosen answer gained more", True),
     "accuracies": FigureStyle("Accuracy", "pairs in which the chosen answer has the higher score", True),
     "rewards/margins": FigureStyle("Reward margin", "beta times the log-ratio to the reference"),
@@ -52,11 +51,13 @@ def learning_curves(
 ) -> list[Curve]:
     """Give both curves of each run in its colour; a run that is alone has two colours."""
     return [
-        curve for number, run in enumerate(runs) for curve in _two(runs, number, training[number], held_out[number])
+        curve
+        for number, run in enumerate(runs)
+        for curve in _curves_of(runs, number, training[number], held_out[number])
     ]
 
 
-def _two(runs: Sequence[RunFiles], number: int, training: list[Point], held_out: list[Point]) -> Iterator[Curve]:
+def _curves_of(runs: Sequence[RunFiles], number: int, training: list[Point], held_out: list[Point]) -> Iterator[Curve]:
     is_alone, name = len(runs) == 1, runs[number].name
     if any(y is not None for _, y in training):
         yield Curve("training" if is_alone else name, training, colour(number))

@@ -17,6 +17,8 @@ MOST_RESTARTS = 3
 
 @dataclass
 class _Generator:
+    """One of the processes, with what is known of its earlier starts."""
+
     log: Path
     num_starts: int = 0
     process: subprocess.Popen[bytes] | None = None
@@ -37,8 +39,12 @@ class Processes:
         self._command = command
         self._all = [_Generator(logs / f"{index}.log") for index in range(count)]
         logs.mkdir(parents=True, exist_ok=True)
-        for index in range(count):
-            self._start(index)
+        try:
+            for index in range(count):
+                self._start(index)
+        except OSError:
+            self.end()
+            raise
 
     def _start(self, index: int) -> None:
         own = self._all[index]

@@ -21,7 +21,7 @@ from hfdist.checkpoint.folder import list_checkpoints, step_name
 from hfdist.checkpoint.manifest import DamagedError, hash_of_content, verify
 from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_best, fetch_newer
 from hfdist.checkpoint.mirror import mirror as of_mirror
-from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, Listed
+from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, ListedCheckpoint
 from hfdist.data.storage.network import Network, Retries
 from hfdist.errors import CheckpointError, ResourceError
 from tests.hub_server import User, hub
@@ -86,7 +86,8 @@ def test_a_checkpoint_comes_back_as_it_was_and_equal_contents_are_sent_once(addr
     # Only what the two lists name is left, beside what describes the mirror.
     there = Objects(address).list()
     lists = [
-        Listed.from_bytes(Objects(address).read(f"{name}.json", there[f"{name}.json"]), "") for name in again.open()
+        ListedCheckpoint.from_bytes(Objects(address).read(f"{name}.json", there[f"{name}.json"]), "")
+        for name in again.open()
     ]
     needed = {content.name for found in lists for content in found.contents()}
     assert there.keys() == needed | {"mirror.json", *(f"{name}.json" for name in again.open())}

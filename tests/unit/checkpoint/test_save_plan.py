@@ -51,9 +51,10 @@ def test_numbers_may_be_of_several_types():
     assert list(merge_specs(Region(number, 0, 1) for number in numbers)) == [numbers[0].id]
 
 
-def test_a_number_that_is_nan_is_told_as_what_it_is():
-    number = whole("w", NUMBER + "d", torch.tensor(float("nan"), dtype=torch.float64))
-    with pytest.raises(NumericsError, match=r"is NaN[\s\S]*w/d"):
+@pytest.mark.parametrize(("key", "value", "told"), [(NUMBER + "d", "nan", "NaN"), (STEP, "inf", "infinite")])
+def test_a_number_that_is_not_finite_is_told_as_what_it_is(key, value, told):
+    number = whole("w", key, torch.tensor(float(value), dtype=torch.float64))
+    with pytest.raises(NumericsError, match=rf"is {told}[\s\S]*w/{key.removeprefix(NUMBER)}"):
         Planner().plan([whole("w", WEIGHT, torch.ones(2)), number])
 
 

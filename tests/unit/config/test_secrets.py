@@ -46,9 +46,10 @@ def test_in_a_file(tmp_path, line):
         assert secret not in str(caught.value)
 
 
-def test_in_python():
+@pytest.mark.parametrize(("name", "value"), [("hub_token", "pw1"), ("run_tags", ("a", SHAPED))])
+def test_in_python(name, value):
     config = RunConfig()
-    config.train.arguments["hub_token"] = "pw1"
+    config.train.arguments[name] = value
     for write in (to_yaml, to_values):
         with pytest.raises(ConfigError, match="would be written"):
             write(config)

@@ -14,7 +14,7 @@ from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, Sou
 from hfdist.data import open_corpus
 from hfdist.data.documents.inventory import _read_entries
 from hfdist.data.pretokenize import pretokenize
-from hfdist.data.sources.shards import Facts, OpenShards
+from hfdist.data.sources.shards import OpenShards, ShardFacts
 from hfdist.data.storage import identity
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError
@@ -56,8 +56,8 @@ def test_rows_are_taken_out_without_a_look_at_each_file(tmp_path, monkeypatch):
     for number in range(12):
         (tmp_path / f"{number:02d}.txt").write_text("text\n")
     rows = [f"files:{number:02d}.txt:0" for number in range(12)]
-    made, of = [], Facts.of
-    monkeypatch.setattr(Facts, "of", lambda shard: made.append(shard.name) or of(shard))
+    made, of = [], ShardFacts.of
+    monkeypatch.setattr(ShardFacts, "of", lambda shard: made.append(shard.name) or of(shard))
     config = files_config(str(tmp_path), tmp_path / "cache")
     open_corpus(config)
     plain = len(made)

@@ -19,7 +19,7 @@ from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, count_steps, open_corpus, report
 from hfdist.data.order.records import Status
 from hfdist.data.stream import token_stream
-from hfdist.data.stream.worker_deaths import Vitals, system_memory
+from hfdist.data.stream.worker_deaths import WorkerRegistry, system_memory
 from hfdist.data.tokenization.text_encoder import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
 from hfdist.verify.audit.ledger_sums import LedgerSums
@@ -445,9 +445,9 @@ def test_a_killed_worker_is_named_with_its_lanes_and_its_memory(tmp_path, rank_i
 
 def test_what_torch_said_first_about_a_death_is_the_cause():
     first, second = "DataLoader worker (pid 1) is killed by signal: Killed.", "DataLoader worker (pid(s) 1) exited"
-    with pytest.raises(ResourceError) as caught, Vitals(1, str).explain_deaths():
+    with pytest.raises(ResourceError) as caught, WorkerRegistry(1, str).explain_deaths():
         try:
-            with Vitals(1, str).explain_deaths():
+            with WorkerRegistry(1, str).explain_deaths():
                 raise RuntimeError(first)
         except ResourceError as error:
             raise RuntimeError(second) from error
@@ -456,7 +456,7 @@ def test_what_torch_said_first_about_a_death_is_the_cause():
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="another"), Vitals(1, str).explain_deaths():
+    with pytest.raises(RuntimeError, match="another"), WorkerRegistry(1, str).explain_deaths():
         raise RuntimeError("another")
 
 

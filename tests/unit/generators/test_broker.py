@@ -6,6 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import save_file
 from torch import nn
@@ -184,3 +185,11 @@ def test_a_policy_that_is_being_removed_is_not_read_in_part(tmp_path, monkeypatc
     with pytest.raises(FileNotFoundError):
         files.read(0, 1, model)
     files.read(0, 2, model)
+
+
+def test_one_that_cannot_be_started_leaves_none_of_the_others(tmp_path):
+    before = psutil.Process().children()
+    (tmp_path / "1.log").mkdir()
+    with pytest.raises(IsADirectoryError):
+        Processes(2, [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path)
+    assert psutil.Process().children() == before

@@ -62,13 +62,13 @@ REFERENCE = """
         try:
             function()
         except LookupError as error:
-            return type(error)
+            return type(error), str(error)
     value = {"low": [1, 2.5, {}], 2: (None, True, b"x", 1j, {"a"}, frozenset("b")), (): math.inf, "x": "\\ud800"}
     assert same(value, 1, function=value) == ((value, 1), {"function": value})
     assert Counter("aab") == {"a": 2, "b": 1} and type(Counter("aab")) is dict
     assert flip((1, 2)) == (2, 1) and type(flip([1, 2])) is tuple and Level(2) == 2
     assert double(3) == 6 and sorted(map(double, [2, 1])) == [2, 4]
-    assert error_of(fail) is KeyError
+    assert error_of(fail) == (KeyError, "'key'")
     assert factorial(3000) == math.factorial(3000)
     assert math.isnan(same(math.nan)[0][0])
     assert time.sleep(0) is None
