@@ -31,6 +31,10 @@ class OuterRule(Enum):
     """FedAdam (Reddi et al. 2021): `outer_momentum` is its beta1."""
 
 
+SCALED_NUMBERS = 256
+"""Numbers of int8 and fp4 that share a float32 scale."""
+
+
 class Codec(Enum):
     """How numbers travel between islands."""
 
@@ -38,6 +42,19 @@ class Codec(Enum):
     bf16 = "bf16"
     int8 = "int8"
     fp4 = "fp4"
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Give the bytes that so many numbers take."""
+        scales = 4 * -(-num_elements // SCALED_NUMBERS)
+        match self:
+            case Codec.fp32:
+                return 4 * num_elements
+            case Codec.bf16:
+                return 2 * num_elements
+            case Codec.int8:
+                return num_elements + scales
+            case Codec.fp4:
+                return -(-num_elements // 2) + scales
 
 
 @dataclass(kw_only=True)

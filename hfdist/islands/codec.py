@@ -9,28 +9,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hfdist.config.islands import Codec
+from hfdist.config.islands import SCALED_NUMBERS, Codec
 
-_BLOCK = 256
-"""Numbers that share a scale."""
 _EXPONENTS = 7
 """Sizes of fp4 besides 0: the scale, its half, its quarter, and so on."""
 _SIZES = torch.tensor([0.0, *(2.0**-power for power in reversed(range(_EXPONENTS)))])
 _MIDDLES = (_SIZES[1:] + _SIZES[:-1]) / 2
-
-
-def num_bytes(codec: Codec, num_elements: int) -> int:
-    """Give the bytes that so many numbers take."""
-    scales = 4 * -(-num_elements // _BLOCK)
-    match codec:
-        case Codec.fp32:
-            return 4 * num_elements
-        case Codec.bf16:
-            return 2 * num_elements
-        case Codec.int8:
-            return num_elements + scales
-        case Codec.fp4:
-            return -(-num_elements // 2) + scales
 
 
 def encode(codec: Codec, values: torch.Tensor) -> bytes:
@@ -59,14 +43,14 @@ def decode(codec: Codec, content: bytes, num_elements: int) -> torch.Tensor:
     Raises:
         ValueError: the bytes are not of so many numbers.
     """
-    if len(content) != num_bytes(codec, num_elements):
+    if len(content) != codec.num_bytes(num_elements):
         raise ValueError(f"{len(content)} bytes are not {num_elements} numbers as {codec.value}")
     match codec:
         case Codec.fp32:
             return torch.from_numpy(np.frombuffer(content, np.float32).copy())
         case Codec.bf16:
             return torch.from_numpy(np.frombuffer(content, np.int16).copy()).view(torch.bfloat16).float()
-    num_blocks = -(-num_elements // _BLOCK)
+    num_blocks = -(-num_elements // SCALED_NUMBERS)
     scales = torch.from_numpy(np.frombuffer(content, np.float32, num_blocks).copy())
     if codec is Codec.int8:
         numbers = torch.from_numpy(np.frombuffer(content, np.int8, offset=4 * num_blocks).copy()).float() / 127
@@ -74,11 +58,11 @@ def decode(codec: Codec, content: bytes, num_elements: int) -> torch.Tensor:
         pairs = torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 * num_blocks).copy())
         codes = torch.stack([pairs % 16, pairs // 16], 1).view(-1)[:num_elements]
         numbers = _SIZES[(codes % 8).long()] * torch.where(codes < 8, 1.0, -1.0)
-    return numbers * scales.repeat_interleave(_BLOCK)[:num_elements]
+    return numbers * scales.repeat_interleave(SCALED_NUMBERS)[:num_elements]
 
 
 def _scaled(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Give blocks of numbers between -1 and 1, filled up with zeros, and their scales."""
-    blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
+    blocks = torch.nn.functional.pad(values, (0, -len(values) % SCALED_NUMBERS)).view(-1, SCALED_NUMBERS)
     scales = blocks.abs().amax(1)
     return blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None], scales

@@ -22,7 +22,6 @@ from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.plain_values import from_plain
 from hfdist.errors import ConfigError
 from hfdist.islands.codec import decode
-from hfdist.islands.codec import num_bytes as num_bytes_of
 from hfdist.islands.membership import Island
 from hfdist.islands.outer import is_finite
 from hfdist.islands.parameter_store import OptimizerSlots, ParameterStore, Segment, find_slots
@@ -134,7 +133,7 @@ class ParameterServer:
             num_bytes = 4 * (1 + len(self._slots.tensors)) * sum(one.num_elements for one in _read_segments(message))
             return min(num_bytes, psutil.virtual_memory().total)
         if "push" in message and self._store is not None and rank in self._store.segments:
-            return num_bytes_of(self._codec, self._store.num_elements(rank))
+            return self._codec.num_bytes(self._store.num_elements(rank))
         return 0
 
     def take(self, island: Island, rank: int, message: Message, payload: bytes) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from hfdist.planning.costs import AxisTraffic
+from hfdist.planning.island_traffic import IslandTraffic
 from hfdist.planning.plan import Plan
 from hfdist.strategies.step_memory import MemoryUse
 from hfdist.units import count, duration, energy, money, share, short, size
@@ -29,6 +30,9 @@ def describe_plan(plan: Plan) -> str:
     ]
     if plan.traffic:
         lines += ["", "what a rank sends in a step", *_table(_traffic_rows(plan))]
+    if plan.islands is not None:
+        lines += ["", _between(plan.islands)]
+        lines += _table(_island_rows(plan.islands))
     lines += ["", *_table(_run_rows(plan))]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -103,6 +107,21 @@ def _traffic_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         waits = f"{share(exposed / plan.time.seconds)} of the step waits for it"
         seen = waits if exposed > 0 else "no one waits for it"
         yield axis, size(sum(one.sent_bytes for one in own)), f"{_where(own)}; {seen}"
+
+
+def _between(islands: IslandTraffic) -> str:
+    server, period = "", f"a round of {count(islands.steps, 'step')}"
+    if islands.server_taken_bytes:
+        server, period = " and their server", "a step"
+    return f"between {count(islands.members, 'island')}{server}, in {period}; not in the time above"
+
+
+def _island_rows(islands: IslandTraffic) -> Iterator[tuple[str, str, str]]:
+    yield "an island sends", size(islands.sent_bytes), ""
+    yield "an island takes", size(islands.taken_bytes), ""
+    if islands.server_taken_bytes:
+        yield "the server sends", size(islands.server_sent_bytes), ""
+        yield "the server takes", size(islands.server_taken_bytes), ""
 
 
 def _where(own: Sequence[AxisTraffic]) -> str:

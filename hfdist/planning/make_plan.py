@@ -37,6 +37,7 @@ from hfdist.models.trainable import TrainableParameters
 from hfdist.optim.registry import stepped_whole
 from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.schedule import stages_per_rank
+from hfdist.planning.island_traffic import island_traffic
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure
@@ -124,6 +125,7 @@ def make_plan(
         adapter=beside,
         mfu=hardware.mfu(flops / parts.time.seconds / processes),
         traffic=sent,
+        islands=island_traffic(config.islands, round(sizes.parameters * sizes.trained_share)),
         max_steps=None,
         currency=config.cost.currency,
         is_traced=by_formulas is None,

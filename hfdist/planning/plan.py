@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from hfdist.planning.costs import AxisTraffic, PeakMemory, StepTime
+from hfdist.planning.island_traffic import IslandTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Plan:
     mfu: float | None
     traffic: tuple[AxisTraffic, ...]
     max_steps: int | None
+    islands: IslandTraffic | None = None
+    """Bytes between islands, which the time of a step leaves out; None: there are no islands."""
     ideal_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of a step by component, without factors: see `StepParts`."""
     is_traced: bool = True

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from hfdist.config.composition.compose import compose_config
+from hfdist.config.islands import Codec, IslandMethod, IslandsConfig
 from hfdist.data import TokenStream
 from hfdist.islands import rounds, transport
 from hfdist.islands.member import Member
 from hfdist.islands.outer import share_out
 from hfdist.islands.transport import Transport
+from hfdist.planning.island_traffic import island_traffic
 from hfdist.records import RunFolder, read_lines
 from hfdist.run.builder import Run
 from hfdist.testing import run_ranks
@@ -169,6 +171,9 @@ def test_what_travels_is_what_theory_says(tmp_path, of_one_rank):
     assert sent_bytes(of_one_rank[0]) == [2 * 4 * num_elements / 2] * 3
     folders = run_islands(tmp_path, 2, 1, *SHORT, "islands.codec=int8")
     assert sent_bytes(folders[0]) == pytest.approx([2 * num_elements / 2] * 3, rel=0.02)
+    for folder, codec in ((of_one_rank[0], Codec.fp32), (folders[0], Codec.int8)):
+        config = IslandsConfig(method=IslandMethod.diloco, count=2, codec=codec)
+        assert sent_bytes(folder) == pytest.approx([island_traffic(config, num_elements).sent_bytes] * 3, rel=1e-3)
     assert difference(weights(folders[0]), weights(folders[1])) == 0
     assert eval_losses(folders[0]) == pytest.approx(eval_losses(of_one_rank[0]), rel=0.01)
 

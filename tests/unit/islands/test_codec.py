@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfdist.config.islands import Codec
-from hfdist.islands.codec import decode, encode, num_bytes
+from hfdist.islands.codec import decode, encode
 
 LARGEST_ERRORS = {Codec.fp32: 0.0, Codec.bf16: 2**-8, Codec.int8: 0.5 / 127, Codec.fp4: 0.25}
 """As shares of the largest number of a block."""
@@ -15,7 +15,7 @@ LARGEST_ERRORS = {Codec.fp32: 0.0, Codec.bf16: 2**-8, Codec.int8: 0.5 / 127, Cod
 def test_numbers_come_back_nearly_and_take_as_many_bytes_as_it_says(codec, number):
     values = torch.randn(number, generator=torch.Generator().manual_seed(number)) * torch.logspace(-6, 2, number or 1)
     content = encode(codec, values[:number])
-    assert len(content) == num_bytes(codec, number)
+    assert len(content) == codec.num_bytes(number)
     back = decode(codec, content, number)
     assert back.dtype is torch.float32
     assert back.shape == (number,)

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from hfdist.config.islands import Codec, IslandMethod, IslandsConfig
 from hfdist.planning.costs import bytes_by_axis
 from hfdist.planning.describe import describe_plan, describe_shortly, verdict
 from hfdist.planning.grade import Held, Measured, grade, grade_to_json
+from hfdist.planning.island_traffic import island_traffic
 from hfdist.strategies.traffic import Phase
 from tests.unit.planning.plans import GIB, PLAN, TOO_LARGE
 
@@ -35,6 +37,23 @@ def test_what_is_not_known_is_left_out():
     words = describe_plan(plan)
     assert not [word for word in ("MFU", "USD", "\n  try", "sends") if word in words]
     assert "not known here" in words
+
+
+def test_what_travels_between_islands_is_said_for_its_period():
+    def words(**keys):
+        return describe_plan(replace(PLAN, islands=island_traffic(IslandsConfig(**keys), GIB // 4)))
+
+    rounds = words(method=IslandMethod.diloco, count=4, every=20)
+    assert "between 4 islands, in a round of 20 steps" in rounds
+    assert "an island sends  1.5 GiB" in rounds
+    assert "the server" not in rounds
+    server = words(method=IslandMethod.parameter_server, count=3, codec=Codec.bf16)
+    assert "between 3 islands and their server, in a step" in server
+    assert "the server sends  3.0 GiB" in server
+    assert "the server takes  1.5 GiB" in server
+    # Half of the clients train in a round.
+    assert "between 2 islands" in words(method=IslandMethod.federated, count=4, participation=0.5)
+    assert words() == describe_plan(PLAN)
 
 
 def test_the_verdict_names_both_sizes_and_says_where_it_is_close():
