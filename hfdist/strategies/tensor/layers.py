@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
+from contextlib import suppress
 from functools import cache
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -53,8 +53,8 @@ def gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> di
         base = getattr(module, "base_layer", None)
         if isinstance(base, nn.Module):
             apart |= set(map(id, module.modules())) - (set(map(id, base.modules())) if is_lora(module) else set())
-        kind: Any = type(module)
-        apart |= {id(child) for name, child in module.named_children() if _reads_weight(kind, name)}
+        read = _read_weights(type(module))
+        apart |= {id(child) for name, child in module.named_children() if name in read}
     return {
         names[id(module)]: GATHERED
         for parts in find_block_parts(model)
@@ -74,10 +74,12 @@ def is_lora(module: object) -> bool:
 
 
 @cache
-def _reads_weight(kind: Any, child: str) -> bool:
-    """Whether a class computes with the weight of a child itself: kernels for GPUs do, which a trial need not run."""
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):  # a class of torch's, or one that was made in an interpreter
-        return False
-    return re.search(rf"\.{child}\.(weight|bias)\b(?!\.(dtype|device))", source) is not None
+def _read_weights(kind: type[nn.Module]) -> set[str]:
+    """Give the names of children with whose weight a class computes itself, as kernels for GPUs do."""
+    read: set[str] = set()
+    # By function: Python finds a function's source at once, and parses a whole file for that of a class.
+    for function in filter(inspect.isfunction, vars(kind).values()):
+        with suppress(OSError):  # without a file
+            source = inspect.getsource(function)
+            read.update(re.findall(r"\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device))", source))
+    return read
