@@ -18,6 +18,7 @@ from hfdist.models.probing import class_keeps_documents_apart, keeps_documents_a
 from hfdist.models.shrink import shrink
 from hfdist.models.tokenizer import train_bpe
 from hfdist.trainer.checkpointing.model_files import write_hub_files
+from tests.unit.tiny import llama
 
 TEXTS = ["def add(left, right):\n    return left + right\n", "class Empty:\n    pass\n# 12345 größer 漢字\n"] * 20
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -58,6 +59,17 @@ def test_the_part_for_text_makes_no_cache_which_would_hide_packed_documents(tmp_
     torch.testing.assert_close(before, after)
     write_hub_files(model, None, tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).get_text_config().use_cache
+
+
+def test_a_generation_config_that_is_refused_without_a_word_is_left_out(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise ValueError
+
+    model = llama()
+    monkeypatch.setattr(type(model.generation_config), "save_pretrained", refuse)
+    write_hub_files(model, None, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert "generation_config.json is left out: ValueError" in caplog.text
 
 
 def test_a_type_that_must_have_a_token_is_refused_without_it(tokenizer):

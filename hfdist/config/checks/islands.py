@@ -48,7 +48,8 @@ def _check_unused(config: RunConfig) -> None:
 
 def _check_address(config: RunConfig) -> None:
     address = config.islands.address
-    if address is None or not re.fullmatch(r".+:\d{1,5}", address):
+    found = None if address is None else re.fullmatch(r".+:(\d{1,5})", address)
+    if found is None or not 1 <= int(found[1]) <= 65535:
         what = "the server of the islands has no address"
         hint = "hfdist serve port=29600, and islands.address=HOST:29600"
         raise conflict(config, "islands.address islands.method", what, allowed="HOST:PORT", hint=hint)

@@ -63,7 +63,7 @@ def refuse_config_of_others(values: Mapping[str, object], place: str) -> None:
             "this is a config of accelerate",
             where=place,
             found=next(iter(values)),
-            hint=f"accelerate launch --config_file {place} recipes/NAME.py ..., "
+            hint=f"accelerate launch --config_file {shlex.quote(place)} recipes/NAME.py ..., "
             "where NAME is pretrain, finetune or tune",
         )
     if "zero_optimization" in values:

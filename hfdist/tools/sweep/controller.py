@@ -214,7 +214,7 @@ class Controller:
         elif record is not None and record.state is State.failed and not _was_killed(record):
             self.log.fail(trial, record.error or f"exit code {record.exit_code}")
             self._say(f"{name} has failed: {record.error}; {folder / LOG}")
-        elif record is None and exit_code is not None and exit_code > 0:
+        elif record is None and exit_code is not None and 0 < exit_code <= _SIGNALS:
             self.log.fail(trial, f"exit code {exit_code} before the run had begun")
             self._say(f"{name} has failed before it had begun, with {exit_code}: {folder / LOG}")
         else:

@@ -129,7 +129,7 @@ def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
             generation.save_pretrained(folder)
         except ValueError as error:
             # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
-            logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
+            logger.warning("generation_config.json is left out: %s", first_line(error))
     if tokenizer is not None:
         _save_tokenizer(tokenizer, folder)
 

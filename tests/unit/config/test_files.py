@@ -1,12 +1,14 @@
 """What people get wrong in files, and what a hostile file may not do."""
 
 import os
+import shlex
 import time
 
 import pytest
 
 from hfdist.config.cli.about_run import read_line
 from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.defaults_list import refuse_config_of_others
 from hfdist.config.composition.files import MAX_BYTES, read_config, refuse_references, refuse_resolver
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF
@@ -213,3 +215,9 @@ def test_the_config_of_a_run_has_no_references_and_so_cannot_unfold(tmp_path):
         own.write_text(f"model:\n  name: '{text}'\n")
         with pytest.raises(ConfigError):
             refuse_references(own)
+
+
+def test_the_command_for_a_config_of_accelerate_is_one_that_a_shell_takes():
+    with pytest.raises(ConfigError) as caught:
+        refuse_config_of_others({"compute_environment": "LOCAL_MACHINE"}, "my launch.yaml")
+    assert shlex.split(caught.value.hint)[:4] == ["accelerate", "launch", "--config_file", "my launch.yaml"]

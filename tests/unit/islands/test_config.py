@@ -30,3 +30,9 @@ def test_a_key_that_its_method_does_not_read_is_refused(overrides, key, hint):
 @pytest.mark.parametrize("method", ["diloco", "local_sgd", "streaming", "federated", "parameter_server"])
 def test_presets_compose(method):
     assert compose_config([f"islands={method}", ADDRESS]).islands.is_used
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:0", "localhost:65536", ":29600"])
+def test_an_address_without_a_host_or_a_port_is_refused(address):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        compose_config(["islands=diloco", f"islands.address='{address}'"])
