@@ -25,7 +25,7 @@ COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _hfdist hfdist
 """
 _WORDS = {
-    "audit": "run= step= text=short text=full --offline",
+    "audit": "run= step= text=short text=full processes= --offline",
     "bandwidth": "processes= largest= out= hardware= call_seconds= --json",
     "doctor": "processes= run.dir= pair_seconds= --offline --json",
     "explain-hang": "--json",

@@ -15,12 +15,14 @@ from hfdist.config.run import RunConfig
 def main(request: AuditRequest, configs: dict[Path, RunConfig]) -> None:
     """Open the runs' data, ledgers and checkpoints, and print what was asked for."""
     # Imported here, so that --help and a misspelt key need no torch.
+    from hfdist.processes.startup import reporting
     from hfdist.verify.audit.run import describe_step, open_past_run, prove_once
 
     first, *others = configs.items()
-    run = open_past_run(*first, dict(others))
+    with reporting("opening the data as the run did"):
+        run = open_past_run(*first, dict(others))
     if request.step is None:
-        lines = prove_once(run)
+        lines = prove_once(run, processes=request.processes)
     else:
         lines = describe_step(run, request.step, shows_all_text=request.shows_all_text)
     for line in lines:

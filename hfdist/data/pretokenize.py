@@ -166,7 +166,8 @@ class _Job:
             return True
         what = f"the folder holds the tokens of another {'corpus' if same_tokenizer else 'tokenizer or data.chat'}"
         hint = "another run.name, or delete the folder"
-        raise ConfigError(what, where="run.dir", found=str(self._folder), hint=hint)
+        allowed = "a new folder, or one of the same files, tokenizer and data.chat"
+        raise ConfigError(what, where="run.dir", found=str(self._folder), allowed=allowed, hint=hint)
 
     @property
     def num_files(self) -> int:
@@ -228,6 +229,7 @@ class _Job:
             "another share has made this token file of something else",
             where=str(self._folder / name_of(number)),
             found=f"other: {', '.join(others)}",
+            allowed="what this share would make",
             hint="the same overrides, files and hfdist for all shares; those that differ again, or another run.name",
         )
 

@@ -45,7 +45,7 @@ def test_a_run_is_audited(tmp_path):
 
     path = tmp_path / "runs" / "x" / "ledger" / "lane-00003.records"
     path.write_bytes(path.read_bytes()[: -RECORD.itemsize])
-    failed = run_forked("run=runs/x", cwd=tmp_path, script=RECIPE, **cache)
+    failed = run_forked("run=runs/x", "processes=2", cwd=tmp_path, script=RECIPE, **cache)
     assert failed.returncode == 3
     assert failed.stdout.endswith("AUDIT: failed\n")
     assert "sequences missing or out of turn: 1\n  lane 3, sequence 1\n" in failed.stdout

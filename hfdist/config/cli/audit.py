@@ -1,9 +1,9 @@
-"""The command line of recipes/audit.py: which run, and which of its steps. No other key is taken: a config stays."""
+"""The command line of recipes/audit.py: which run, which of its steps, and how. A config stays."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
+from hfdist.processes.startup import switch_reports
 from hfdist.records.run_folder import IN_RUN, is_run_folder
 from hfdist.topology import read_launcher
 
@@ -29,11 +30,12 @@ run=FOLDER        a run's folder, with config.yaml, ledger and checkpoints; seve
                   alone means the same
 step=N            a whole number >= 1
 text=short|full   how much text to show of each piece of a document; default: short
+processes=N       among which the proof deals the lanes; default: the cores of this machine, 1 for a small ledger
 --offline         open no connection to the Hub
 
 All other keys are those of the run, and stay.
 """
-_KEYS = {"run": "FOLDER", "step": "N", "text": "short|full", "offline": FLAG}
+_KEYS = {"run": "FOLDER", "step": "N", "text": "short|full", "processes": "N", "offline": FLAG}
 _TEXTS = ("short", "full")
 
 
@@ -47,6 +49,8 @@ class AuditRequest:
     """As the Trainer counts them: the first is 1; None: the whole run."""
     shows_all_text: bool = False
     """Whether all text of the step is shown, not its beginnings."""
+    processes: int | None = None
+    """Among which the lanes are dealt; None: as many as cores, 1 for a small ledger."""
     is_offline: bool = False
     """Whether no connection to the Hub is opened."""
 
@@ -58,6 +62,7 @@ def audit_recipe(main: Callable[[AuditRequest, dict[Path, RunConfig]], None]) ->
         request = parse_request(arguments)
         if request.is_offline:
             go_offline()
+        switch_reports(True)
         for run in request.runs:
             refuse_references(run / IN_RUN.config)
         main(request, {run: compose_config(name=IN_RUN.config.stem, extra_dir=run) for run in request.runs})
@@ -70,8 +75,7 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
     values = read_arguments(arguments, _KEYS, first="run")
     if "run" not in values:
         raise ConfigError("which run?", where=COMMAND_LINE, allowed="run=FOLDER", hint="run=runs/NAME")
-    if "text" in values and "step" not in values:
-        raise ConfigError("text is shown of a step only", where=f"text ({COMMAND_LINE})", hint="step=1 text=full")
+    _check_together(values)
     num_processes = read_launcher().world_size
     if num_processes > 1:
         found, hint = f"{num_processes} processes", f"hfdist audit {shlex.join(arguments)}, without a launcher"
@@ -92,5 +96,15 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
         runs=runs,
         step=read_number(values, "step", "1") if "step" in values else None,
         shows_all_text=text == "full",
+        processes=read_number(values, "processes", "2") if "processes" in values else None,
         is_offline=read_flag(values, "offline"),
     )
+
+
+def _check_together(values: Mapping[str, str]) -> None:
+    """Refuse what the proof, or a step, has no use for."""
+    if "text" in values and "step" not in values:
+        raise ConfigError("text is shown of a step only", where=f"text ({COMMAND_LINE})", hint="step=1 text=full")
+    if "processes" in values and "step" in values:
+        what, where = "the documents of a step are read in one process", f"processes ({COMMAND_LINE})"
+        raise ConfigError(what, where=where, found=values["processes"], hint="the same command without it")

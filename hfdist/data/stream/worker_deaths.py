@@ -20,15 +20,23 @@ import psutil
 from hfdist.errors import ResourceError
 from hfdist.host_memory import cgroup_memory
 
+_HINT = "more memory, fewer data.workers, a smaller data.prefetch, or data.workers=0"
+
 
 class WorkerRegistry:
     """Process ids and memory of loader processes, in shared memory that outlives them. Make it before the fork.
 
-    `task` says what a worker is for, by its number.
+    Args:
+        num_workers: processes.
+        task: says what a worker is for, by its number.
+        key: that sets how many there are.
+        hint: what helps where one has died.
     """
 
-    def __init__(self, num_workers: int, task: Callable[[int], str]) -> None:
-        self._task = task
+    def __init__(
+        self, num_workers: int, task: Callable[[int], str], *, key: str = "data.workers", hint: str = _HINT
+    ) -> None:
+        self._task, self.key, self.hint = task, key, hint
         self._notes = np.frombuffer(mmap.mmap(-1, 16 * max(num_workers, 1)), dtype=np.int64).reshape(-1, 2)
 
     def note(self, worker: int) -> None:
@@ -78,13 +86,15 @@ def _explained() -> Iterator[None]:
 
 def _describe(error: RuntimeError) -> ResourceError:
     pid = re.search(r"pid\S* (\d+)", str(error))
-    known = [text for registry in list(_alive) if pid and (text := registry.describe(int(pid[1]))) is not None]
+    known = [(own, text) for own in list(_alive) if pid and (text := own.describe(int(pid[1]))) is not None]
+    # One that died before its first note is nobody's.
+    owner = [*(own for own, _ in known), *_alive, WorkerRegistry(0, str)][0]
     what = str(error).splitlines()[0].rstrip(". ")
     return ResourceError(
-        "a process that reads data ahead has died, often because memory ran out",
-        where=": ".join(["data.workers", *known]),
-        found=f"{what}; this rank has {_mib(_resident_bytes())}; {system_memory()}",
-        hint="more memory, fewer data.workers, a smaller data.prefetch, or data.workers=0",
+        "a process that reads data has died, often because memory ran out",
+        where=": ".join([owner.key, *(text for _, text in known)]),
+        found=f"{what}; this process has {_mib(_resident_bytes())}; {system_memory()}",
+        hint=owner.hint,
     )
 
 

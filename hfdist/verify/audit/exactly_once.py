@@ -7,18 +7,18 @@ Sequences are numbered without a gap, each is of the source whose turn it was, i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.order.cursor import Cursor, LaneState
-from hfdist.data.order.records import Records, Status, chain
+from hfdist.data.order.cursor import Cursor
+from hfdist.data.order.records import Records
 from hfdist.data.stream.lane import LanePlan
 from hfdist.errors import DataError
+from hfdist.processes.startup import counted, reporting
 from hfdist.verify.audit.discrepancies import Discrepancies, Discrepancy, Integers
+from hfdist.verify.audit.lane_audit import LaneAudits
 from hfdist.verify.audit.ledger_sums import LedgerSums
-from hfdist.verify.audit.pool_audit import PoolAudit
 
 _NO_POOL = -1
 _MOST_MISSING = 2**20
@@ -87,93 +87,53 @@ class Audit:
         # An island has the records of its own lanes alone, and the numbers of all.
         with_records = sum(len(own) > 0 for own in ledger)
         _check_number(last + 1 - self.first_sample, sum(map(len, ledger)) * self._lanes // with_records)
-        turns = np.full(max(last + 1 - self.first_sample, 0), _NO_POOL)
-        finished = {lane: self._check_lane(lane, turns) for lane in range(self._lanes)}
-        self._check_turns(turns, finished)
-        self._check_plan()
+        self._num_turns = max(last + 1 - self.first_sample, 0)
+
+    def check(self, processes: int = 1) -> Audit:
+        """Compare everything; gives this audit, with what was found.
+
+        Args:
+            processes: among which the lanes are dealt; 1: this one.
+
+        Raises:
+            ResourceError: one of the processes has died.
+        """
+        turns = np.full(self._num_turns, _NO_POOL)
+        with reporting("comparing the ledger with the plan"):
+            finished = self._check_lanes(turns, processes)
+            self._check_turns(turns, finished)
+            self._check_plan()
+        return self
 
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
         return not self.discrepancies.counts
 
-    def _check_lane(self, lane: int, turns: Integers) -> list[int]:
-        """Check one lane, and write the pools of its sequences into `turns`; returns the pools that it has finished."""
-        records = self._ledger[lane]
-        # A kill left what no checkpoint counts; the next start would truncate it.
-        records = records[records["sequence"] < self._ends[lane]]
-        records = self._readable(records, lane)
-        lane_sequences = _LaneSequences(records)
-        self._check_numbering(lane_sequences, lane)
-        self._check_cursors(lane_sequences, lane)
-        samples = lane_sequences.numbers * self._lanes + lane - self.first_sample
-        turns[samples[samples >= 0]] = lane_sequences.pools[samples >= 0]
-        self.totals.add(records)
-        return [pool for pool in range(len(self._plan.pools)) if self._check_pool(records, lane, pool)]
+    def _check_lanes(self, turns: Integers, processes: int) -> dict[int, list[int]]:
+        """Check each lane, and write the pools of its sequences into `turns`; gives the pools that it has finished."""
+        audits = LaneAudits(
+            ledger=self._ledger,
+            corpus=self._corpus,
+            plan=self._plan,
+            cursors=self._cursors,
+            newest=self._newest,
+            ends=self._ends,
+            begins_inside=self.first_sample > 0,
+        )
+        finished = {}
+        for lane, found in enumerate(counted(audits.check(processes), self._lanes, "lanes")):
+            for kind, count in found.counts.items():
+                self.discrepancies.add(kind, found.names[kind], count)
+            samples = found.numbers * self._lanes + lane - self.first_sample
+            turns[samples[samples >= 0]] = found.pools[samples >= 0]
+            self.totals.join(found.totals)
+            finished[lane] = found.finished
+        return finished
 
     def _before(self, samples: int, lane: int) -> int:
         """How many of the first `samples` sequences of a run are a lane's, if lanes take turns."""
         return (samples - lane + self._lanes - 1) // self._lanes
-
-    def _readable(self, records: Records, lane: int) -> Records:
-        """Records without those that no run writes."""
-        ends = records["first_token"].astype(np.int64) + records["num_tokens"]
-        gives_tokens = np.isin(records["fate"], [Status.trained, Status.quarantined])
-        is_good = (records["first_token"] >= 0) & (records["num_tokens"] >= 0) & (ends <= records["of_tokens"])
-        is_good &= (records["num_tokens"] > 0) == gives_tokens
-        is_good &= (
-            (records["pool"] < len(self._plan.pools)) & (records["fate"] <= max(Status)) & (records["sequence"] >= 0)
-        )
-        is_good &= (records["document"] >= 0) & (records["document"] < self._corpus.num_documents)
-        bad = records[~is_good]
-        self.discrepancies.add_documents(Discrepancy.unreadable, bad["document"], f", lane {lane}", bad["sequence"])
-        return records[is_good]
-
-    def _check_numbering(self, lane_sequences: _LaneSequences, lane: int) -> None:
-        """Sequence numbers rise, and each sequence is of one pool. `_check_turns` sees whether any is missing."""
-        numbers, records = lane_sequences.numbers, lane_sequences.records
-        falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
-        names = (f"lane {lane}, sequence {numbers[n]} after {numbers[n - 1]}" for n in falls.tolist())
-        self.discrepancies.add(Discrepancy.numbering, names, len(falls))
-        owners = np.repeat(lane_sequences.pools, np.diff(lane_sequences.edges))
-        mixed = np.unique(records["sequence"][records["pool"] != owners])
-        self.discrepancies.add(
-            Discrepancy.source, (f"lane {lane}, sequence {n}: of several" for n in mixed.tolist()), len(mixed)
-        )
-
-    def _check_cursors(self, lane_sequences: _LaneSequences, lane: int) -> None:
-        """The records up to each checkpoint are those that it has counted and digested."""
-        # Of records that begin in the middle of a run, only those after the first checkpoint can be compared.
-        begins_inside = self.first_sample > 0
-        digest, begin, last_step = 0, 0, 0
-        states = [(step, cursor.lanes[lane]) for step, cursor in self._cursors if lane in cursor.lanes]
-        for step, state in sorted(states, key=lambda pair: pair[1].sequences):
-            if state.sequences > self._ends[lane]:
-                # Of an island whose last steps do not count.
-                continue
-            end = int(np.searchsorted(lane_sequences.numbers, state.sequences))
-            if not (begins_inside and last_step == 0):
-                if lane_sequences.digest(digest, begin, end) != state.digest:
-                    self.discrepancies.add(
-                        Discrepancy.digest, [f"lane {lane}, between steps {last_step} and {step}"], 1
-                    )
-                if not begins_inside and not lane_sequences.counts_agree(end, state):
-                    self.discrepancies.add(
-                        Discrepancy.cursor, [f"lane {lane}, step {step}: sequences or tokens of its sources"], 1
-                    )
-            # Go on from what the checkpoint says, so that later ones do not report the same difference again.
-            digest, begin, last_step = state.digest, end, step
-
-    def _check_pool(self, records: Records, lane: int, pool: int) -> bool:
-        """Check the documents of a lane in one pool; returns whether the lane has finished the pool."""
-        place = self._newest[lane].pools[pool].place if lane in self._newest else None
-        own = records[records["pool"] == pool]
-        check = PoolAudit(own, self._plan, pool, lane, place, begins_inside=self.first_sample > 0)
-        check.check(self.discrepancies)
-        if not check.agrees_with_place:
-            name = f"lane {lane}, {self._plan.pools[pool].name}: the records do not end at {tuple(place or ())}"
-            self.discrepancies.add(Discrepancy.cursor, [name], 1)
-        return check.is_finished
 
     def _check_turns(self, turns: Integers, finished: Mapping[int, Sequence[int]]) -> None:
         """Each sequence is of the pool that the mixture picks among those that its lane has not finished.
@@ -228,34 +188,6 @@ class Audit:
                     np.add.at(times, order.documents(epoch, lane) - pool.first_document, 1)
                 documents = pool.first_document + np.flatnonzero(times != 1)
                 self.discrepancies.add_documents(Discrepancy.unplanned, documents, "")
-
-
-class _LaneSequences:
-    """The records of a lane, grouped by sequence as they were written."""
-
-    def __init__(self, records: Records) -> None:
-        self.records, numbers = records, records["sequence"]
-        inner = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-        self.edges = np.array([0, *inner.tolist(), len(numbers)] if len(numbers) else [0], dtype=np.int64)
-        """Where groups begin, and where the last one ends. Shape [sequences + 1], the others [sequences]."""
-        self.numbers: Integers = numbers[self.edges[:-1]]
-        self.pools: Integers = records["pool"][self.edges[:-1]].astype(np.int64)
-        """Pool of each sequence, that of its first record."""
-        token_ends = np.concatenate([[0], np.cumsum(records["num_tokens"], dtype=np.int64)])
-        self._num_tokens = np.diff(token_ends[self.edges])
-
-    def digest(self, digest: int, begin: int, end: int) -> int:
-        """Digest of sequences `begin` to `end`, chained to `digest`."""
-        for first, stop in pairwise(self.edges[begin : end + 1].tolist()):
-            digest = chain(digest, self.records[first:stop])
-        return digest
-
-    def counts_agree(self, end: int, state: LaneState) -> bool:
-        """Whether the sequences before `end` have as many sequences and tokens by pool as a checkpoint says."""
-        pools, num_pools = self.pools[:end], len(state.pools)
-        sequences = np.bincount(pools, minlength=num_pools).tolist()
-        tokens = np.bincount(pools, weights=self._num_tokens[:end], minlength=num_pools).astype(np.int64).tolist()
-        return list(zip(sequences, tokens, strict=True)) == [(own.sequences, own.tokens) for own in state.pools]
 
 
 def first_sample(ledger: Sequence[Records]) -> int:

@@ -33,6 +33,13 @@ class LedgerSums:
         for pool in np.unique(records["pool"]).tolist():
             self.epochs.setdefault(pool, set()).update(np.unique(records["epoch"][records["pool"] == pool]).tolist())
 
+    def join(self, other: LedgerSums) -> None:
+        """Add the sums of other lanes."""
+        self._documents += other._documents
+        self._tokens += other._tokens
+        for pool, epochs in other.epochs.items():
+            self.epochs.setdefault(pool, set()).update(epochs)
+
     @property
     def tokens(self) -> int:
         """Tokens of all sources."""

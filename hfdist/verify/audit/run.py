@@ -25,6 +25,7 @@ from hfdist.data.order.shares import Shares
 from hfdist.data.stream.ledger import read_records
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError, DataError, printable
+from hfdist.host_cores import usable_cores
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.records import RunFolder
 from hfdist.run.logs import set_up_logging
@@ -33,6 +34,8 @@ from hfdist.topology import Topology
 from hfdist.verify.audit.exactly_once import Audit, first_sample
 
 _SHOWN_CHARACTERS = 80
+_MANY_RECORDS = 2**20
+"""From here on, other processes save more time than their start takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,15 +165,22 @@ def batches_of_steps(ledger: Sequence[Records], global_batch_size: int) -> tuple
     return first_sample(ledger) // global_batch_size, np.unique(np.concatenate(with_target))
 
 
-def prove_once(run: PastRun) -> Iterator[str]:
+def prove_once(run: PastRun, *, processes: int | None = None) -> Iterator[str]:
     """Compare the ledger with the plan; gives lines for a terminal, the verdict last.
 
+    Args:
+        run: to be proved.
+        processes: among which its lanes are dealt; None: as many as cores, 1 for a small ledger.
+
     Raises:
+        ResourceError: one of the processes has died.
         DataError: not every document was read as planned, once all of it is told; or the data have changed.
     """
     shares = run.config.islands.shares
     batch = shares * run.config.train.global_batch_size
     stream = TokenStream(run.corpus, run.tokenizer, run.config.data, global_batch_size=batch)
+    if processes is None:
+        processes = usable_cores() if sum(map(len, run.ledger)) >= _MANY_RECORDS else 1
     audit = Audit(
         run.ledger,
         run.corpus,
@@ -179,7 +189,7 @@ def prove_once(run: PastRun) -> Iterator[str]:
         identity=stream.identity,
         global_batch_size=batch,
         takes_turns=shares == 1,
-    )
+    ).check(processes)
     yield from _summarize(run, audit)
     if audit.passed:
         yield "AUDIT: passed: every document was seen exactly as often as planned"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from functools import cache
 from types import SimpleNamespace
 
@@ -16,8 +18,8 @@ from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import RECORD, Status
 from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder
-from hfdist.errors import ConfigError, DataError
-from hfdist.verify.audit import exactly_once
+from hfdist.errors import ConfigError, DataError, ResourceError
+from hfdist.verify.audit import exactly_once, lane_audit
 from hfdist.verify.audit.discrepancies import Discrepancy
 from hfdist.verify.audit.exactly_once import Audit
 from hfdist.verify.audit.pool_audit import PoolAudit
@@ -73,7 +75,7 @@ class Past:
     def before(start):
         return 0 if start is None else start["samples"] // GLOBAL_BATCH
 
-    def audit(self, ledger=None, cursors=None):
+    def audit(self, ledger=None, cursors=None, processes=1):
         return Audit(
             self.ledger if ledger is None else ledger,
             self.corpus,
@@ -81,7 +83,7 @@ class Past:
             (self.cursors if cursors is None else cursors).items(),
             identity=self.identity,
             global_batch_size=GLOBAL_BATCH,
-        )
+        ).check(processes)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +143,34 @@ def test_a_run_from_anothers_checkpoint_passes_and_is_known(past, packing, tmp_p
     ledger = [records.copy() for records in run.ledger]
     ledger[lane] = ledger[lane][ledger[lane]["sequence"] != ledger[lane]["sequence"][-1] - 3]
     assert not run.audit(ledger).passed
+
+
+def test_several_processes_find_what_one_finds(past):
+    run = past(Packing.concat, "weights")
+    ledger = [records.copy() for records in run.ledger]
+    ledger[LANE], _ = double(ledger[LANE], trained(ledger[LANE], 4))
+    ledger[LANE + 1], _ = remove(ledger[LANE + 1], trained(ledger[LANE + 1], 2))
+    one, three = (run.audit(ledger, processes=processes) for processes in (1, 3))
+    assert {Discrepancy.again, Discrepancy.never, Discrepancy.digest} <= one.discrepancies.counts.keys()
+    assert str(three.discrepancies) == str(one.discrepancies)
+    assert str(three.totals) == str(one.totals)
+    assert three.totals.epochs == one.totals.epochs
+    assert run.audit(processes=3).passed
+
+
+def test_a_process_that_is_killed_ends_the_audit(past, monkeypatch):
+    rank = os.getpid()
+
+    def die(*_, **__):
+        assert os.getpid() != rank
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(lane_audit, "PoolAudit", die)
+    with pytest.raises(ResourceError) as caught:
+        past(Packing.concat, "one").audit(processes=2)
+    assert caught.value.where.startswith("processes: worker ")
+    assert "which audits" in caught.value.where
+    assert caught.value.hint == "more memory, or processes=1"
 
 
 LANE = 5
@@ -364,6 +394,8 @@ class TestCommandLine:
             (["run=RUNS/demo,RUNS/demo"], ["no different runs", "islands"]),
             (["run=RUNS/demo,"], ["no different runs"]),
             (["run=RUNS/demo", "text=full"], ["text is shown of a step only"]),
+            (["run=RUNS/demo", "processes=0"], ["no such value", "processes=2"]),
+            (["run=RUNS/demo", "step=1", "processes=2"], ["read in one process", "without it"]),
             (["run=RUNS/demo", "step=1", "text=ful"], ["no such value", "text=full"]),
         ],
     )

@@ -283,8 +283,10 @@ def test_a_finished_folder_is_left_alone_and_kept_from_others(copied):
     again = write(corpus(), copied)
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("*")} == times
     assert sum(file.rows for file in again.files) == len(all_texts(corpus()))
-    with pytest.raises(ConfigError, match="another corpus"):
+    with pytest.raises(ConfigError, match=r"(?s)another corpus.*the same files, tokenizer and data\.chat"):
         write(corpus()[1:], copied)
+    with pytest.raises(ConfigError, match="another corpus"):
+        write(corpus()[1:], copied, share=(1, 2))
     with pytest.raises(ConfigError, match="another tokenizer"):
         write(corpus(), copied, encoder=train_bpe(texts(), 300))
     assert contents(copied) == before
