@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.order.cursor import Cursor, LaneState
+from hfdist.data.order.cursor import Cursor
+from hfdist.data.order.lane_state import LaneState
 from hfdist.data.order.records import Records, Status, chain
 from hfdist.data.stream.lane import LanePlan
 from hfdist.errors import DataError
