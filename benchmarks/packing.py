@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Status
 from hfdist.data.packing import sequence
 from hfdist.data.packing.sequence import INPUT_IDS, Shape, make_rows

@@ -3,6 +3,7 @@
 from hfdist.checkpoint.async_saver import Saver
 from hfdist.checkpoint.export import export_model
 from hfdist.checkpoint.folder import Keep, find_newest, prune, verify_together
+from hfdist.checkpoint.lanes_file import read_lanes
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state
 from hfdist.checkpoint.read import read_checkpoint, read_state
@@ -16,6 +17,7 @@ __all__ = [
     "find_newest",
     "prune",
     "read_checkpoint",
+    "read_lanes",
     "read_state",
     "restore_random_state",
     "verify",

@@ -213,7 +213,7 @@ def write_json(path: Path, text: str) -> None:
             where=path.name,
             found=f"{len(content):,} bytes",
             allowed=f"{MAX_JSON_BYTES:,} bytes",
-            hint="the checkpoints before it stay; state.json grows with data.lanes times the number of sources",
+            hint="the checkpoints before it stay",
         )
     path.write_bytes(content)
 

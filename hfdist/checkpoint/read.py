@@ -12,6 +12,7 @@ import torch
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.holders import gather_specs
 from hfdist.checkpoint.hub_pieces import hub_pieces
+from hfdist.checkpoint.lanes_file import read_lanes
 from hfdist.checkpoint.manifest import FORMATS, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, OPTIONAL, STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region, list_first
@@ -178,6 +179,7 @@ def check_readable(path: Path) -> Manifest:
     """Read all of a checkpoint but its tensors, as a resume does, and give its manifest."""
     manifest = read_manifest(path)
     _open(path, manifest)
+    read_lanes(path, manifest)
     return manifest
 
 

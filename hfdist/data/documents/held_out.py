@@ -17,7 +17,7 @@ from hfdist.data.cache import cached_array, digest_of
 from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothing
 from hfdist.data.documents.token_reader import Documents, open_token_cache
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import numbers_of
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, Sequence, Shape

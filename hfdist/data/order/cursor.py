@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from numpy.typing import NDArray
+
+from hfdist.data.order.lane_state import Columns, LanesInColumns, LaneState, Place, Progress, to_columns
 from hfdist.data.order.shares import Shares
 from hfdist.errors import CheckpointError
 from hfdist.whole_numbers import whole_number
 
 FORMAT = 3
-"""Raise it when `to_json` changes."""
-
-
-class Place(NamedTuple):
-    """Where the next sequence of a lane begins, in one pool of documents."""
-
-    epoch: int = 0
-    """Passes of this lane over its documents."""
-    position: int = 0
-    """Document, counted in the lane's order of this epoch."""
-    offset: int = 0
-    """Token inside that document; of a window packing: sequence inside the window that begins at `position`."""
-
-
-class Progress(NamedTuple):
-    """How far a lane has come in one pool."""
-
-    place: Place = Place()
-    sequences: int = 0
-    """Sequences given so far."""
-    tokens: int = 0
-    """Tokens in these sequences, without filling."""
-    documents: int = 0
-    """Documents that were begun in these sequences, or passed over before them."""
-
-
-class LaneState(NamedTuple):
-    """How far a lane has come."""
-
-    digest: int
-    """Digest of the records of all sequences so far: see `records.chain`."""
-    pools: tuple[Progress, ...]
-    sequences: int
-    """Sequences given so far, with those without a target that come after the lane's end."""
+"""Raise it when `to_json` changes, and `FORMAT_IN_COLUMNS` with it."""
+FORMAT_IN_COLUMNS = 4
+"""As `FORMAT`, but with the places of the lanes beside it, as columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +30,7 @@ class Cursor:
     num_lanes: int
     samples: int
     """Sequences that the whole run has consumed."""
-    lanes: dict[int, LaneState]
+    lanes: Mapping[int, LaneState]
     next_lane: int
     """Lane that gives the next sequence."""
     shares: Shares | None = None
@@ -66,33 +38,47 @@ class Cursor:
 
     def to_json(self) -> dict[str, object]:
         """Give a value for JSON."""
+        places = [
+            [lane, f"{state.digest:016x}", *([*pool.place, *pool[1:]] for pool in state.pools)]
+            for lane, state in sorted(self.lanes.items())
+        ]
+        return {**self._head(), "format": FORMAT, "places": places}
+
+    def to_columns(self) -> tuple[dict[str, object], dict[str, NDArray[Any]]]:
+        """Give a short value for JSON, and columns for where each lane stands."""
+        return self._head(), to_columns(self.lanes)
+
+    def _head(self) -> dict[str, object]:
+        """All but the places of the lanes."""
         even = {lane: _turns(self.samples, lane, self.num_lanes) for lane in self.lanes}
         counts = {lane: state.sequences for lane, state in self.lanes.items()}
         uneven = {"sequences": [counts[lane] for lane in sorted(counts)], "next": self.next_lane}
         return {
-            "format": FORMAT,
+            "format": FORMAT_IN_COLUMNS,
             "identity": self.identity,
             "contents": self.contents,
             "lanes": self.num_lanes,
             "samples": self.samples,
-            "places": [
-                [lane, f"{state.digest:016x}", *([*pool.place, *pool[1:]] for pool in state.pools)]
-                for lane, state in sorted(self.lanes.items())
-            ],
             # Else they follow from the samples.
             **({} if counts == even and self.shares is None else uneven),
             **({} if self.shares is None else {"shares": self.shares.to_json()}),
         }
 
     @classmethod
-    def from_json(cls, value: Any) -> Cursor:
-        """Read what `to_json` gave; CheckpointError where it has another format or is damaged."""
+    def from_json(cls, value: Any, columns: Columns | None = None) -> Cursor:
+        """Read what `to_json` or, with columns, `to_columns` gave.
+
+        CheckpointError: it has another format or is damaged.
+        """
         try:
-            if (found := value["format"]) != FORMAT:
+            expected = FORMAT if columns is None else FORMAT_IN_COLUMNS
+            if (found := value["format"]) != expected:
                 what = "the data cursor has another format"
-                raise CheckpointError(what, where="cursor.format", found=found, allowed=str(FORMAT))
+                raise CheckpointError(what, where="cursor.format", found=found, allowed=str(expected))
             num_lanes, samples = whole_number(value["lanes"]), whole_number(value["samples"])
-            lanes = [whole_number(lane) for lane, *_ in value["places"]]
+            lanes = (
+                [whole_number(lane) for lane, *_ in value["places"]] if columns is None else columns["lane"].tolist()
+            )
             shares = None if value.get("shares") is None else Shares.from_json(value["shares"])
             next_lane = whole_number(value.get("next", samples % num_lanes))
             # The number first: a foreign one may be too large for a list.
@@ -102,15 +88,13 @@ class Cursor:
             if next_lane >= num_lanes or not has_all:
                 raise ValueError("there are other lanes")
             counts = value.get("sequences") or [_turns(samples, lane, num_lanes) for lane in lanes]
+            counts = [whole_number(count) for count in counts]
             return cls(
                 identity=str(value["identity"]),
                 contents=str(value["contents"]),
                 num_lanes=num_lanes,
                 samples=samples,
-                lanes={
-                    lane: _lane_state(digest, pools, whole_number(count))
-                    for (lane, digest, *pools), count in zip(value["places"], counts, strict=True)
-                },
+                lanes=_lanes(value["places"], counts) if columns is None else LanesInColumns(columns, counts),
                 next_lane=next_lane,
                 shares=shares,
             )
@@ -149,6 +133,12 @@ class Cursor:
 def _turns(samples: int, lane: int, num_lanes: int) -> int:
     """How many of the first samples are of a lane, where all lanes take turns."""
     return (samples - lane + num_lanes - 1) // num_lanes
+
+
+def _lanes(places: Sequence[Any], counts: Sequence[int]) -> dict[int, LaneState]:
+    return {
+        lane: _lane_state(digest, pools, count) for (lane, digest, *pools), count in zip(places, counts, strict=True)
+    }
 
 
 def _lane_state(digest: str, pools: Sequence[Sequence[int]], given: int) -> LaneState:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, Status, make_records
 from hfdist.data.packing.sequence import Integers, Sequence, Shape, after_the_end, filling
 from hfdist.data.sources.document_batch import DocumentBatch, slices

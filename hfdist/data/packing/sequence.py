@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hfdist.config.batch import IGNORED as IGNORED
 from hfdist.config.data import Packing
 from hfdist.data import marks
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, count_new_documents, join, make_records
 from hfdist.errors import CheckpointError
 

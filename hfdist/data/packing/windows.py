@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, Status, count_new_documents, join, make_records
 from hfdist.data.order.shuffle import permutation
 from hfdist.data.packing.sequence import Integers, Sequence, Shape, after_the_end, filling, without_tokens

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hfdist.config.data import Packing, TooLong
 from hfdist.data.documents.corpus import Pool
 from hfdist.data.documents.token_reader import Documents
-from hfdist.data.order.cursor import Place, Progress
+from hfdist.data.order.lane_state import Place, Progress
 from hfdist.data.order.records import Status
 from hfdist.data.order.shuffle import LaneOrder, Mixture
 from hfdist.data.packing import sequence

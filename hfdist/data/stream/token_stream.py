@@ -27,7 +27,8 @@ from hfdist.data.cache import digest_of, write_once
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.first_examples import explain_no_targets
 from hfdist.data.documents.token_reader import Documents, open_token_cache
-from hfdist.data.order.cursor import Cursor, LaneState, Progress
+from hfdist.data.order.cursor import Cursor
+from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
@@ -174,18 +175,21 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._turn = _place(cursor, self.lanes_of_run) // self._data_size
         """Which of this rank's lanes gives the next sequence: its place among them."""
 
-    def load_state_dict(self, state: Mapping[str, object], *, ledger: Path | None = None) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, object], columns: Columns | None = None, *, ledger: Path | None = None
+    ) -> None:
         """Resume after `state`: of this rank, or merged from any number of ranks.
 
         Args:
-            state: see `state_dict`.
+            state: see `state_dict`; with columns, see `Cursor.to_columns`.
+            columns: where the lanes stand, if `state` does not say it.
             ledger: ledger folder of its run, which says what the run's files held; None: this stream's own, if any.
 
         Raises:
             CheckpointError: the cursor is of other data, another tokenizer or other settings.
         """
-        self.check_identity(state, ledger=ledger)
-        cursor = Cursor.from_json(state)
+        self.check_identity(state, columns, ledger=ledger)
+        cursor = Cursor.from_json(state, columns)
         if cursor.identity != self.identity:
             self._begin_anew(cursor)
             return
@@ -233,12 +237,14 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         assert self.shares is not None
         return self.shares.end_of(lane, self._run)
 
-    def check_identity(self, state: Mapping[str, object], *, ledger: Path | None = None) -> None:
+    def check_identity(
+        self, state: Mapping[str, object], columns: Columns | None = None, *, ledger: Path | None = None
+    ) -> None:
         """Refuse the cursor of other data, unless these may be read from their beginning. Changes nothing.
 
         Arguments and errors are those of `load_state_dict`.
         """
-        cursor = Cursor.from_json(state)
+        cursor = Cursor.from_json(state, columns)
         if cursor.identity == self.identity or self.may_begin_anew:
             return
         changes = self.corpus.inventory.changes_since(cursor.contents, self._ledger_folder(ledger))

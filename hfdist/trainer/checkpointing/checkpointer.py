@@ -26,6 +26,7 @@ from hfdist.checkpoint import (
     find_newest,
     prune,
     read_checkpoint,
+    read_lanes,
     read_state,
     restore_random_state,
     verify_together,
@@ -43,7 +44,7 @@ from hfdist.checkpoint.mirror import Uploader
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.whole import check_holds_whole
-from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
+from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.data import Cursor, PoolReport, report
 from hfdist.data.stream.ledger import Ledger
@@ -258,11 +259,14 @@ class Checkpointer:
             progress.log_history = newest_entries(progress.log_history)
             progress.save_to_json(str(folder / TRAINER_STATE))
 
+        # On rank 0 alone, which writes them.
+        at, lanes = (None, None) if cursor is None or rank() != 0 else cursor.to_columns()
         self.saver.save(
             path,
             step=state.global_step,
             pieces=self.pieces(),
-            state=self.progress_state() | self._state(cursor),
+            state=self.progress_state() | self._state(at),
+            lanes=lanes,
             write_files=write_files,
             keep=self._keep(),
             begin_seconds=begin_seconds,
@@ -298,10 +302,10 @@ class Checkpointer:
         uploader = self._options.uploader
         return replace(keep, named=frozenset(named), held=frozenset() if uploader is None else uploader.held)
 
-    def _state(self, cursor: Cursor | None) -> dict[str, object]:
+    def _state(self, cursor: Mapping[str, object] | None) -> dict[str, object]:
         held_out_loss = self.last_held_out_loss()
         return {
-            "cursor": None if cursor is None else cursor.to_json(),
+            "cursor": cursor,
             "config": self._options.run_values,
             # JSON has no NaN, and such a loss is not the best.
             HELD_OUT_LOSS: held_out_loss if held_out_loss is not None and math.isfinite(held_out_loss) else None,
@@ -521,11 +525,13 @@ class Checkpointer:
         if stream is not None:
             # Before the weights: other data may have made another tokenizer, and so a larger model.
             cursor = on_rank_zero(lambda: read_state(path)["cursor"])
-            on_all_ranks(lambda: stream.check_identity(cursor, ledger=ledger))
+            on_all_ranks(lambda: stream.check_identity(cursor, read_lanes(path), ledger=ledger), is_told=False)
         state = self.restore_weights(path)
         self.load_progress(state)
         if stream is not None:
-            on_all_ranks(lambda: stream.load_state_dict(state["cursor"], ledger=ledger))
+            on_all_ranks(
+                lambda: stream.load_state_dict(state["cursor"], read_lanes(path), ledger=ledger), is_told=False
+            )
         restore_random_state(path)
         if path.resolve().parent == self.folder.resolve():
             self._own_names.add(path.resolve().name)

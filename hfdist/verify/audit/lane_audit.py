@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.order.cursor import Cursor, LaneState
+from hfdist.data.order.cursor import Cursor
+from hfdist.data.order.lane_state import LaneState
 from hfdist.data.order.records import Records, Status, chain
 from hfdist.data.stream.lane import LanePlan
 from hfdist.data.stream.worker_deaths import WorkerRegistry

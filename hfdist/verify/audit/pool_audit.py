@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.config.data import Packing, TooLong
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records
 from hfdist.data.stream.lane import LanePlan
 from hfdist.verify.audit.discrepancies import Discrepancies, Discrepancy, Integers

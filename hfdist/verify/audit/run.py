@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.checkpoint import read_state
+from hfdist.checkpoint import read_lanes, read_state
 from hfdist.checkpoint.folder import STEP_NAME
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.config.data import cache_dir
@@ -68,7 +68,7 @@ def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConf
     runs = {folder: config, **(others or {})}
     _check_indices(runs)
     cursors = [
-        (int(match[1]), Cursor.from_json(read_state(path.parent).get("cursor")))
+        (int(match[1]), Cursor.from_json(read_state(path.parent).get("cursor"), read_lanes(path.parent)))
         for one in runs
         for path in sorted(RunFolder(one).checkpoints.glob(f"*/{MANIFEST}"))
         if (match := STEP_NAME.fullmatch(path.parent.name)) is not None

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Status
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.errors import DataError

@@ -14,7 +14,7 @@ import pytest
 from hfdist.config.cli.audit import parse_request
 from hfdist.config.data import BadRows, Packing, TooLong, WeightChange
 from hfdist.data import Cursor, Ledger
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import RECORD, Status
 from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder

@@ -12,7 +12,7 @@ from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind, To
 from hfdist.data import TokenStream, open_corpus
 from hfdist.data.documents.corpus import Pool
 from hfdist.data.documents.token_reader import Documents, open_token_cache
-from hfdist.data.order.cursor import Place, Progress
+from hfdist.data.order.lane_state import Place, Progress
 from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.packing.concat import concat

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Status
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, Shape

@@ -8,7 +8,7 @@ import torch
 
 from hfdist.config.data import ChatConfig, RowFormat
 from hfdist.data import marks
-from hfdist.data.order.cursor import Place
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import make_records
 from hfdist.data.packing.sequence import IGNORED, Sequence
 from hfdist.data.sources.base import BadRow

@@ -9,7 +9,7 @@ import pytest
 
 from hfdist.config.data import BadRows
 from hfdist.data import Cursor, TokenStream
-from hfdist.data.order.cursor import LaneState, Progress
+from hfdist.data.order.lane_state import LaneState, Progress
 from hfdist.data.order.shares import Shares
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError
