@@ -45,6 +45,7 @@ class Layout(Mesh):
             data=None if strategy.data is None else self.data,
             min_data=min(strategy.min_data, self.data),
             **{axis: getattr(self, axis) for axis in ("replicate", *MODEL_AXES)},
+            sequence=False,
             context_method=strategy.context_method if self.context > 1 else ContextMethod.auto,
             schedule=self.schedule if has_pipeline else strategy.schedule,
             stages_per_rank=self.stages_per_rank if has_pipeline and self.schedule is not Schedule.auto else None,

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hfdist.config.islands import IslandMethod, IslandsConfig
+from hfdist.strategies.traffic import StepSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +25,34 @@ class IslandTraffic:
     server_sent_bytes: float
 
 
+def exchanged_elements(sizes: StepSizes, *, pipeline: int, expert: int, is_sharded: bool) -> int:
+    """Count the weights that all ranks of an island exchange together: trained ones, and copies of large ones.
+
+    Small copies are left out: the norms that each tensor rank has.
+
+    Args:
+        sizes: of the whole model.
+        pipeline: `strategy.pipeline`.
+        expert: `strategy.expert`.
+        is_sharded: whether ranks share out the optimizer's state.
+    """
+    trained = round(sizes.parameters * sizes.trained_share)
+    if sizes.trained_share < 1:
+        return trained
+    # Ranks share out only what they hold if they hold all of it alike (see `OwnedPieces`).
+    if pipeline > 1 and sizes.is_tied:
+        trained += sizes.embedding
+    if not is_sharded:
+        trained += (expert - 1) * (sizes.parameters - sizes.experts)
+    return trained
+
+
 def island_traffic(config: IslandsConfig, num_elements: int) -> IslandTraffic | None:
     """Give what islands exchange; None: there are no islands.
 
     Args:
         config: `islands.*`.
-        num_elements: of all trained weights.
+        num_elements: see `exchanged_elements`.
     """
     if not config.is_used:
         return None

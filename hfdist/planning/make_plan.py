@@ -37,7 +37,7 @@ from hfdist.models.trainable import TrainableParameters
 from hfdist.optim.registry import stepped_whole
 from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.schedule import stages_per_rank
-from hfdist.planning.island_traffic import island_traffic
+from hfdist.planning.island_traffic import exchanged_elements, island_traffic
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure
@@ -110,6 +110,12 @@ def make_plan(
         memory = max((trace.peak for trace in traces), key=lambda peak: peak.use.total)
     else:
         parts, memory, sent = StepParts(time=by_formulas.time, ideal={}), by_formulas.memory, by_formulas.traffic
+    exchanged = exchanged_elements(
+        sizes,
+        pipeline=topology.pipeline,
+        expert=topology.expert,
+        is_sharded=strategy.fractions.optimizer < 1,
+    )
     flops = flops_per_token(architecture, size, config.data.sequence_length) * batch.tokens_per_step
     plan = Plan(
         layout=f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}",
@@ -125,7 +131,7 @@ def make_plan(
         adapter=beside,
         mfu=hardware.mfu(flops / parts.time.seconds / processes),
         traffic=sent,
-        islands=island_traffic(config.islands, round(sizes.parameters * sizes.trained_share)),
+        islands=island_traffic(config.islands, exchanged),
         max_steps=None,
         currency=config.cost.currency,
         is_traced=by_formulas is None,
