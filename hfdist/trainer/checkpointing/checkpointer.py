@@ -30,6 +30,7 @@ from hfdist.checkpoint import (
     read_state,
     restore_random_state,
     verify_together,
+    write_lanes,
 )
 from hfdist.checkpoint.async_saver import SaveReport
 from hfdist.checkpoint.folder import (
@@ -258,15 +259,16 @@ class Checkpointer:
                 (folder / name).write_bytes(content)
             progress.log_history = newest_entries(progress.log_history)
             progress.save_to_json(str(folder / TRAINER_STATE))
+            if lanes is not None:
+                write_lanes(folder, lanes)
 
-        # On rank 0 alone, which writes them.
+        # On rank 0 alone, which writes them; now, as training goes on meanwhile.
         at, lanes = (None, None) if cursor is None or rank() != 0 else cursor.to_columns()
         self.saver.save(
             path,
             step=state.global_step,
             pieces=self.pieces(),
             state=self.progress_state() | self._state(at),
-            lanes=lanes,
             write_files=write_files,
             keep=self._keep(),
             begin_seconds=begin_seconds,
