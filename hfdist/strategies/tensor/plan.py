@@ -279,7 +279,7 @@ def apply_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: TensorPlan) -> di
 
 
 def _split_layers(
-    model: PreTrainedModel, group: dist.ProcessGroup, layers: dict[str, str], tokens: TokenShares | None
+    model: PreTrainedModel, group: dist.ProcessGroup, layers: dict[str, str], tokens: TokenShares | None = None
 ) -> dict[str, ParameterShard]:
     modules = dict(model.named_modules())
     # A tied parameter is one here, too, whatever modules have it.
