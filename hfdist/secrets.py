@@ -6,6 +6,9 @@ import re
 
 MASK = "***"
 
+RAW_PASSWORD = r"(?!arn:)[^\s/?#:@\[]+:(?!\d*[/?#])[^\s@\"'<>]{0,200}"
+"""The user and password of an address, where the password has a slash or the like that should be quoted."""
+
 # How tokens of large services begin, and how addresses carry passwords and signatures.
 _SHAPES = {
     "a token of the Hugging Face Hub": r"(?<![A-Za-z0-9])(?:hf|api_org)_(?=\w*[A-Z])(?=\w*[a-z])[A-Za-z0-9]{30,}",
@@ -26,7 +29,7 @@ _SHAPES = {
     r"|\bbearer\s+(?=\S*\d)[\w.~+/-]{16,}=*)",
     "the address of a webhook": r"(?<=hooks\.slack\.com/services/)[\w/]{20,}|(?<=/api/webhooks/)\d+/[\w-]{20,}",
     # Up to the last @ before a path: passwords hold some, too.
-    "a user or password": r"(?<=://)[^\s/?#]+(?=@)",
+    "a user or password": rf"(?<=://)(?:[^\s/?#]+|{RAW_PASSWORD})(?=@)",
     "a signature or password": r"(?i:(?<=[?&])(?:x-(?:amz|goog)-(?:signature|security-token|credential)|awsaccesskeyid"
     r"|key-pair-id|policy|signature|sig|token|access_token|auth|key|api_?key|secret|password)=[^\s&#]*)",
 }
@@ -53,7 +56,7 @@ def kind_of_secret(text: str) -> str | None:
 def names_secret(key: str, value: object) -> bool:
     """Whether a key's last part names a secret, and the value may be one: a vocabulary's tokens, as `<s>`, are not."""
     name = key.rpartition(".")[2]
-    if not re.fullmatch(_NAME, name, re.IGNORECASE) or value is None or isinstance(value, (bool, dict, list)):
+    if not re.fullmatch(_NAME, name, re.IGNORECASE) or value is None or isinstance(value, (bool, dict, list, tuple)):
         return False
     is_of_vocabulary = name.lower().endswith("token") and re.fullmatch(r"<.*>|\[.*\]|[\d.]+", str(value))
     return str(value) not in ("", MASK) and not is_of_vocabulary

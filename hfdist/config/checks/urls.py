@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 
 from hfdist.errors import ConfigError
-from hfdist.secrets import MASK, kind_of_secret, mask_secrets, names_secret
+from hfdist.secrets import MASK, RAW_PASSWORD, kind_of_secret, mask_secrets, names_secret
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "hf", "memory")
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -29,6 +30,8 @@ def redact(address: str) -> str:
     scheme, separator, rest = address.partition("://")
     if not separator:
         return address
+    raw = re.match(f"{RAW_PASSWORD}@", rest)
+    rest = rest if raw is None else rest[raw.end() :]
     authority, slash, path = without_query(rest).partition("/")
     return scheme + separator + authority.rpartition("@")[2] + slash + path
 

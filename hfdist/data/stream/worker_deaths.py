@@ -1,4 +1,4 @@
-"""The message when a process that reads data ahead has died.
+"""The message when a process that reads data for this one has died.
 
 torch's handler of SIGCHLD reports it: it raises a RuntimeError wherever the rank is at that moment.
 """

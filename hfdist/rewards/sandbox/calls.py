@@ -77,11 +77,16 @@ def serve(read: BinaryIO, write: BinaryIO, functions: Mapping[str, Callable[...,
             given = functions[message["call"]](*_decode(message["arguments"]), **_decode(message["named"]))
             reply = {"value": _encode(given)}
         except BaseException as error:  # whatever the program raises
-            # The text of a KeyError is its key in quotes, which the KeyError of the tests would put in quotes again.
-            text = error.args[0] if type(error) is KeyError and [str] == [*map(type, error.args)] else str(error)
-            reply = {"error": [kind.__name__ for kind in type(error).__mro__], "text": text}
+            reply = {"error": [kind.__name__ for kind in type(error).__mro__], "text": _text(error)}
         write.write(_line(reply))
         write.flush()
+
+
+def _text(error: BaseException) -> str:
+    """Give what the nearest builtin exception takes to have the text of this one."""
+    # That of a KeyError is its key in quotes, which the KeyError of the tests would put in quotes again.
+    is_quoted = type(error).__str__ is KeyError.__str__ and [*map(type, error.args)] == [str]
+    return error.args[0] if is_quoted else str(error)
 
 
 def _line(message: Mapping[str, object]) -> bytes:

@@ -72,22 +72,10 @@ Exit codes: 0 it has ended, 1 all trials have failed, 75 it was told to stop, 2 
 
 def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher]:
     """Read the command line, and check all that a trial will be; ConfigError: the first mistake."""
-    line = read_line(arguments, GROUP, SECTION.keys, (GROUP, CLUSTER))
-    of_cluster = [text for text in line.overrides if text.startswith(f"{CLUSTER}.")]
-    line = replace(line, overrides=[text for text in line.overrides if text not in of_cluster])
-    if (launched := read_launcher().world_size) > 1:
-        what, hint = "a sweep starts the processes of its trials itself", "launch.processes=2, without a launcher"
-        raise ConfigError(what, where="the launcher", found=f"{launched} processes", hint=hint)
-    refuse_words_of_others(arguments)
+    line, of_cluster = _read_words(arguments)
     own = None if line.config_dir is None else expand_user(line.config_dir)
-    config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
     fixed = [text for text in line.overrides if not is_sweep(text)]
-    dimensions = _read_dimensions(line.overrides, fixed, config)
-    is_own = GROUP in line.own or any(text.startswith("sweep.sampler=") for text in line.of_group)
-    if not is_own and all(one.choices for one in dimensions):
-        # Where all values are listed, each combination is tried once.
-        config = compose_sweep("grid", line.of_group, own)
-    space = Space(dimensions)
+    config, space = _read_search(line, fixed, own)
     trial_line = replace(line, overrides=fixed)
     folder = trial_line.compose().run.folder.path
     if RunFolder(folder).record.exists():
@@ -103,6 +91,27 @@ def parse_sweep(arguments: Sequence[str]) -> tuple[LineAboutRun, Sweep, Launcher
     cluster = find_cluster(config, line, of_cluster, own)
     _check_trials(sweep, cluster, is_offline=line.is_offline)
     return line, sweep, _make_launcher(sweep, cluster, arguments)
+
+
+def _read_words(arguments: Sequence[str]) -> tuple[LineAboutRun, list[str]]:
+    """Give the line about the run, and the overrides of `cluster.*`, which it has no more."""
+    line = read_line(arguments, GROUP, SECTION.keys, (GROUP, CLUSTER))
+    of_cluster = [text for text in line.overrides if text.startswith(f"{CLUSTER}.")]
+    if (launched := read_launcher().world_size) > 1:
+        what, hint = "a sweep starts the processes of its trials itself", "launch.processes=2, without a launcher"
+        raise ConfigError(what, where="the launcher", found=f"{launched} processes", hint=hint)
+    refuse_words_of_others(arguments)
+    return replace(line, overrides=[text for text in line.overrides if text not in of_cluster]), of_cluster
+
+
+def _read_search(line: LineAboutRun, fixed: Sequence[str], own: Path | None) -> tuple[SweepConfig, Space]:
+    """Give what varies, and how it is searched: where all values are listed, each combination is tried once."""
+    config = compose_sweep(line.own.get(GROUP, _PRESET), line.of_group, own)
+    dimensions = _read_dimensions(line.overrides, fixed, config)
+    is_own = GROUP in line.own or any(text.startswith("sweep.sampler=") for text in line.of_group)
+    if not is_own and all(one.choices for one in dimensions):
+        config = compose_sweep("grid", line.of_group, own)
+    return config, Space(dimensions)
 
 
 def _read_dimensions(overrides: Sequence[str], fixed: Sequence[str], config: SweepConfig) -> list[Dimension]:
@@ -164,12 +173,20 @@ def _sweep(arguments: list[str]) -> None:
     line, sweep, launcher = parse_sweep(arguments)
     if line.is_offline:
         go_offline()
-    config = sweep.config
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(sweep.folder)
-    keep_settings(sweep)
-    controller, has_ended = _run(sweep, launcher)
-    trials = controller.log.trials
+    with ExitStack() as held:
+        held.callback(RunLock(sweep.folder).release)
+        keep_settings(sweep)
+        controller, has_ended = _run(sweep, launcher)
+        _tell_results(sweep, controller.log.trials)
+    if not has_ended:
+        raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
+    check_some_have_ended(sweep.folder, controller.log.trials)
+
+
+def _tell_results(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Print the table, what mattered and the best trial, and write them into the sweep's folder."""
+    config = sweep.config
     print_at_once(format_table(sweep, trials))
     if config.sampler is not Sampler.grid:
         write_study(config, sweep.space, trials, sweep.folder / STUDY)
@@ -184,10 +201,6 @@ def _sweep(arguments: list[str]) -> None:
         notes = [*find_notes(sweep, trials, best)]
         keep_notes(sweep, notes)
         print_at_once(describe_end(sweep, trials, line_of_best, again, notes))
-    lock.release()
-    if not has_ended:
-        raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
-    check_some_have_ended(sweep.folder, trials)
 
 
 def check_some_have_ended(folder: Path, trials: Sequence[Trial]) -> None:

@@ -64,9 +64,11 @@ class LaneAudits:
             ResourceError: a process has died.
         """
         workers = min(processes, len(self.ledger)) if processes > 1 else 0
-        vitals = WorkerRegistry(workers, lambda _: "which audits", key="processes", hint="more memory, or processes=1")
+        registry = WorkerRegistry(
+            workers, lambda _: "which audits", key="processes", hint="more memory, or processes=1"
+        )
         loader = DataLoader(
-            _Lanes(self, vitals),
+            _Lanes(self, registry),
             batch_size=None,
             num_workers=workers,
             collate_fn=keep_arrays,
@@ -74,7 +76,7 @@ class LaneAudits:
         )
         found = iter(loader)
         try:
-            with vitals.explain_deaths():
+            with registry.explain_deaths():
                 for findings in found:
                     if isinstance(findings, HfdistError):
                         raise findings
@@ -87,15 +89,15 @@ class LaneAudits:
 class _Lanes(Dataset[object]):
     """Compares each lane in the process that asks for it. Errors are values: torch would wrap them."""
 
-    def __init__(self, audits: LaneAudits, vitals: WorkerRegistry) -> None:
-        self._audits, self._vitals = audits, vitals
+    def __init__(self, audits: LaneAudits, registry: WorkerRegistry) -> None:
+        self._audits, self._registry = audits, registry
 
     def __len__(self) -> int:
         return len(self._audits.ledger)
 
     def __getitem__(self, lane: int) -> LaneFindings | HfdistError:
         if (info := get_worker_info()) is not None:
-            self._vitals.note(info.id)
+            self._registry.note(info.id)
         try:
             return _LaneAudit(self._audits, lane).check()
         except HfdistError as error:

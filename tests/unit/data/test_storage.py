@@ -293,3 +293,5 @@ class TestAddresses:
             find(f"{web.url}/a.txt?reader=hidden", cache)
         assert "hidden" not in str(caught.value) + caplog.text
         assert redact("https://u:p@h/a@b.txt?c#d") == "https://h/a@b.txt"
+        assert redact("https://u:p/1?2@h/a@b.txt") == "https://h/a@b.txt"
+        assert redact("https://h:80/a@b.txt") == "https://h:80/a@b.txt"

@@ -53,7 +53,8 @@ PROGRAM = """
     def same(*values, **named): return values, named
     def flip(pair): return Pair(*reversed(Pair(*pair)))
     def double(x): return Point(2 * x).x
-    def fail(): raise KeyError("key")
+    class Missing(KeyError): pass
+    def fail(): raise Missing("key")
     print(input if __name__ == "__main__" else "loaded")
 """
 REFERENCE = """

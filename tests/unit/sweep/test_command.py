@@ -7,10 +7,12 @@ import pytest
 
 from hfdist.config.sweep import SECTION, LauncherName, Sampler
 from hfdist.errors import ConfigError, HfdistError
+from hfdist.records import RunFolder
 from hfdist.records.trials import SETTINGS, Trial
 from hfdist.tools.jobs.cluster import compose_cluster
 from hfdist.tools.jobs.ray import write_ray
 from hfdist.tools.jobs.slurm import write_slurm
+from hfdist.tools.sweep import command
 from hfdist.tools.sweep.command import STUDY, _make_launcher, check_some_have_ended, parse_sweep
 from hfdist.tools.sweep.folder import keep_settings
 from tests.unit.jobs.jobs import run_script, shell_of
@@ -171,3 +173,14 @@ def test_distributions_of_other_tools_are_answered_with_ours(tmp_path, given, hi
         parse_sweep([f"run.dir={tmp_path}/run", *RUN, given])
     assert caught.value.hint == f"'{hint}'"
     parse_sweep([f"run.dir={tmp_path}/run", *RUN, "sweep=random", hint])
+
+
+def test_a_sweep_that_fails_leaves_its_folder_to_others(tmp_path, monkeypatch):
+    def fail(*_):
+        assert RunFolder(tmp_path).lock.read_text()
+        raise HfdistError("a failure")
+
+    monkeypatch.setattr(command, "_run", fail)
+    with pytest.raises(HfdistError, match="a failure"):
+        command._sweep([f"run.dir={tmp_path}", *RUN, LR])
+    assert RunFolder(tmp_path).lock.read_text() == ""
