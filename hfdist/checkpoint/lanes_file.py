@@ -34,7 +34,7 @@ def write_lanes(folder: Path, columns: Mapping[str, NDArray[Any]]) -> None:
             hint="the checkpoints before it stay; the file grows with data.lanes times the number of sources",
         )
     (folder / LANES_FILE).parent.mkdir(exist_ok=True)
-    # The library's own way to a file hides that the disk is full.
+    # Not the library's own writing to a file: that hides it from others, and a full disk is no OSError there.
     (folder / LANES_FILE).write_bytes(save(dict(columns)))
 
 

@@ -1,6 +1,7 @@
 """Where the lanes stand: columns that are read as they were written, the JSON of older checkpoints, damaged files."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -37,6 +38,17 @@ def test_places_are_read_as_they_were_written(tmp_path):
     assert (found.samples, found.next_lane, found.num_lanes) == (6, 2, 4)
 
 
+def test_a_file_is_written_as_the_others_are(tmp_path):
+    write_lanes(tmp_path, cursor().to_columns()[1])
+    (other := tmp_path / "other").write_bytes(b"")
+    # Readable for those who may read the rest.
+    assert (tmp_path / LANES_FILE).stat().st_mode == other.stat().st_mode
+    (tmp_path / LANES_FILE).unlink()
+    (tmp_path / LANES_FILE).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_lanes(tmp_path, cursor().to_columns()[1])
+
+
 def test_an_older_checkpoint_has_its_places_in_json(tmp_path):
     assert read_lanes(tmp_path, Manifest(step=1, files={}, parts=[])) is None
     assert Cursor.from_json(json.loads(json.dumps(cursor().to_json())), None) == cursor()
@@ -57,6 +69,17 @@ def test_a_full_disk_is_told_as_one(tmp_path):
     (tmp_path / LANES_FILE).symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_lanes(tmp_path, cursor().to_columns()[1])
+
+
+def test_a_long_column_takes_no_memory_beside_its_own():
+    columns = {**cursor().to_columns()[1], "lane": np.zeros(2**20, dtype=np.uint8)}
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="damaged"):
+            Cursor.from_json(cursor().to_columns()[0], columns)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("damage", ["header", "cut", "type"])
