@@ -1,17 +1,25 @@
 """Where the lanes stand: columns that are read as they were written, the JSON of older checkpoints, damaged files."""
 
+import hashlib
 import json
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from hfdist.checkpoint import read_state
 from hfdist.checkpoint.lanes_file import LANES_FILE, read_lanes, write_lanes
 from hfdist.checkpoint.manifest import DamagedError, Manifest
 from hfdist.data import Cursor
 from hfdist.data.order.lane_state import LaneState, Place, Progress
 from hfdist.errors import CheckpointError
+from tests.unit.data.streams import Run, memory_config, memory_corpus
+from tests.unit.data.test_golden_stream import text, tokenizer
+
+OF_THREE_RANKS = Path(__file__).with_name("lanes_in_state") / "step-00000003"
+"""Of hfdist before there was the file: in the middle of the data of the test below."""
 
 
 def cursor():
@@ -52,6 +60,21 @@ def test_a_file_is_written_as_the_others_are(tmp_path):
 def test_an_older_checkpoint_has_its_places_in_json(tmp_path):
     assert read_lanes(tmp_path, Manifest(step=1, files={}, parts=[])) is None
     assert Cursor.from_json(json.loads(json.dumps(cursor().to_json())), None) == cursor()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_run_of_other_ranks_goes_on_from_an_older_checkpoint_and_from_a_new_one(num_ranks, tmp_path):
+    config = memory_config(tmp_path / "cache", weights={"a": 2.0, "b": 1.0})
+    corpus = memory_corpus(config, a=[text(n) for n in range(90)], b=[text(n) for n in range(7, 60)])
+    own = Run(corpus, config, 1, encoder=tokenizer()).state()
+    # A library may give a corpus another name, and not another order.
+    state = read_state(OF_THREE_RANKS)["cursor"] | {name: own[name] for name in ("identity", "contents")}
+    head, columns = Cursor.from_json(state).to_columns()
+    write_lanes(tmp_path, columns)
+    for at, places in ((state, read_lanes(OF_THREE_RANKS)), (head, read(tmp_path))):
+        run = Run(corpus, config, num_ranks, at, columns=places, encoder=tokenizer())
+        given = [run.step()["input_ids"].numpy().tobytes() for _ in range(2)]
+        assert hashlib.blake2b(b"".join(given), digest_size=8).hexdigest() == "a084a902b0ff0206"
 
 
 def test_a_head_without_its_columns_is_refused():
