@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from hfdist.checkpoint.manifest import DamagedError, Manifest, inside, read_manifest
 from hfdist.checkpoint.save_plan import TRAINING_STATE
@@ -34,8 +34,7 @@ def write_lanes(folder: Path, columns: Mapping[str, NDArray[Any]]) -> None:
             hint="the checkpoints before it stay; the file grows with data.lanes times the number of sources",
         )
     (folder / LANES_FILE).parent.mkdir(exist_ok=True)
-    # The library's own way to a file hides that the disk is full.
-    (folder / LANES_FILE).write_bytes(save(dict(columns)))
+    save_file(dict(columns), folder / LANES_FILE)
 
 
 def read_lanes(path: Path, manifest: Manifest | None = None) -> dict[str, NDArray[Any]] | None:
