@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hfdist.config.strategy import Schedule
-from hfdist.pipeline.instructions import Instruction, Operation, computations
+from hfdist.pipeline.instructions import Operation, computations
 from hfdist.pipeline.schedule import rank_of_stage
 
 
@@ -64,24 +64,23 @@ def simulate(
     done: dict[tuple[bool, int, int], float] = {}
     last = len(ranks) - 1
 
-    def ready_at(one: Instruction, rank: int) -> float | None:
-        """Give when its input is there; None: it is not computed yet."""
-        source = one.stage - 1 if one.operation is Operation.forward else one.stage + 1
-        if one.operation is Operation.backward_weight or not 0 <= source <= last:
-            return 0.0
-        ready = done.get((one.operation is Operation.forward, source, one.microbatch))
-        return None if ready is None else ready + (message_seconds if ranks[source] != rank else 0.0)
-
     while any(one is not None for one in waiting):
         moved = False
         for rank, one in enumerate(waiting):
-            while one is not None and (ready := ready_at(one, rank)) is not None:
+            while one is not None:
+                is_forward, is_told = one.operation is Operation.forward, one.operation is not Operation.backward_weight
+                step = 1 if is_forward else -1
+                source, target = one.stage - step, one.stage + step
+                begin = free[rank]
+                if is_told and 0 <= source <= last:
+                    ready = done.get((is_forward, source, one.microbatch))
+                    if ready is None:
+                        break
+                    begin = max(begin, ready + (message_seconds if ranks[source] != rank else 0.0))
                 lasts = of_stage[one.stage].of(one.operation, is_first=one.stage == 0, splits_backward=splits_backward)
-                free[rank] = max(free[rank], ready) + lasts
-                if one.operation is not Operation.backward_weight:
-                    is_forward = one.operation is Operation.forward
+                free[rank] = begin + lasts
+                if is_told:
                     done[is_forward, one.stage, one.microbatch] = free[rank]
-                    target = one.stage + 1 if is_forward else one.stage - 1
                     if sender_waits and 0 <= target <= last and ranks[target] != rank:
                         free[rank] += message_seconds
                 one, moved = next(left[rank], None), True
