@@ -68,23 +68,21 @@ def simulate(
         moved = False
         for rank, one in enumerate(waiting):
             while one is not None:
-                is_forward = one.operation is Operation.forward
-                source = one.stage - 1 if is_forward else one.stage + 1
-                lasts = of_stage[one.stage].of(one.operation, is_first=one.stage == 0, splits_backward=splits_backward)
+                is_forward, is_told = one.operation is Operation.forward, one.operation is not Operation.backward_weight
+                step = 1 if is_forward else -1
+                source, target = one.stage - step, one.stage + step
                 begin = free[rank]
-                if one.operation is not Operation.backward_weight:
-                    if 0 <= source <= last:
-                        ready = done.get((is_forward, source, one.microbatch))
-                        if ready is None:
-                            break
-                        begin = max(begin, ready + (message_seconds if ranks[source] != rank else 0.0))
-                    free[rank] = begin + lasts
+                if is_told and 0 <= source <= last:
+                    ready = done.get((is_forward, source, one.microbatch))
+                    if ready is None:
+                        break
+                    begin = max(begin, ready + (message_seconds if ranks[source] != rank else 0.0))
+                lasts = of_stage[one.stage].of(one.operation, is_first=one.stage == 0, splits_backward=splits_backward)
+                free[rank] = begin + lasts
+                if is_told:
                     done[is_forward, one.stage, one.microbatch] = free[rank]
-                    target = one.stage + 1 if is_forward else one.stage - 1
                     if sender_waits and 0 <= target <= last and ranks[target] != rank:
                         free[rank] += message_seconds
-                else:
-                    free[rank] = begin + lasts
                 one, moved = next(left[rank], None), True
             waiting[rank] = one
         if not moved:

@@ -28,8 +28,8 @@ from hfdist.tools.sweep.sweep import Sweep, total_tokens
 
 _AIM = "aim.json"
 """File in the folder of a trial: the rung to whose end it was started last, and its number of starts before."""
-_SIGNALS = 128
-"""Exit codes above this one are those of a shell for a process that a signal has ended."""
+_SIGNALS = range(129, 129 + 64)
+"""Exit codes of a shell for a process that a signal has ended; 255 is that of a program that gives up."""
 _MOST_KILLS = 3
 """Number of kills on the way to one rung after which a trial has failed."""
 
@@ -214,7 +214,7 @@ class Controller:
         elif record is not None and record.state is State.failed and not _was_killed(record):
             self.log.fail(trial, record.error or f"exit code {record.exit_code}")
             self._say(f"{name} has failed: {record.error}; {folder / LOG}")
-        elif record is None and exit_code is not None and 0 < exit_code <= _SIGNALS:
+        elif record is None and (exit_code or 0) > 0 and exit_code not in _SIGNALS:
             self.log.fail(trial, f"exit code {exit_code} before the run had begun")
             self._say(f"{name} has failed before it had begun, with {exit_code}: {folder / LOG}")
         else:
@@ -231,7 +231,7 @@ class Controller:
 
 def _was_killed(record: RunRecord) -> bool:
     """Whether the run was ended from outside: a rank was lost, or a signal came before it could save."""
-    return record.exit_code == PeerError.exit_code or (record.exit_code or 0) > _SIGNALS
+    return record.exit_code == PeerError.exit_code or record.exit_code in _SIGNALS
 
 
 def last_value(folder: Path, metric: str) -> float | None:

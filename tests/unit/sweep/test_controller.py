@@ -369,13 +369,21 @@ def test_a_trial_that_cannot_begin_is_no_result_of_its_earlier_rung(tmp_path):
     assert [len(trial.results) for trial in book.trials] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(137)"], ids=["itself", "below a shell"])
-def test_a_trial_that_is_killed_again_and_again_is_given_up(tmp_path, end):
+@pytest.mark.parametrize(
+    ("end", "failure"),
+    [
+        ("os.kill(os.getpid(), 9)", "it was killed 3 times"),
+        ("sys.exit(137)", "it was killed 3 times"),
+        ("sys.exit(255)", "exit code 255 before the run had begun"),
+    ],
+    ids=["itself", "below a shell", "by no signal"],
+)
+def test_a_trial_that_is_killed_again_and_again_is_given_up(tmp_path, end, failure):
     sweep = make_sweep(tmp_path / "sweep", "random", "trials=1")
     sweep.folder.mkdir()
     launcher = LocalLauncher([sys.executable, "-c", f"import os, sys; {end}"])
     book = finish(sweep, tmp_path / "lines", launcher)
-    assert [trial.failure for trial in book.trials] == ["it was killed 3 times"]
+    assert [trial.failure for trial in book.trials] == [failure]
 
 
 def test_a_terminal_shows_the_trials_that_run_and_how_long_still(tmp_path, monkeypatch):
