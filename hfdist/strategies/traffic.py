@@ -264,20 +264,23 @@ class Axes:
     def _tensor(self) -> Iterator[Sent]:
         sizes, of_plan, tokens = self.sizes, self.sizes.tensor, self.tokens * self.stages_share
         add, calls = self._on_tensor, of_plan.calls * self.batch.num_microbatches * self.stages_share
+        num_sums = calls * (sizes.forwards + 1)
         written, read = of_plan.summed * sizes.compute_bytes, of_plan.summed_backward * sizes.weight_bytes
         summed = 0.0
         if self.config.sequence:
             # A module's input is gathered, of its sum a rank keeps its tokens; gradients go the other way. The last
             # block's output is gathered, too, and so is the gradient by the first one's input.
             ends = 2 * sizes.hidden * sizes.weight_bytes
-            yield from add(ALL_GATHER, tokens * (read * sizes.forwards + written + ends), calls * (sizes.forwards + 1))
-            yield from add(REDUCE_SCATTER, tokens * (written * sizes.forwards + read), calls * (sizes.forwards + 1))
+            yield from add(ALL_GATHER, tokens * (read * sizes.forwards + written + ends), num_sums)
+            yield from add(REDUCE_SCATTER, tokens * (written * sizes.forwards + read), num_sums)
+            # What is looked up, and the gradient by the last states.
+            num_sums = 2 * self.batch.num_microbatches
         else:
             summed = tokens * (written * sizes.forwards + read)
         if of_plan.embedded:
             # What is looked up; of the loss in chunks the gradient by the last states, and four numbers for each row.
             summed += tokens * (2 * of_plan.embedded + 4) * sizes.weight_bytes
-        yield from add(ALL_REDUCE, summed, calls * (sizes.forwards + 1))
+        yield from add(ALL_REDUCE, summed, num_sums)
         yield from add(ALL_GATHER, tokens * of_plan.gathered * sizes.compute_bytes * sizes.forwards, calls)
         # Of what is whole on each rank: the gradients, or FSDP2's shards of them.
         whole = (sizes.parameters - of_plan.divided - sizes.experts) * self.stages_share * sizes.trained_share

@@ -11,6 +11,7 @@ from hfdist.config.strategy import Sharding
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.planning import make_plan
 from hfdist.planning.timing.traffic import step_sizes, traffic
+from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hfdist.strategies.traffic import Phase, cut_elements
 from tests.unit.planning.layouts import make_layout
 
@@ -69,6 +70,18 @@ def test_what_blocks_exchange_is_exchanged_again_where_they_are_computed_again(l
         once = by_axis(llama, layout(2, **keys))[0][axis]
         again = by_axis(llama, layout(2, **keys), gradient_checkpointing=True)[0][axis]
         assert 1.3 < again / once < 1.55
+
+
+def test_each_sum_of_shared_tokens_is_waited_for_as_two_halves(llama):
+    whole, shared = (
+        {kind: sum(one.calls for one in sent if one.kind == kind) for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)}
+        for _, sent in (by_axis(llama, layout(2, tensor=2, sequence=is_shared)) for is_shared in (False, True))
+    )
+    # One is that of the gradients of norms.
+    sums = 1 + 2 * 2 * FIELDS["num_hidden_layers"] * 2
+    assert whole == {ALL_REDUCE: sums, ALL_GATHER: 0, REDUCE_SCATTER: 0}
+    assert shared[ALL_GATHER] == shared[REDUCE_SCATTER] == sums - 1
+    assert shared[ALL_REDUCE] < sums / 2
 
 
 def test_lora_sends_no_gradients_of_what_is_frozen(llama):
