@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from hfdist.checkpoint import read_checkpoint
+from hfdist.checkpoint import read_checkpoint, read_lanes, write_lanes
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
@@ -205,6 +205,8 @@ def _change(checkpoint: Path, folder: Path, change: Change, add_files: Callable[
         for file in checkpoint.glob("*.json"):
             if file.name != MANIFEST:
                 (path / file.name).write_bytes(file.read_bytes())
+        if (lanes := read_lanes(checkpoint)) is not None:
+            write_lanes(path, lanes)
         add_files(path)
 
     step = int(checkpoint.name.removeprefix("step-"))

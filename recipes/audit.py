@@ -1,4 +1,4 @@
-"""Prove that a run read every document exactly as often as planned, or show what a step was made of. One process.
+"""Prove that a run read every document exactly as often as planned, or show what a step was made of. No launcher.
 
 python recipes/audit.py run=runs/demo
 python recipes/audit.py run=runs/demo step=120 text=full

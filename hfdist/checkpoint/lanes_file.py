@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from hfdist.checkpoint.manifest import DamagedError, Manifest, inside, read_manifest
 from hfdist.checkpoint.save_plan import TRAINING_STATE
@@ -34,7 +34,8 @@ def write_lanes(folder: Path, columns: Mapping[str, NDArray[Any]]) -> None:
             hint="the checkpoints before it stay; the file grows with data.lanes times the number of sources",
         )
     (folder / LANES_FILE).parent.mkdir(exist_ok=True)
-    save_file(dict(columns), folder / LANES_FILE)
+    # Not the library's own writing to a file: that hides it from others, and a full disk is no OSError there.
+    (folder / LANES_FILE).write_bytes(save(dict(columns)))
 
 
 def read_lanes(path: Path, manifest: Manifest | None = None) -> dict[str, NDArray[Any]] | None:

@@ -114,6 +114,9 @@ def refusals_of_a_trainer(folder):
     model = make_model()
     model.add_adapter(LoraConfig(target_modules="all-linear", use_dora=True))
     attempt("adapter", lambda: make_strategy().build(model))
+    lora = make_model()
+    lora.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    attempt("adapter, tokens shared", lambda: make_strategy(sequence=True).build(lora))
     return found
 
 
@@ -122,6 +125,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         assert "gathers logits of all ranks" in found["metrics"]
         assert "only a model of transformers" in found["wrapper"]
         assert "this adapter cannot be divided" in found["adapter"]
+        assert "share no tokens beside an adapter" in found["adapter, tokens shared"]
 
 
 def drawn_apart(layout):

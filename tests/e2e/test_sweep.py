@@ -34,7 +34,7 @@ def train_again(folder, said):
     (again,) = [line for line in said.splitlines() if line.endswith("# trains the best one again")]
     words = shlex.split(again.removeprefix("  hfdist "), comments=True)
     replay = hfdist(folder, *words)
-    _, problem = replay.communicate(timeout=60)
+    _, problem = replay.communicate(timeout=120)
     assert replay.returncode == 0, problem
     return (folder / words[-1]).parent / "best"
 
@@ -52,7 +52,7 @@ def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
         assert sweep.poll() is None, sweep.communicate()
         time.sleep(0.1)
     second = hfdist(tmp_path, *command)
-    _, problem = second.communicate(timeout=60)
+    _, problem = second.communicate(timeout=120)
     assert second.returncode == 2
     assert "run.lock" in problem or "another run" in problem
     said, problem = sweep.communicate(timeout=120)
@@ -75,7 +75,7 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_after_a_stop(tmp_path):
         assert sweep.poll() is None, sweep.communicate()
         time.sleep(0.1)
     sweep.send_signal(signal.SIGTERM)
-    _, problem = sweep.communicate(timeout=60)
+    _, problem = sweep.communicate(timeout=120)
     assert sweep.returncode == 75, problem
     sweep = hfdist(tmp_path, *command)
     said, problem = sweep.communicate(timeout=120)

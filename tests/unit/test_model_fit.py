@@ -33,6 +33,15 @@ def test_what_does_not_divide_is_found_on_the_shape_alone(processes, override, w
     assert caught.value.where == where
 
 
+def test_a_refusal_of_shared_tokens_says_how_to_go_on_with_tensor_ranks():
+    words = ["model=tiny", *SMALL, "data.lanes=42", "strategy.tensor=3"]
+    with pytest.raises(ConfigError) as caught:
+        # Which does not divide the heads.
+        check_model_fits(compose_config([*words, "strategy.sequence=true"]), 3)
+    assert (caught.value.where, caught.value.hint) == ("strategy.sequence", "strategy.sequence=false")
+    check_model_fits(compose_config([*words, caught.value.hint]), 3)
+
+
 def test_a_layout_that_divides_passes_and_a_model_of_the_hub_is_left_to_the_ranks():
     check_model_fits(compose_config(["model=tiny", "strategy.pipeline=2"]), 2)
     check_model_fits(compose_config(["model=hub", "model.name=owner/model", "strategy.pipeline=2"]), 2)

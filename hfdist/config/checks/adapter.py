@@ -1,4 +1,4 @@
-"""Checks `adapter.*`, and what goes with quantized weights."""
+"""Checks `adapter.*`, and the layouts that adapters and quantized weights go with."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ _TARGETS = ("targets", "target_pattern", "target_parts")
 
 
 def check_adapter(config: RunConfig) -> None:
-    """Raise a ConfigError on keys without an adapter, and on layouts that quantized weights do not go with."""
+    """Raise a ConfigError on keys without an adapter, and on layouts that it or quantized weights do not go with."""
     adapter = config.adapter
     if not adapter.is_used:
         _check_defaults(config, ("path", "merge"), "without an adapter this key has no meaning")
     elif adapter.path is not None:
         _check_defaults(config, ("path", "merge", "quantization"), "a saved adapter has its own value of this key")
     _check_targets(config)
+    if adapter.is_used and config.strategy.sequence:
+        key = "type" if adapter.path is None else "path"
+        what = "tensor ranks share no tokens beside an adapter in this version"
+        hint = "strategy.sequence=false"
+        raise conflict(config, f"strategy.sequence adapter.{key}", what, allowed="false", hint=hint)
     if adapter.target_parts is not None:
         _check_parts(config, adapter.target_parts)
     if adapter.quantization is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.order.lane_state import Columns, LanesInColumns, LaneState, Place, Progress, to_columns
+from hfdist.data.order.lane_state import Columns, LanesInColumns, LaneState, Place, Progress, check_columns, to_columns
 from hfdist.data.order.shares import Shares
 from hfdist.errors import CheckpointError
 from hfdist.whole_numbers import whole_number
@@ -76,9 +77,6 @@ class Cursor:
                 what = "the data cursor has another format"
                 raise CheckpointError(what, where="cursor.format", found=found, allowed=str(expected))
             num_lanes, samples = whole_number(value["lanes"]), whole_number(value["samples"])
-            lanes = (
-                [whole_number(lane) for lane, *_ in value["places"]] if columns is None else columns["lane"].tolist()
-            )
             shares = None if value.get("shares") is None else Shares.from_json(value["shares"])
             next_lane = whole_number(value.get("next", samples % num_lanes))
             # The number first: a foreign one may be too large for a list.
@@ -87,14 +85,20 @@ class Cursor:
             )
             if next_lane >= num_lanes or not has_all:
                 raise ValueError("there are other lanes")
-            counts = value.get("sequences") or [_turns(samples, lane, num_lanes) for lane in lanes]
-            counts = [whole_number(count) for count in counts]
+            counts = [whole_number(count) for count in value.get("sequences") or ()]
+            lanes: Mapping[int, LaneState]
+            if columns is None:
+                numbers = [whole_number(lane) for lane, *_ in value["places"]]
+                lanes = _lanes(value["places"], counts or [_turns(samples, lane, num_lanes) for lane in numbers])
+            else:
+                check_columns(columns)
+                lanes = LanesInColumns(columns, counts or _turns(samples, columns["lane"].astype(np.int64), num_lanes))
             return cls(
                 identity=str(value["identity"]),
                 contents=str(value["contents"]),
                 num_lanes=num_lanes,
                 samples=samples,
-                lanes=_lanes(value["places"], counts) if columns is None else LanesInColumns(columns, counts),
+                lanes=lanes,
                 next_lane=next_lane,
                 shares=shares,
             )
@@ -130,8 +134,11 @@ class Cursor:
         return replace(first, lanes=lanes)
 
 
-def _turns(samples: int, lane: int, num_lanes: int) -> int:
-    """How many of the first samples are of a lane, where all lanes take turns."""
+_Numbers = TypeVar("_Numbers", int, NDArray[np.int64])
+
+
+def _turns(samples: int, lane: _Numbers, num_lanes: int) -> _Numbers:
+    """How many of the first samples are of a lane, or of each of some, where all lanes take turns."""
     return (samples - lane + num_lanes - 1) // num_lanes
 
 

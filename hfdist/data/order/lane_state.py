@@ -71,46 +71,53 @@ def _narrow(values: NDArray[np.uint64]) -> NDArray[Any]:
     return np.ascontiguousarray(values, dtype=kind)
 
 
+def check_columns(columns: Columns) -> None:
+    """Refuse what `to_columns` does not give, before anything is built from it; a ValueError or TypeError."""
+    if columns.keys() != {"lane", "digest", *_OF_POOLS}:
+        raise ValueError(f"columns {', '.join(sorted(columns))}")
+    if any(column.dtype not in _TYPES for column in columns.values()) or columns["digest"].dtype != np.uint64:
+        raise TypeError("columns of another type")
+    lanes, shapes = columns["lane"], {columns[name].shape for name in _OF_POOLS}
+    if lanes.ndim != 1 or columns["digest"].shape != lanes.shape or len(shapes) != 1:
+        raise ValueError("columns of unlike length")
+    if len(shape := shapes.pop()) != 2 or shape[0] != len(lanes):
+        raise ValueError(f"columns of shape {list(shape)} for {len(lanes)} lanes")
+    if any(int(columns[name].max(initial=0)) > MOST for name in ("lane", *_OF_POOLS)):
+        raise ValueError("a number over 2**53 - 1")
+    if (lanes[1:] <= lanes[:-1]).any():
+        raise ValueError("lanes out of order, or twice")
+
+
 class LanesInColumns(Mapping[int, LaneState]):
     """Lanes as `to_columns` gave them: each is built when it is asked for, as a rank reads a few of them.
 
     Args:
-        columns: as they stood in a file.
+        columns: as they stood in a file, and were checked.
         sequences: of each lane, in the same order.
 
     Raises:
-        ValueError, TypeError: they are damaged.
+        ValueError: there are more or fewer `sequences`.
     """
 
-    def __init__(self, columns: Columns, sequences: Sequence[int]) -> None:
-        if columns.keys() != {"lane", "digest", *_OF_POOLS}:
-            raise ValueError(f"columns {', '.join(sorted(columns))}")
-        self._columns, self._sequences = columns, sequences
-        num_lanes = len(sequences)
-        shapes = {columns[name].shape for name in _OF_POOLS}
-        if {columns["lane"].shape, columns["digest"].shape} != {(num_lanes,)} or len(shapes) != 1:
-            raise ValueError("columns of unlike length")
-        if len(shape := shapes.pop()) != 2 or shape[0] != num_lanes:
-            raise ValueError(f"columns of shape {list(shape)} for {num_lanes} lanes")
-        if any(column.dtype not in _TYPES for column in columns.values()):
-            raise TypeError("columns of another type")
-        if any(int(columns[name].max(initial=0)) > MOST for name in ("lane", *_OF_POOLS)):
-            raise ValueError("a number over 2**53 - 1")
-        self._rows = {lane: row for row, lane in enumerate(columns["lane"].tolist())}
-        if len(self._rows) < num_lanes:
-            raise ValueError("a lane stands there twice")
+    def __init__(self, columns: Columns, sequences: Sequence[int] | NDArray[np.int64]) -> None:
+        self._columns, self._lanes = columns, columns["lane"].astype(np.int64)
+        self._sequences = np.asarray(sequences, dtype=np.int64)
+        if len(self._sequences) != len(self._lanes):
+            raise ValueError(f"{len(self._sequences)} numbers of sequences for {len(self._lanes)} lanes")
 
     def __getitem__(self, lane: int) -> LaneState:
         """Build the state of a lane."""
-        row = self._rows[lane]
+        row = int(np.searchsorted(self._lanes, lane))
+        if row == len(self._lanes) or self._lanes[row] != lane:
+            raise KeyError(lane)
         of_pools = zip(*(self._columns[name][row].tolist() for name in _OF_POOLS), strict=True)
         pools = tuple(Progress(Place(*numbers[:3]), *numbers[3:]) for numbers in of_pools)
-        return LaneState(digest=int(self._columns["digest"][row]), pools=pools, sequences=self._sequences[row])
+        return LaneState(digest=int(self._columns["digest"][row]), pools=pools, sequences=int(self._sequences[row]))
 
     def __iter__(self) -> Iterator[int]:
         """Give the lanes' numbers."""
-        return iter(self._rows)
+        return map(int, self._lanes)
 
     def __len__(self) -> int:
         """Number of lanes."""
-        return len(self._rows)
+        return len(self._lanes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ from hfdist.strategies.tensor.linear import (
     shard_range,
     split_dimensions,
 )
-from hfdist.strategies.tensor.sequence import TokenShares, find_readers, whole_in_blocks
+from hfdist.strategies.tensor.sequence import SEQUENCE, TokenShares, find_readers, whole_in_blocks
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -145,6 +145,16 @@ def make_plan(model: PreTrainedModel, num_ranks: int, kind: PlanKind) -> TensorP
     Raises:
         ConfigError: the model has nothing of the kind, or a size that the number of ranks does not divide.
     """
+    try:
+        return _make_plan(model, num_ranks, kind)
+    except ConfigError as error:
+        if not kind.splits_tokens:
+            raise
+        # Without shared tokens there are more plans, for any type and size.
+        raise ConfigError(error.what, where=SEQUENCE, found=error.found, hint=f"{SEQUENCE}=false") from error
+
+
+def _make_plan(model: PreTrainedModel, num_ranks: int, kind: PlanKind) -> TensorPlan:
     of_vocabulary = split_vocabulary(model, num_ranks) if kind.splits_vocabulary else {}
     if kind.splits_vocabulary and not of_vocabulary:
         what = "the vocabulary of this model cannot be divided"
@@ -272,14 +282,18 @@ def apply_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: TensorPlan) -> di
         if placed or module_name in plan.rules:
             # A compiler cannot follow DTensors that come and go.
             module.forward = torch.compiler.disable(module.forward)
-    tokens = None if plan.readers is None else TokenShares(mesh.get_group())
-    if tokens is not None and plan.readers is not None:
-        tokens.split_blocks(model, plan.readers)
-    return shards | _split_layers(model, mesh.get_group(), plan.layers, tokens)
+    tokens, readers = TokenShares(mesh.get_group()), plan.readers or []
+    if readers:
+        tokens.split_blocks(model, readers)
+    return shards | _split_layers(model, mesh.get_group(), plan.layers, tokens, readers)
 
 
 def _split_layers(
-    model: PreTrainedModel, group: dist.ProcessGroup, layers: dict[str, str], tokens: TokenShares | None
+    model: PreTrainedModel,
+    group: dist.ProcessGroup,
+    layers: dict[str, str],
+    tokens: TokenShares | None = None,
+    readers: Sequence[str] = (),
 ) -> dict[str, ParameterShard]:
     modules = dict(model.named_modules())
     # A tied parameter is one here, too, whatever modules have it.
@@ -303,8 +317,7 @@ def _split_layers(
             shards[part] = ParameterShard(shape=tuple(whole.shape), dim=dim, parts=((start, stop),))
             for owner, of_owner in owners.pop(whole):
                 owner._parameters[of_owner] = part
-        is_inside = style in ("colwise", "rowwise")
-        run_locally(modules[name], style, group, inputs, tokens if is_inside else None)
+        run_locally(modules[name], style, group, inputs, tokens if name.rpartition(".")[0] in readers else None)
     head = model.get_output_embeddings()
     if any(modules[name] is head for name in here):
         start, stop = shard_range(head.out_features, group.size(), group.rank())

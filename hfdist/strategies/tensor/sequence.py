@@ -24,6 +24,8 @@ from hfdist.collectives import all_gather_single, reduce_scatter_single
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_blocks
 
+SEQUENCE = "strategy.sequence"
+
 Exchange = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
 """(part or whole, tokens of a sequence, ranks) -> whole or part; [sequences, tokens, hidden size]."""
 
@@ -37,8 +39,11 @@ def find_readers(model: PreTrainedModel, layers: dict[str, str], rules: dict[str
         rules: names and styles of what is divided otherwise.
 
     Raises:
-        ConfigError: not all that is divided is such a layer of such a module.
+        ConfigError: not all that is divided is such a layer of such a module, or there is an adapter.
     """
+    if adapters := getattr(model, "peft_config", {}):
+        what = "tensor ranks share no tokens beside an adapter in this version"
+        raise ConfigError(what, where=SEQUENCE, found=f"adapter {', '.join(adapters)}")
     inside = {id(module) for module in find_blocks(model).modules()}
     styles: dict[str, set[str]] = {name: {style} for name, style in rules.items()}
     for name, style in layers.items():
@@ -48,7 +53,7 @@ def find_readers(model: PreTrainedModel, layers: dict[str, str], rules: dict[str
         if of_module != {"colwise", "rowwise"}:
             what = "the plan for this type of model does not say where tensor ranks need all tokens"
             found = f"{name}: {', '.join(sorted(of_module))}"
-            raise ConfigError(what, where="strategy.sequence", found=found, hint="strategy.sequence=false")
+            raise ConfigError(what, where=SEQUENCE, found=found)
     return list(styles)
 
 
@@ -80,7 +85,7 @@ class TokenShares:
             # Before each block: one that is computed again must not count the tokens of a later forward.
             block.register_forward_pre_hook(self._count, with_kwargs=True)
         blocks[0].register_forward_pre_hook(lambda block, args: (self._exchange(args[0], _own, _gather), *args[1:]))
-        blocks[-1].register_forward_hook(lambda block, args, output: self._exchange(output, _gather, _own))
+        blocks[-1].register_forward_hook(self._join)
         for name in readers:
             model.get_submodule(name).register_forward_pre_hook(self._read_all, with_kwargs=True)
 
@@ -89,9 +94,16 @@ class TokenShares:
         return self._exchange(value, _reduce, _gather)
 
     def _count(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if "position_ids" not in kwargs:
-            raise ConfigError("blocks of this type are not told the positions of tokens", where="strategy.sequence")
+        if kwargs.get("position_ids") is None:
+            what = "blocks of this type are not told the positions of tokens"
+            raise ConfigError(what, where=SEQUENCE, hint=f"{SEQUENCE}=false")
         self._num_tokens = kwargs["position_ids"].shape[-1]
+
+    def _join(self, block: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        if not isinstance(output, torch.Tensor):
+            what = "blocks of this type give more than one tensor"
+            raise ConfigError(what, where=SEQUENCE, found=type(block).__name__, hint=f"{SEQUENCE}=false")
+        return self._exchange(output, _gather, _own)
 
     def _read_all(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:

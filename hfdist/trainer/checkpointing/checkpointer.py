@@ -30,6 +30,7 @@ from hfdist.checkpoint import (
     read_state,
     restore_random_state,
     verify_together,
+    write_lanes,
 )
 from hfdist.checkpoint.async_saver import SaveReport
 from hfdist.checkpoint.folder import (
@@ -47,6 +48,7 @@ from hfdist.checkpoint.whole import check_holds_whole
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.data import Cursor, PoolReport, report
+from hfdist.data.order.lane_state import Columns
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.models.names.hub_names import HubNames, find_hub_names
@@ -258,15 +260,16 @@ class Checkpointer:
                 (folder / name).write_bytes(content)
             progress.log_history = newest_entries(progress.log_history)
             progress.save_to_json(str(folder / TRAINER_STATE))
+            if lanes is not None:
+                write_lanes(folder, lanes)
 
-        # On rank 0 alone, which writes them.
+        # On rank 0 alone, which writes them; now, as training goes on meanwhile.
         at, lanes = (None, None) if cursor is None or rank() != 0 else cursor.to_columns()
         self.saver.save(
             path,
             step=state.global_step,
             pieces=self.pieces(),
             state=self.progress_state() | self._state(at),
-            lanes=lanes,
             write_files=write_files,
             keep=self._keep(),
             begin_seconds=begin_seconds,
@@ -522,16 +525,21 @@ class Checkpointer:
         beside = RunFolder(self.folder.parent if is_replica else path.resolve().parent.parent).ledger
         # From Python there is none, except one that the stream was given.
         ledger = beside if beside.is_dir() else None
+        lanes: Columns | None = None
         if stream is not None:
             # Before the weights: other data may have made another tokenizer, and so a larger model.
             cursor = on_rank_zero(lambda: read_state(path)["cursor"])
-            on_all_ranks(lambda: stream.check_identity(cursor, read_lanes(path), ledger=ledger), is_told=False)
+
+            def check() -> None:
+                nonlocal lanes
+                lanes = read_lanes(path)
+                stream.check_identity(cursor, lanes, ledger=ledger)
+
+            on_all_ranks(check, is_told=False)
         state = self.restore_weights(path)
         self.load_progress(state)
         if stream is not None:
-            on_all_ranks(
-                lambda: stream.load_state_dict(state["cursor"], read_lanes(path), ledger=ledger), is_told=False
-            )
+            on_all_ranks(lambda: stream.load_state_dict(state["cursor"], lanes, ledger=ledger), is_told=False)
         restore_random_state(path)
         if path.resolve().parent == self.folder.resolve():
             self._own_names.add(path.resolve().name)

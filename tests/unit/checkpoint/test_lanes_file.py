@@ -1,16 +1,25 @@
 """Where the lanes stand: columns that are read as they were written, the JSON of older checkpoints, damaged files."""
 
+import hashlib
 import json
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from hfdist.checkpoint import read_state
 from hfdist.checkpoint.lanes_file import LANES_FILE, read_lanes, write_lanes
 from hfdist.checkpoint.manifest import DamagedError, Manifest
 from hfdist.data import Cursor
 from hfdist.data.order.lane_state import LaneState, Place, Progress
 from hfdist.errors import CheckpointError
+from tests.unit.data.streams import Run, memory_config, memory_corpus
+from tests.unit.data.test_golden_stream import text, tokenizer
+
+OF_THREE_RANKS = Path(__file__).with_name("lanes_in_state") / "step-00000003"
+"""Of hfdist before there was the file: in the middle of the data of the test below."""
 
 
 def cursor():
@@ -37,9 +46,35 @@ def test_places_are_read_as_they_were_written(tmp_path):
     assert (found.samples, found.next_lane, found.num_lanes) == (6, 2, 4)
 
 
+def test_a_file_is_written_as_the_others_are(tmp_path):
+    write_lanes(tmp_path, cursor().to_columns()[1])
+    (other := tmp_path / "other").write_bytes(b"")
+    # Readable for those who may read the rest.
+    assert (tmp_path / LANES_FILE).stat().st_mode == other.stat().st_mode
+    (tmp_path / LANES_FILE).unlink()
+    (tmp_path / LANES_FILE).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_lanes(tmp_path, cursor().to_columns()[1])
+
+
 def test_an_older_checkpoint_has_its_places_in_json(tmp_path):
     assert read_lanes(tmp_path, Manifest(step=1, files={}, parts=[])) is None
     assert Cursor.from_json(json.loads(json.dumps(cursor().to_json())), None) == cursor()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_run_of_other_ranks_goes_on_from_an_older_checkpoint_and_from_a_new_one(num_ranks, tmp_path):
+    config = memory_config(tmp_path / "cache", weights={"a": 2.0, "b": 1.0})
+    corpus = memory_corpus(config, a=[text(n) for n in range(90)], b=[text(n) for n in range(7, 60)])
+    own = Run(corpus, config, 1, encoder=tokenizer()).state()
+    # A library may give a corpus another name, and not another order.
+    state = read_state(OF_THREE_RANKS)["cursor"] | {name: own[name] for name in ("identity", "contents")}
+    head, columns = Cursor.from_json(state).to_columns()
+    write_lanes(tmp_path, columns)
+    for at, places in ((state, read_lanes(OF_THREE_RANKS)), (head, read(tmp_path))):
+        run = Run(corpus, config, num_ranks, at, columns=places, encoder=tokenizer())
+        given = [run.step()["input_ids"].numpy().tobytes() for _ in range(2)]
+        assert hashlib.blake2b(b"".join(given), digest_size=8).hexdigest() == "a084a902b0ff0206"
 
 
 def test_a_head_without_its_columns_is_refused():
@@ -50,6 +85,17 @@ def test_a_head_without_its_columns_is_refused():
         Cursor.from_json(head, columns | {"epoch": columns["epoch"][:2]})
     with pytest.raises(CheckpointError, match="damaged"):
         Cursor.from_json(head, columns | {"lane": np.zeros_like(columns["lane"])})
+
+
+def test_a_long_column_takes_no_memory_beside_its_own():
+    columns = {**cursor().to_columns()[1], "lane": np.zeros(2**20, dtype=np.uint8)}
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="damaged"):
+            Cursor.from_json(cursor().to_columns()[0], columns)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("damage", ["header", "cut", "type"])

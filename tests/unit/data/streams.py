@@ -35,7 +35,9 @@ def memory_config(cache_dir, *, weights=None, epochs=None, **settings) -> DataCo
 class Run:
     """The data ranks of one run, stepped together."""
 
-    def __init__(self, corpus, config, data_size, state=None, *, global_batch=12, ledger=None, encoder=None):
+    def __init__(
+        self, corpus, config, data_size, state=None, *, global_batch=12, ledger=None, encoder=None, columns=None
+    ):
         self.streams = [
             TokenStream(
                 corpus,
@@ -50,7 +52,7 @@ class Run:
         for stream in self.streams:
             stream.ledger = ledger() if ledger is not None else None
             if state is not None:
-                stream.load_state_dict(state)
+                stream.load_state_dict(state, columns)
         self.batches = [iter(stream.loader(batch_size=global_batch // data_size)) for stream in self.streams]
 
     def step(self):
