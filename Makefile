@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -88,6 +88,11 @@ jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCl
 	$(PYTHON) -m venv build/jobs
 	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
 	$(BIN)/python -m proofs.job_peers $(CURDIR)/build/jobs/bin/python
+
+shares: $(READY)  ## Tokenize shares of a corpus as tasks of Ray and of datatrove, kill one, and compare with one process (5 minutes).
+	$(PYTHON) -m venv build/shares
+	build/shares/bin/python -m pip install --quiet datatrove==0.10.1 ray==2.60.0
+	$(BIN)/python -m proofs.share_executors $(CURDIR)/build/shares/bin/python
 
 canary: $(READY)  ## Run seams, layouts, generation and an adapter under the oldest and newest versions, into docs/versions.md (an hour).
 	$(BIN)/python -m proofs.canary docs/versions.md

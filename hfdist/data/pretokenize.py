@@ -161,10 +161,12 @@ class _Job:
         if not (self._folder / META).is_file():
             return False
         meta = read_meta(self._folder)
-        same_tokenizer = (meta.tokenizer_digest, meta.encoding) == (self._digest, self._encoding)
-        if same_tokenizer and [file.origins for file in meta.files] == [_origins(shards) for shards in self._files]:
+        others = self._others(meta.tokenizer_digest, meta.encoding)
+        if [file.origins for file in meta.files] != [_origins(shards) for shards in self._files]:
+            others.append("corpus")
+        if not others:
             return True
-        what = f"the folder holds the tokens of another {'corpus' if same_tokenizer else 'tokenizer or data.chat'}"
+        what = f"the folder holds the tokens of another {' and another '.join(others)}"
         hint = "another run.name, or delete the folder"
         allowed = "a new folder, or one of the same files, tokenizer and data.chat"
         raise ConfigError(what, where="run.dir", found=str(self._folder), allowed=allowed, hint=hint)
@@ -219,12 +221,27 @@ class _Job:
                 self._lock_path(number).unlink(missing_ok=True)
         return len(self._files) - len(records)
 
+    def _others(self, digest: str, encoding: str) -> list[str]:
+        """Name what differs where rows became tokens by a tokenizer and an encoding of these digests.
+
+        The tokenizer alone where it differs: the encoding of examples follows from it.
+        """
+        if digest != self._digest:
+            return ["tokenizer"]
+        if (digest == encoding) != (self._digest == self._encoding):
+            return ["data.format"]
+        return ["data.chat or chat template"] if encoding != self._encoding else []
+
     def _of_another(self, number: int) -> DataError:
         """Make the error of a file that is there, but not as this process would make it."""
         theirs, ours = read_json(self._record_path(number)).get("made_by"), self._made_by(number)
-        names = ("version", "tokenizer", "type of the tokens", "data.chat or chat template", "contents of its files")
-        pairs = zip(names, ours, theirs if isinstance(theirs, list) else [None] * len(ours), strict=False)
-        others = [name for name, our, their in pairs if our != their] or ["names or sizes of its files"]
+        if not isinstance(theirs, list) or len(theirs) != len(ours) or theirs[0] != VERSION:
+            others = ["version"]
+        else:
+            # The type of the tokens follows from the tokenizer and from whether they are examples.
+            _, digest, _, encoding, contents = theirs
+            others = self._others(digest, encoding) + ["contents of its files"] * (contents != ours[-1])
+            others = others or ["names or sizes of its files"]
         return DataError(
             "another share has made this token file of something else",
             where=str(self._folder / name_of(number)),

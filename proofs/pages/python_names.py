@@ -16,6 +16,7 @@ _NAMES = {
     "hfdist.config.composition.compose": ("compose_config",),
     "hfdist.run": ("prepare_run",),
     "hfdist.run.builder": ("Run",),
+    "hfdist.run.pretokenize": ("pretokenize_share",),
     "hfdist.config.data": ("DataConfig", "SourceConfig"),
     "hfdist.data": ("open_corpus", "TokenStream"),
     "hfdist.testing": ("run_ranks",),

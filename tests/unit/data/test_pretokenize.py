@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from hfdist.config.data import BadRows, SourceKind
+from hfdist.config.data import BadRows, ChatConfig, SourceKind, TrainOn
 from hfdist.data import open_corpus
 from hfdist.data import pretokenize as pretokenize_file
 from hfdist.data.pretokenize import pretokenize
@@ -231,7 +231,7 @@ class TestShares:
 
     def test_another_tokenizer_or_version_is_refused_with_what_differs(self, whole, tmp_path, monkeypatch):
         write(five_files(), tmp_path, share=(0, 2), encoder=train_bpe(texts(), 300))
-        with pytest.raises(DataError, match=r"(?s)another share.*00000.*other: tokenizer, data\.chat.*same overrides"):
+        with pytest.raises(DataError, match=r"(?s)another share.*00000.*other: tokenizer\n.*same overrides"):
             write(five_files(), tmp_path, share=(1, 2))
         with monkeypatch.context() as patch:
             patch.setattr("hfdist.data.pretokenize.VERSION", 9)
@@ -287,9 +287,35 @@ def test_a_finished_folder_is_left_alone_and_kept_from_others(copied):
         write(corpus()[1:], copied)
     with pytest.raises(ConfigError, match="another corpus"):
         write(corpus()[1:], copied, share=(1, 2))
-    with pytest.raises(ConfigError, match="another tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokens of another tokenizer\n"):
         write(corpus(), copied, encoder=train_bpe(texts(), 300))
+    with pytest.raises(ConfigError, match="tokens of another tokenizer and another corpus"):
+        write(corpus()[1:], copied, encoder=train_bpe(texts(), 300))
     assert contents(copied) == before
+
+
+def test_a_folder_of_examples_is_refused_with_what_differs(tmp_path):
+    def examples(gives_examples=True):
+        shard = Texts("chats", [json.dumps({"messages": [{"role": "user", "content": text[:40]},
+                                                         {"role": "assistant", "content": "yes"}]})
+                                for text in texts()[:3]])  # fmt: skip
+        shard.gives_examples = gives_examples
+        return [("a", shard)]
+
+    def write_chats(folder, *, size=512, share=(0, 1), shards=None, **chat):
+        encoder = train_bpe(texts(), size)
+        encoder.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        how = {"workers": 0, "on_bad_rows": BadRows.error, "chat": ChatConfig(**chat), "share": share}
+        return pretokenize(shards or examples(), encoder, folder, **how)
+
+    assert write_chats(tmp_path, train_on=TrainOn.all) == write_chats(tmp_path, train_on=TrainOn.all)
+    for others, name in (
+        ({}, r"data\.chat or chat template"),
+        ({"train_on": TrainOn.all, "size": 300}, "tokenizer"),
+        ({"train_on": TrainOn.all, "shards": examples(False)}, r"data\.format"),
+    ):
+        with pytest.raises(ConfigError, match=rf"tokens of another {name}\n"):
+            write_chats(tmp_path, **others)
 
 
 def bad_rows():
