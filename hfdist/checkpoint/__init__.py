@@ -3,7 +3,7 @@
 from hfdist.checkpoint.async_saver import Saver
 from hfdist.checkpoint.export import export_model
 from hfdist.checkpoint.folder import Keep, find_newest, prune, verify_together
-from hfdist.checkpoint.lanes_file import read_lanes
+from hfdist.checkpoint.lanes_file import read_lanes, write_lanes
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state
 from hfdist.checkpoint.read import read_checkpoint, read_state
@@ -22,4 +22,5 @@ __all__ = [
     "restore_random_state",
     "verify",
     "verify_together",
+    "write_lanes",
 ]

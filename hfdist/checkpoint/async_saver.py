@@ -15,13 +15,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from numpy.typing import NDArray
 
 from hfdist.checkpoint.folder import Keep, commit, prune, remove_unfinished, temporary
-from hfdist.checkpoint.lanes_file import write_lanes
 from hfdist.checkpoint.manifest import FORMAT, Part, write_json
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState
@@ -173,7 +171,6 @@ class Saver:
         step: int,
         pieces: Iterable[Piece],
         state: Mapping[str, object],
-        lanes: Mapping[str, NDArray[Any]] | None = None,
         write_files: _WriteFiles = lambda folder, is_replica: None,
         keep: Keep | None = None,
         begin_seconds: float,
@@ -186,7 +183,6 @@ class Saver:
             step: optimizer steps done.
             pieces: what this rank holds.
             state: JSON values that `read_checkpoint` gives back; rank 0's is written.
-            lanes: unsigned columns that `read_lanes` gives back; rank 0's are written. None: there are none.
             write_files: called with a folder and whether it is a replica, on rank 0, and maybe while training goes on;
                 writes what goes with the tensors. A replica needs only what a start does.
             keep: which checkpoints stay; None: all.
@@ -196,7 +192,7 @@ class Saver:
             CheckpointError, NumericsError, ResourceError: now, or at the next `wait`; of this save or of the last.
         """
         self.wait()
-        contents = self._collect(step, pieces, state, lanes)
+        contents = self._collect(step, pieces, state)
         stall_seconds = None
         if self._copy is not None:
             contents = replace(contents, elements=self._copy.take(contents.elements))
@@ -241,13 +237,7 @@ class Saver:
         # The thread may add one meanwhile.
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def _collect(
-        self,
-        step: int,
-        pieces: Iterable[Piece],
-        state: Mapping[str, object],
-        lanes: Mapping[str, NDArray[Any]] | None,
-    ) -> Contents:
+    def _collect(self, step: int, pieces: Iterable[Piece], state: Mapping[str, object]) -> Contents:
         """Agree on what is written where, and write nothing yet. A collective."""
         plan, elements, numbers = self._planner.plan(pieces)
         content = {"format": FORMAT, "step": step, "world_size": world_size()}
@@ -265,8 +255,6 @@ class Saver:
                 raise problem
             (folder / STATE_FILE).parent.mkdir(exist_ok=True)
             write_json(folder / STATE_FILE, text)
-            if lanes is not None:
-                write_lanes(folder, lanes)
 
         return Contents(plan=plan, elements=elements, write_files=write_state, random_state=RandomState())
 

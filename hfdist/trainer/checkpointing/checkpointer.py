@@ -30,6 +30,7 @@ from hfdist.checkpoint import (
     read_state,
     restore_random_state,
     verify_together,
+    write_lanes,
 )
 from hfdist.checkpoint.async_saver import SaveReport
 from hfdist.checkpoint.folder import (
@@ -257,6 +258,8 @@ class Checkpointer:
             for name, content in () if is_replica else files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
+            if lanes is not None:
+                write_lanes(folder, lanes)
             progress.log_history = newest_entries(progress.log_history)
             progress.save_to_json(str(folder / TRAINER_STATE))
 
@@ -267,7 +270,6 @@ class Checkpointer:
             step=state.global_step,
             pieces=self.pieces(),
             state=self.progress_state() | self._state(at),
-            lanes=lanes,
             write_files=write_files,
             keep=self._keep(),
             begin_seconds=begin_seconds,
