@@ -6,6 +6,7 @@ Thousands of lanes of a hundred sources are millions of numbers. Each column has
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,9 +58,9 @@ def to_columns(lanes: Mapping[int, LaneState]) -> dict[str, NDArray[Any]]:
     """Give lanes, of which all have the same pools, as columns in order of their numbers, without `sequences`."""
     order = sorted(lanes)
     num_pools = len(lanes[order[0]].pools) if order else 0
-    of_pools = np.array(
-        [[*pool.place, *pool[1:]] for lane in order for pool in lanes[lane].pools], dtype=np.uint64
-    ).reshape(len(order), num_pools, len(_OF_POOLS))
+    # Number by number: training waits, and lists of lists take three times as long.
+    numbers = chain.from_iterable((*pool.place, *pool[1:]) for lane in order for pool in lanes[lane].pools)
+    of_pools = np.fromiter(numbers, dtype=np.uint64).reshape(len(order), num_pools, len(_OF_POOLS))
     columns = {name: _narrow(of_pools[:, :, number]) for number, name in enumerate(_OF_POOLS)}
     digests = np.array([lanes[lane].digest for lane in order], dtype=np.uint64)
     return {"lane": _narrow(np.array(order, dtype=np.uint64)), "digest": digests, **columns}
