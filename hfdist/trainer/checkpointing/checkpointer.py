@@ -258,8 +258,6 @@ class Checkpointer:
             for name, content in () if is_replica else files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
-            if lanes is not None:
-                write_lanes(folder, lanes)
             progress.log_history = newest_entries(progress.log_history)
             progress.save_to_json(str(folder / TRAINER_STATE))
             if lanes is not None:
