@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from hfdist.data.order.lane_state import Columns, LanesInColumns, LaneState, Place, Progress, check_columns, to_columns
 from hfdist.data.order.shares import Shares
@@ -48,6 +50,17 @@ class Cursor:
     def to_columns(self) -> tuple[dict[str, object], dict[str, NDArray[Any]]]:
         """Give a short value for JSON, and columns for where each lane stands."""
         return self._head(), to_columns(self.lanes)
+
+    def to_bytes(self) -> bytes:
+        """Give both of `to_columns` as bytes for another rank, which builds the lanes that it asks for."""
+        head, columns = self.to_columns()
+        return b"%b\n%b" % (json.dumps(head).encode(), save(columns))
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Cursor:
+        """Read what `to_bytes` gave."""
+        head, _, columns = content.partition(b"\n")
+        return cls.from_json(json.loads(head), load(columns))
 
     def _head(self) -> dict[str, object]:
         """All but the places of the lanes."""
@@ -115,7 +128,6 @@ class Cursor:
         CheckpointError: they are of different runs or places, or leave lanes out.
         """
         first = cursors[0]
-        lanes: dict[int, LaneState] = {}
         for cursor in cursors:
             place = cursor.identity, cursor.samples, cursor.next_lane, cursor.shares
             if place != (first.identity, first.samples, first.next_lane, first.shares):
@@ -127,11 +139,27 @@ class Cursor:
             if cursor.contents != first.contents:
                 what = "the files that the data ranks read do not hold the same"
                 raise CheckpointError(what, where="data.sources", hint="the same files on each machine")
-            lanes |= cursor.lanes
+        lanes = _Joined([cursor.lanes for cursor in cursors])
         if len(lanes) * readers != first.num_lanes or not all(0 <= lane < first.num_lanes for lane in lanes):
             found = f"{len(lanes)} of {first.num_lanes // readers} lanes"
             raise CheckpointError("lanes are missing", where="cursor", found=found)
         return replace(first, lanes=lanes)
+
+
+class _Joined(Mapping[int, LaneState]):
+    """Lanes of several cursors, each still built when it is asked for."""
+
+    def __init__(self, parts: Sequence[Mapping[int, LaneState]]) -> None:
+        self._owners = {lane: part for part in parts for lane in part}
+
+    def __getitem__(self, lane: int) -> LaneState:
+        return self._owners[lane][lane]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
 
 
 _Numbers = TypeVar("_Numbers", int, NDArray[np.int64])

@@ -121,6 +121,10 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         return self._samples
 
     def state_dict(self) -> dict[str, Any]:
+        """Give `cursor` as values for JSON."""
+        return self.cursor().to_json()
+
+    def cursor(self) -> Cursor:
         """Give the cursor of this rank's lanes, after what was given (not what was read ahead).
 
         If several runs share the lanes, it has also those of the others, as of the last `deal`.
@@ -134,7 +138,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             # A run to which no lane was dealt may begin at another's cursor, and gets some.
             next_lane=self.lanes_of_run[self._turn * self._data_size] if self.lanes_of_run else 0,
             shares=self.shares,
-        ).to_json()
+        )
 
     def _beginning(self, samples: int) -> Cursor:
         """Where all lanes begin, after so many sequences of other data."""

@@ -45,7 +45,7 @@ from hfdist.checkpoint.mirror import Uploader
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.whole import check_holds_whole
-from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
+from hfdist.collectives import gather_json, gather_texts, on_all_ranks, on_rank_zero, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.data import Cursor, PoolReport, report
 from hfdist.data.order.lane_state import Columns
@@ -491,7 +491,7 @@ class Checkpointer:
             return None
         islands = self._options.islands
         readers = 1 if islands is None or stream.shares is not None else islands.shares
-        of_ranks = map(Cursor.from_json, gather_json(stream.state_dict()))
+        of_ranks = map(Cursor.from_bytes, gather_texts(stream.cursor().to_bytes(), None))
         return Cursor.merge(list(of_ranks), readers=readers)
 
     def data_reports(self) -> list[PoolReport]:

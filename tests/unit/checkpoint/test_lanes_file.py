@@ -3,6 +3,7 @@
 import hashlib
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,15 @@ def test_a_file_is_written_as_the_others_are(tmp_path):
     (tmp_path / LANES_FILE).symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_lanes(tmp_path, cursor().to_columns()[1])
+
+
+def test_the_cursors_of_ranks_are_joined():
+    whole = cursor()
+    parts = [replace(whole, lanes={lane: whole.lanes[lane] for lane in own}) for own in ((1, 3), (0, 2), (0, 2))]
+    joined = Cursor.merge([Cursor.from_bytes(part.to_bytes()) for part in parts])
+    assert joined.to_json() == whole.to_json()
+    with pytest.raises(CheckpointError, match="lanes are missing"):
+        Cursor.merge([Cursor.from_bytes(parts[0].to_bytes())])
 
 
 def test_an_older_checkpoint_has_its_places_in_json(tmp_path):
