@@ -125,7 +125,7 @@ class Training:
     def num_samples(self) -> int:
         """Sequences of the stream that the whole run has read; 0 for other data. Any one rank may call it."""
         stream = self.stream
-        return 0 if stream is None else int(stream.state_dict()["samples"])
+        return 0 if stream is None else stream.num_samples
 
     # ---- for a while ----
 
