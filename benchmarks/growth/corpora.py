@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.growth.training import heap_bytes
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.data import TokenStream, open_corpus
+from hfdist.data.order.lane_state import Columns
 from hfdist.data.sources.tokenfile import META, TOKENIZER, VERSION, FileRecord, Meta, OriginShard, name_of, paths_of
 from hfdist.data.tokenization.text_encoder import tokenizer_digest
 from hfdist.models.tokenizer import train_bpe
@@ -109,10 +110,10 @@ def measure(folder: Path, tokenizer_folder: Path, kind: SourceKind) -> Costs:
     corpus, costs.open_cpu_seconds = _timed(lambda: open_corpus(config))
     corpus, costs.open_again_cpu_seconds = _timed(lambda: open_corpus(config))
 
-    def start(cursor: dict[str, Any] | None) -> tuple[TokenStream, Iterator[Any]]:
+    def start(cursor: tuple[dict[str, object], Columns] | None) -> tuple[TokenStream, Iterator[Any]]:
         stream = TokenStream(corpus, tokenizer, config)
         if cursor is not None:
-            stream.load_state_dict(cursor)
+            stream.load_state_dict(*cursor)
         batches = iter(stream.loader(batch_size=MICRO_BATCH_SIZE))
         next(batches)
         return stream, batches
@@ -120,8 +121,8 @@ def measure(folder: Path, tokenizer_folder: Path, kind: SourceKind) -> Costs:
     (stream, batches), costs.first_batch_cpu_seconds = _timed(lambda: start(None))
     _, all_cpu_seconds = _timed(lambda: [next(batches) for _ in range(NUM_BATCHES)])
     costs.batch_cpu_seconds = all_cpu_seconds / NUM_BATCHES
-    cursor = stream.state_dict()
-    costs.cursor_bytes = len(json.dumps(cursor))
+    costs.cursor_bytes = len(stream.cursor().to_bytes())
+    cursor = stream.cursor().to_columns()
     _, costs.resume_cpu_seconds = _timed(lambda: start(cursor))
     costs.heap_bytes = heap_bytes() - before_bytes
     return costs

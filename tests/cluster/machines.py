@@ -99,7 +99,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         raise NoMachinesError("network namespaces need root and iproute2")
     with tempfile.TemporaryDirectory(prefix="hfdist-machines-") as folder:
         machines = tuple(
-            Machine(f"node{end}", f"10.213.7.{number}", f"hfdist-{os.getpid()}-{end}", Path(folder, f"hosts-{end}"))
+            Machine(f"node{end}", f"10.213.7.{number}", f"hfdist-{folder[-8:]}-{end}", Path(folder, f"hosts-{end}"))
             for number, end in enumerate("ab", start=1)
         )
         try:

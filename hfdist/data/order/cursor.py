@@ -87,7 +87,8 @@ class Cursor:
         try:
             expected = FORMAT if columns is None else FORMAT_IN_COLUMNS
             if (found := value["format"]) != expected:
-                what = "the data cursor has another format"
+                is_without = columns is None and found == FORMAT_IN_COLUMNS
+                what = "the file of the lanes is missing" if is_without else "the data cursor has another format"
                 raise CheckpointError(what, where="cursor.format", found=found, allowed=str(expected))
             num_lanes, samples = whole_number(value["lanes"]), whole_number(value["samples"])
             shares = None if value.get("shares") is None else Shares.from_json(value["shares"])
