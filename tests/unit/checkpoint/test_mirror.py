@@ -574,8 +574,10 @@ def test_a_store_that_hangs_hinders_nobody_and_the_newest_comes_next(saved, tmp_
     uploader = Uploader(Mirror(store), TWO)
     for path in saved.values():
         uploader.put(path)
-    # Of those that came meanwhile, only the newest waits.
-    assert uploader.held in ({step_name(1), step_name(4)}, {step_name(4)})
+    # One may be on its way, whichever the thread took first; of those that came meanwhile, only the newest waits.
+    held = uploader.held
+    assert step_name(4) in held
+    assert len(held) <= 2
     assert not uploader.wait(0)
     store.is_open.set()
     assert uploader.wait(60)
