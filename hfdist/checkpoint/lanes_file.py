@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from hfdist.checkpoint.manifest import DamagedError, Manifest, inside, read_manifest
+from hfdist.checkpoint.safetensors_io import read_header_length
 from hfdist.checkpoint.save_plan import TRAINING_STATE
 from hfdist.errors import CheckpointError
 
@@ -53,11 +54,10 @@ def read_lanes(path: Path, manifest: Manifest | None = None) -> dict[str, NDArra
     file = inside(path, LANES_FILE)
     try:
         # Before the library takes memory for what it says.
-        if (size := file.stat().st_size) > _MAX_BYTES:
+        if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"larger than {_MAX_BYTES} bytes")
         with file.open("rb") as opened:
-            if (length := int.from_bytes(opened.read(8), "little")) > min(size, _MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {length} bytes")
+            read_header_length(opened, _MAX_HEADER_BYTES)
         with safe_open(file, framework="np") as columns:
             names = list(columns.keys())
             if any(columns.get_slice(name).get_dtype() not in _TYPES for name in names):

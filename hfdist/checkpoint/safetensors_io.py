@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -136,14 +136,22 @@ def create(path: Path, plan: FilePlan, *, is_sparse: bool = False) -> None:
         file.write(plan.header)
 
 
+def read_header_length(file: BinaryIO, most_bytes: int) -> int:
+    """Read the length of a header, before the library maps a file that may be as long as it says.
+
+    ValueError: it is more than `most_bytes`.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > most_bytes:
+        raise ValueError(f"a header of {length} bytes")
+    return length
+
+
 def read_header(path: Path) -> dict[str, Entry]:
     """Read where each tensor lies. A file that is not safetensors, or not whole, is a `DamagedError`."""
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                # Before the library maps a file that may be as long as it says.
-                raise ValueError(f"a header of {length} bytes")
+            length = read_header_length(file, _MAX_HEADER_BYTES)
             # The library checks the header against the size of the file. It does not give the offsets.
             with safe_open(path, framework="np"):
                 description = json.loads(file.read(length))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shlex
 import sys
 import time
@@ -21,7 +20,6 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -46,10 +44,10 @@ from hfdist.data.sources.tokenfile import (
 )
 from hfdist.data.storage.identity import digests_of
 from hfdist.data.stream.worker_deaths import WorkerRegistry
-from hfdist.data.stream.worker_process import keep_arrays
+from hfdist.data.stream.worker_map import map_in_workers
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.text_encoder import text_digest, token_dtype, tokenizer_digest
-from hfdist.errors import ConfigError, DataError, HfdistError, ResourceError
+from hfdist.errors import ConfigError, DataError, ResourceError
 from hfdist.failures import is_full_disk
 
 logger = logging.getLogger(__name__)
@@ -398,64 +396,35 @@ def _make_tokens(
     chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, workers: int, on_bad_rows: BadRows
 ) -> Iterator[_Made]:
     """Give chunks as tokens, in order."""
+    tokenizes = _Tokenizes(chunks, encoders, dtype)
     registry = WorkerRegistry(workers, lambda _: "which tokenizes")
-    loader = DataLoader(
-        _Chunks(chunks, encoders, dtype, registry),
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=_CHUNKS_AHEAD if workers else None,
-        collate_fn=keep_arrays,
-        worker_init_fn=_keep_to_one_thread,
-        multiprocessing_context="fork" if workers else None,
-    )
-    made, num_bad = iter(loader), 0
-    try:
-        with registry.explain_deaths():
-            for _ in chunks:
-                chunk = next(made)
-                if isinstance(chunk, HfdistError):
-                    raise chunk
-                for error in chunk.bad.values():
-                    if on_bad_rows is BadRows.error:
-                        error.hint = error.hint or "data.on_bad_rows=skip makes such rows empty documents"
-                        raise error
-                    num_bad += 1
-                    if num_bad <= _SHOWN_BAD_ROWS:
-                        logger.warning("%s: %s, so it becomes an empty document", error.where, error.what)
-                yield chunk
-    finally:
-        # Ends the workers now: an error would hold them until garbage is collected, and that takes five seconds.
-        del made
+    num_bad = 0
+    for chunk in map_in_workers(tokenizes, len(chunks), registry, ahead=_CHUNKS_AHEAD):
+        for error in chunk.bad.values():
+            if on_bad_rows is BadRows.error:
+                error.hint = error.hint or "data.on_bad_rows=skip makes such rows empty documents"
+                raise error
+            num_bad += 1
+            if num_bad <= _SHOWN_BAD_ROWS:
+                logger.warning("%s: %s, so it becomes an empty document", error.where, error.what)
+        yield chunk
 
 
-def _keep_to_one_thread(worker: int) -> None:
-    # The workers are the parallelism, and threads of the tokenizer do not outlive a fork.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+class _Tokenizes:
+    """Tokenizes a chunk, by its number."""
 
-
-class _Chunks(Dataset[object]):
-    """Tokenizes each chunk in the process that asks for it. Errors are values: torch would wrap them."""
-
-    def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, registry: WorkerRegistry) -> None:
-        self._chunks, self._encoders, self._registry = chunks, encoders, registry
+    def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str) -> None:
+        self._chunks, self._encoders = chunks, encoders
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __getitem__(self, index: int) -> _Made | HfdistError:
-        shard, rows = self._chunks[index]
-        if (info := get_worker_info()) is not None:
-            self._registry.note(info.id)
-        try:
-            found, digests = iter(shard.read(rows)), list[int]()
-            made: list[NDArray[np.int32] | BadRow] = []
-            for start in range(0, len(rows), _ENCODED_ROWS):
-                texts = list(islice(found, _ENCODED_ROWS))
-                digests += [text_digest("" if isinstance(text, BadRow) else text) for text in texts]
-                made += self._encode(shard, rows[start : start + _ENCODED_ROWS], texts)
-        except HfdistError as error:
-            return error
+    def __call__(self, number: int) -> _Made:
+        shard, rows = self._chunks[number]
+        found, digests = iter(shard.read(rows)), list[int]()
+        made: list[NDArray[np.int32] | BadRow] = []
+        for start in range(0, len(rows), _ENCODED_ROWS):
+            texts = list(islice(found, _ENCODED_ROWS))
+            digests += [text_digest("" if isinstance(text, BadRow) else text) for text in texts]
+            made += self._encode(shard, rows[start : start + _ENCODED_ROWS], texts)
         bad = {place: row.error for place, row in enumerate(made) if isinstance(row, BadRow)}
         documents = [_NOTHING if isinstance(row, BadRow) else row for row in made]
         lengths = [len(tokens) for tokens in documents]

@@ -192,8 +192,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         Raises:
             CheckpointError: the cursor is of other data, another tokenizer or other settings.
         """
-        self.check_identity(state, columns, ledger=ledger)
         cursor = Cursor.from_json(state, columns)
+        self._check_identity(cursor, ledger)
         if cursor.identity != self.identity:
             self._begin_anew(cursor)
             return
@@ -248,7 +248,9 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
 
         Arguments and errors are those of `load_state_dict`.
         """
-        cursor = Cursor.from_json(state, columns)
+        self._check_identity(Cursor.from_json(state, columns), ledger)
+
+    def _check_identity(self, cursor: Cursor, ledger: Path | None) -> None:
         if cursor.identity == self.identity or self.may_begin_anew:
             return
         changes = self.corpus.inventory.changes_since(cursor.contents, self._ledger_folder(ledger))

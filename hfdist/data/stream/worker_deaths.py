@@ -36,7 +36,7 @@ class WorkerRegistry:
     def __init__(
         self, num_workers: int, task: Callable[[int], str], *, key: str = "data.workers", hint: str = _HINT
     ) -> None:
-        self._task, self.key, self.hint = task, key, hint
+        self.num_workers, self._task, self.key, self.hint = num_workers, task, key, hint
         self._notes = np.frombuffer(mmap.mmap(-1, 16 * max(num_workers, 1)), dtype=np.int64).reshape(-1, 2)
 
     def note(self, worker: int) -> None:
@@ -47,7 +47,7 @@ class WorkerRegistry:
         """Describe a process; None: it is none of these."""
         for worker, (noted_pid, num_bytes) in enumerate(self._notes.tolist()):
             if noted_pid == pid:
-                return f"worker {worker} of {len(self._notes)}, {self._task(worker)}, {_mib(num_bytes)} when last seen"
+                return f"worker {worker} of {self.num_workers}, {self._task(worker)}, {_mib(num_bytes)} when last seen"
         return None
 
     @contextlib.contextmanager

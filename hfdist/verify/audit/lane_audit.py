@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.order.cursor import Cursor
@@ -20,8 +19,7 @@ from hfdist.data.order.lane_state import LaneState
 from hfdist.data.order.records import Records, Status, chain
 from hfdist.data.stream.lane import LanePlan
 from hfdist.data.stream.worker_deaths import WorkerRegistry
-from hfdist.data.stream.worker_process import keep_arrays
-from hfdist.errors import HfdistError
+from hfdist.data.stream.worker_map import map_in_workers
 from hfdist.verify.audit.discrepancies import Discrepancies, Discrepancy, Integers
 from hfdist.verify.audit.ledger_sums import LedgerSums
 from hfdist.verify.audit.pool_audit import PoolAudit
@@ -67,41 +65,7 @@ class LaneAudits:
         registry = WorkerRegistry(
             workers, lambda _: "which audits", key="processes", hint="more memory, or processes=1"
         )
-        loader = DataLoader(
-            _Lanes(self, registry),
-            batch_size=None,
-            num_workers=workers,
-            collate_fn=keep_arrays,
-            multiprocessing_context="fork" if workers else None,
-        )
-        found = iter(loader)
-        try:
-            with registry.explain_deaths():
-                for findings in found:
-                    if isinstance(findings, HfdistError):
-                        raise findings
-                    yield findings
-        finally:
-            # Ends the processes now, also after an error.
-            del found
-
-
-class _Lanes(Dataset[object]):
-    """Compares each lane in the process that asks for it. Errors are values: torch would wrap them."""
-
-    def __init__(self, audits: LaneAudits, registry: WorkerRegistry) -> None:
-        self._audits, self._registry = audits, registry
-
-    def __len__(self) -> int:
-        return len(self._audits.ledger)
-
-    def __getitem__(self, lane: int) -> LaneFindings | HfdistError:
-        if (info := get_worker_info()) is not None:
-            self._registry.note(info.id)
-        try:
-            return _LaneAudit(self._audits, lane).check()
-        except HfdistError as error:
-            return error
+        return map_in_workers(lambda lane: _LaneAudit(self, lane).check(), len(self.ledger), registry)
 
 
 class _LaneAudit:
