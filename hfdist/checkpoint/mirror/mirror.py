@@ -1,6 +1,7 @@
 """A mirror: checkpoints as lists of contents, which they share, below one address.
 
     mirror.json                 the version of this layout
+    writer                      a random word of the process that began last: only that one writes
     contents/<xxh128>           at most 64 MiB of some file, under their hash
     step-00000100.json          of which contents the files of a checkpoint consist
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -53,7 +55,7 @@ FORMAT = 1
 
 _TOGETHER = 4
 """Contents that are sent at a time."""
-_DESCRIPTION, _LIST = "mirror.json", ".json"
+_DESCRIPTION, _WRITER, _LIST = "mirror.json", "writer", ".json"
 _FULL = "the disk has no room for the checkpoint of the mirror"
 
 
@@ -68,7 +70,7 @@ class UploadProgress(NamedTuple):
 
 
 class Mirror:
-    """The checkpoints of one run below an address. One thread of one process writes.
+    """The checkpoints of one run below an address. One thread of one process writes: of the one that began last.
 
     Every method raises a ResourceError where the store gives no answer, refuses, or is full.
     """
@@ -77,6 +79,8 @@ class Mirror:
         self._objects = objects
         self._changed: set[str] = set()
         """Names of contents that do not have their hash any more: the next upload writes them anew."""
+        self._word = secrets.token_hex(16).encode()
+        self._is_claimed = False
 
     @property
     def shown(self) -> str:
@@ -97,6 +101,22 @@ class Mirror:
     def names(self) -> list[str]:
         """Give the names as `open` does, and make nothing."""
         return _names(self._look())
+
+    def claim(self) -> None:
+        """Be the only one that writes from here on: a process that began before finds another word than its own."""
+        self._objects.write({_WRITER: self._word})
+        self._is_claimed = True
+
+    def _check_writer(self, there: Mapping[str, int]) -> None:
+        """Claim the mirror, if that was not possible before; a CheckpointError: another process has it by now."""
+        if not self._is_claimed or _WRITER not in there:
+            self.claim()
+        elif self._objects.read(_WRITER, min(there[_WRITER], len(self._word) + 1)) != self._word:
+            raise CheckpointError(
+                "another run has begun to write this mirror, so this one does not any more",
+                where=self.shown,
+                hint="end one of the two; for two runs, each its own run.name",
+            )
 
     def _look(self) -> dict[str, int]:
         there = self._objects.list()
@@ -137,9 +157,11 @@ class Mirror:
             tell: called now and then; what it raises ends the upload.
 
         Raises:
-            CheckpointError: the checkpoint is damaged; or contents that were sent are not there.
+            CheckpointError: the checkpoint is damaged; contents that were sent are not there; or another process
+                writes this mirror by now.
         """
         manifest, there = read_manifest(path), self._objects.list()
+        self._check_writer(there)
         sizes = manifest.files | {MANIFEST: (path / MANIFEST).stat().st_size}
         all_bytes = sum(sizes.values())
         if f"{path.name}{_LIST}" in there and self._has(path.name, manifest.digest, there):
@@ -193,9 +215,10 @@ class Mirror:
         """Remove the whole checkpoints that nothing keeps, and then the contents that no list names.
 
         What is not whole goes if it is older than one that is. A newer list that cannot be read stays, and with it all
-        contents: nobody knows which it names.
+        contents: nobody knows which it names. CheckpointError: another process writes this mirror by now.
         """
         there = self._objects.list()
+        self._check_writer(there)
         lists: dict[str, ListedCheckpoint] = {}
         for name in _names(there):
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -84,6 +84,9 @@ def _find(mirror: Mirror, config: RunConfig) -> list[str]:
             check_resume(config)
         if config.checkpoint.keep_best:
             fetch_best(mirror, names, checkpoints)
+        with suppress(ResourceError):
+            # Else the first upload tries again, and says why it cannot.
+            mirror.claim()
     except ResourceError as error:
         if not list_checkpoints(checkpoints):
             # To begin anew would leave behind what the mirror may have.
