@@ -48,6 +48,10 @@ def folder(tmp_path_factory):
         events=events,
         ranks=[rank_line(step, slow={2}) for step in range(1, 21)],
         samples=[{"step": 20, "prompt": "def ", "text": LONG * 5}],
+        rollouts=[
+            {"step": step, "prompt": f"{step}+1=", "text": f"it is {step + 1}", "reward": step / 20}
+            for step in range(1, 21)
+        ],
         hosts=[LONG] * 4,
         state="failed",
         exit_code=5,
@@ -141,6 +145,25 @@ def test_keys_move_along_a_curve(browser, address):
     for kind in ("keyDown", "keyUp"):
         browser.call("Input.dispatchKeyEvent", type=kind, key="Escape", code="Escape")
     browser.wait_for("document.getElementById('tip').hidden")
+
+
+def test_answers_are_searched(browser, address):
+    browser.open(address)
+    shown = "[...document.querySelectorAll('#rollouts tbody tr:not([hidden])')].map((row) => row.cells[1].innerText)"
+
+    def search(text):
+        set_value = f"field.value = {json.dumps(text)}; field.dispatchEvent(new Event('input', {{bubbles: true}}))"
+        browser.ask(f"(() => {{ const field = document.querySelector('#rollouts .find'); {set_value}; }})()")
+        return browser.ask(shown)
+
+    assert search("Step>17 reward<0.96 IS") == ["19+1=", "18+1="]
+    assert browser.ask("document.querySelector('#rollouts .found').textContent") == "2 of 20"
+    # What is folded is found, too.
+    assert search("2+1=") == ["12+1=", "2+1="]
+    assert browser.ask("document.getElementById('rollouts-more').open")
+    assert search("reward>2") == []
+    assert len(search(" ")) == 20
+    assert browser.said == []
 
 
 def test_it_asks_nobody_for_anything(browser, address):

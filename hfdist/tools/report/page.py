@@ -65,6 +65,8 @@ def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, st
         "curves": curves.small_charts(runs),
         "marks": curves.texts_of_marks(runs),
     }
+    if several and (answers := rollouts.side_by_side(runs)):
+        found["answers"] = answers
     room = _MOST_BYTES - _num_bytes(found)
     shown, num_left_out = _fitting(figures.task_charts(runs), room)
     left_out = count(num_left_out, "more chart")
@@ -120,7 +122,7 @@ def _fitting(charts: Sequence[str], room: int) -> tuple[str, int]:
 def _shorten(html_of: dict[str, str], notes: Mapping[str, str]) -> None:
     """Put notes in the place of their parts, in order, until the page is small enough."""
     for name, note in notes.items():
-        if html_of[name] and _num_bytes(html_of) > _MOST_BYTES:
+        if html_of.get(name) and _num_bytes(html_of) > _MOST_BYTES:
             html_of[name] = note
 
 
@@ -130,7 +132,8 @@ def _notes_of_runs(runs: Sequence[RunFiles]) -> dict[str, str]:
         f"run-{number}": f"<p>What else there is of {escaped(run.name)}, the report of that run alone has.</p>"
         for number, run in reversed([*enumerate(runs)])
     }
-    return notes | {"curves": "<p>A page of fewer runs has more charts.</p>"}
+    fewer = "<p>A page of fewer runs has {}.</p>"
+    return notes | {"answers": fewer.format("their answers"), "curves": fewer.format("more charts")}
 
 
 def _notes_of_parts() -> dict[str, str]:

@@ -3,29 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import groupby
 
+from hfdist.secrets import mask_secrets
+from hfdist.tools.report.drawing.chart import colour
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import escaped, escaped_lines, number
 
-_MOST_OPEN, _MOST_ROWS = 8, 24
+_MOST_OPEN, _MOST_ROWS = 8, 48
 _MOST_REWARDS = 8
+_MOST_PROMPTS, _MOST_ANSWERS = 12, 2
+"""Of a comparison of runs: prompts, and answers of a run to each."""
 _LONGEST = 300
+
+_Line = Mapping[str, object]
 
 
 def rollouts(run: RunFiles) -> str:
-    """Give a table of the newest answers, those of the last logged step first."""
+    """Give a table of the newest answers, those of the last logged step first, and a field that searches them."""
     # Of a step, in the order of the file: a prompt's answers stay together.
-    newest = sorted(run.rollouts, key=lambda line: -(number(line.get("step")) or 0.0))[:_MOST_ROWS]
+    newest = sorted(run.rollouts, key=lambda line: -_step(line))[:_MOST_ROWS]
     if not newest:
         return ""
     keys = list(dict.fromkeys(key for line in newest for key in line if key == "reward" or key.startswith("rewards/")))
     keys = keys[:_MOST_REWARDS]
     more = _table(newest[_MOST_OPEN:], keys)
     folded = f'<details id="rollouts-more"><summary>earlier answers</summary>{more}</details>' if more else ""
-    return f"<h2>Answers and their rewards</h2>{_table(newest[:_MOST_OPEN], keys)}{folded}"
+    field = _search("words, step>100, reward<0.5")
+    return f"<h2>Answers and their rewards</h2>{field}{_table(newest[:_MOST_OPEN], keys)}{folded}"
 
 
-def _table(lines: Sequence[Mapping[str, object]], keys: list[str]) -> str:
+def side_by_side(runs: Sequence[RunFiles]) -> str:
+    """Give a table of what two runs and more have answered to the same prompt at the same step, the newest first.
+
+    Words that the first run's answer in that place does not have are marked.
+    """
+    answered = [_by_prompt(run.rollouts) for run in runs]
+    places = [place for place, own in enumerate(answered) if own]
+    asked = sorted(set.intersection(*(set(answered[place]) for place in places)) if len(places) > 1 else ())
+    if not asked:
+        return ""
+    names = "".join(f'<th><i class="{colour(place)}"></i>{escaped(runs[place].name, 40)}</th>' for place in places)
+    rows = ""
+    # Of a step, in the order of the file.
+    order = {key: number for number, key in enumerate(answered[places[0]])}
+    for step, prompt in sorted(asked, key=lambda key: (-key[0], order[key]))[:_MOST_PROMPTS]:
+        first = answered[places[0]][step, prompt]
+        cells = [_answers(answered[place][step, prompt], first if place != places[0] else []) for place in places]
+        texts = [f"{step:,.0f}", f"<pre>{escaped_lines(prompt, _LONGEST)}</pre>", *cells]
+        rows += f"<tr>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
+    head = f"<thead><tr><th>step</th><th>prompt</th>{names}</tr></thead>"
+    table = f'<table class="words rollouts">{head}<tbody>{rows}</tbody></table>'
+    return f'<h2>Answers to the same prompts</h2>{_search("words, step>100")}<div class="scroll">{table}</div>'
+
+
+def _by_prompt(lines: Sequence[_Line]) -> dict[tuple[float, str], list[_Line]]:
+    """Group answers by step and prompt."""
+    found: dict[tuple[float, str], list[_Line]] = {}
+    for key, own in groupby(lines, key=lambda line: (_step(line), str(line.get("prompt") or ""))):
+        found.setdefault(key, []).extend(own)
+    return found
+
+
+def _answers(lines: Sequence[_Line], others: Sequence[_Line]) -> str:
+    """Give some answers with their rewards, each beside the other run's in the same place."""
+    cells = []
+    for place, line in enumerate(lines[:_MOST_ANSWERS]):
+        reward = number(line.get("reward"))
+        told = "" if reward is None else f"<small>reward {reward:.4g}</small>"
+        other = str(others[place].get("text") or "") if place < len(others) else None
+        cells.append(f"<pre>{_marked(str(line.get('text') or ''), other)}</pre>{told}")
+    return "".join(cells)
+
+
+def _marked(text: str, other: str | None) -> str:
+    """Give a text with the words marked that another one does not have there; None: there is no other."""
+    if other is None:
+        return escaped_lines(text, _LONGEST)
+    # Before it comes apart: a secret may have several words.
+    text, other = (mask_secrets(one[: 2 * _LONGEST]) for one in (text, other))
+    words, others = text[:_LONGEST].split(" "), other[:_LONGEST].split(" ")
+    matcher = SequenceMatcher(None, others, words, autojunk=False)
+    parts = []
+    for kind, _, _, begin, end in matcher.get_opcodes():
+        if begin < end:
+            own = escaped_lines(" ".join(words[begin:end]), _LONGEST)
+            parts.append(own if kind == "equal" else f"<mark>{own}</mark>")
+    return " ".join(parts) + (" ..." if len(text) > _LONGEST else "")
+
+
+def _search(example: str) -> str:
+    """Give a field in which script.js searches the tables of its part."""
+    field = f'<input type="search" class="find" aria-label="Search the answers" placeholder="{escaped(example)}">'
+    return f'<p>{field} <span class="found" role="status"></span></p>'
+
+
+def _step(line: _Line) -> float:
+    return number(line.get("step")) or 0.0
+
+
+def _table(lines: Sequence[_Line], keys: list[str]) -> str:
     if not lines:
         return ""
     names = ["step", "prompt", "answer", *(key.removeprefix("rewards/") for key in keys)]
@@ -35,7 +113,7 @@ def _table(lines: Sequence[Mapping[str, object]], keys: list[str]) -> str:
     return f'<div class="scroll">{table}</div>'
 
 
-def _row(line: Mapping[str, object], keys: list[str]) -> str:
+def _row(line: _Line, keys: list[str]) -> str:
     step = number(line.get("step"))
     texts = (escaped_lines(line.get(key) or "", _LONGEST) for key in ("prompt", "text"))
     cells = ["" if step is None else f"{step:,.0f}", *(f"<pre>{text}</pre>" for text in texts)]

@@ -450,8 +450,35 @@ def test_the_newest_answers_have_their_rewards(tmp_path):
         ("30", "30+1=", "0"), ("30", "30+1=", "1"), ("29", "29+1=", "0")
     ]  # fmt: skip
     assert rows[1][3] == "<td>0.25</td><td>1</td>"
-    assert len(rows) == 24
+    assert len(rows) == 48
     assert all(len(text) < 320 and text.endswith(" ...") for _, _, text, _ in rows)
+
+
+def test_answers_of_runs_to_the_same_prompts_stand_side_by_side(tmp_path):
+    secret = "hf_" + "A1b2" * 9
+    texts = {
+        "a": {(1, "1+1="): ["it is 3", "4"], (2, "2+2="): ["it is <4>"], (3, "alone"): ["x"]},
+        "b": {(1, "1+1="): ["it is 2", "4"], (2, "2+2="): [f"it is {secret}"], (2, "other"): ["y"]},
+    }
+    for name, own in texts.items():
+        lines = [
+            {"step": step, "prompt": prompt, "text": text, "reward": 0.5}
+            for (step, prompt), answers in own.items()
+            for text in answers
+        ]
+        write_run(tmp_path / name, rollouts=lines, task="grpo")
+    content = html(tmp_path / "a", tmp_path / "b", write_run(tmp_path / "without"))
+    begin = content.index("Answers to the same prompts")
+    table = content[begin : content.index("</table>", begin)]
+    rows = re.findall(r"<tr><td>(\d+)</td><td><pre>(.*?)</pre></td>(.*?)</tr>", table)
+    assert [(step, prompt) for step, prompt, _ in rows] == [("2", "2+2="), ("1", "1+1=")]
+    answers = [re.findall(r"<pre>(.*?)</pre><small>reward 0.5</small>", cells) for _, _, cells in rows]
+    assert answers[1] == ["it is 3", "4", "it is <mark>2</mark>", "4"]
+    assert answers[0][0] == "it is &lt;4&gt;"
+    assert answers[0][1].startswith("it is <mark>")
+    assert secret not in content
+    # A page without two runs that have answered alike has none.
+    assert "Answers to the same prompts" not in html(tmp_path / "a", tmp_path / "without")
 
 
 def test_same_configs_are_said_to_be_the_same(tmp_path):

@@ -140,6 +140,32 @@
     plot.place = share;
   });
 
+  // ---- searching answers ----
+
+  // A row must have each word, and be within each bound of a column, as in reward<0.5.
+  const find = (field) => {
+    const asked = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const tables = [...field.closest("section").querySelectorAll(".rollouts")];
+    let found = 0, all = 0;
+    for (const table of tables) {
+      const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.toLowerCase());
+      for (const row of table.tBodies[0].rows) {
+        const text = row.textContent.toLowerCase();
+        row.hidden = !asked.every((word) => {
+          const [, name, sign, bound] = word.match(/^(.+?)([<>])(-?[\d.]+)$/) ?? [];
+          const at = names.indexOf(name);
+          if (at < 0) return text.includes(word);
+          const value = row.cells[at].textContent.replaceAll(",", "");
+          return value !== "" && (sign === "<" ? +value < +bound : +value > +bound);
+        });
+        all += 1; found += !row.hidden;
+      }
+    }
+    if (asked.length) tables.forEach((table) => table.closest("details")?.setAttribute("open", ""));
+    field.parentElement.querySelector(".found").textContent = asked.length ? `${found} of ${all}` : "";
+  };
+  addEventListener("input", (event) => { if (event.target.matches?.(".find")) find(event.target); });
+
   // ---- a page that is served ----
 
   const source = document.body.dataset.events;
@@ -153,8 +179,12 @@
     const part = document.getElementById(id);
     if (!part) return;
     const open = [...part.querySelectorAll("details[open]")].map((own) => own.id);
+    const before = part.querySelector(".find"), isTyped = before && before === document.activeElement;
     part.innerHTML = html;
     for (const own of open) document.getElementById(own)?.setAttribute("open", "");
+    const field = part.querySelector(".find");
+    if (field && before?.value) { field.value = before.value; find(field); }
+    if (field && isTyped) field.focus();
     hide();
   };
 })();
