@@ -13,11 +13,19 @@ class PreferenceLoss(Enum):
     """How preferences become a loss; `Traits.losses` says which task has which."""
 
     sigmoid = "sigmoid"
+    sigmoid_norm = "sigmoid_norm"
     robust = "robust"
+    exo_pair = "exo_pair"
     hinge = "hinge"
     ipo = "ipo"
+    nca_pair = "nca_pair"
+    bco_pair = "bco_pair"
+    sppo_hard = "sppo_hard"
+    discopop = "discopop"
     apo_zero = "apo_zero"
     apo_down = "apo_down"
+    simpo = "simpo"
+    orpo = "orpo"
     kto = "kto"
     apo_zero_unpaired = "apo_zero_unpaired"
 
@@ -25,12 +33,14 @@ class PreferenceLoss(Enum):
 class TaskName(Enum):
     """What a run trains.
 
-    `causal_lm`: the next token; `dpo`: pairs of answers, directly; `kto`: answers that were liked or not; `reward`: a
-    model that scores answers, from pairs; `grpo`, `rloo`: its own answers to prompts, by their rewards.
+    `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
+    that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
+    prompts, by their rewards.
     """
 
     causal_lm = "causal_lm"
     dpo = "dpo"
+    cpo = "cpo"
     kto = "kto"
     reward = "reward"
     grpo = "grpo"
@@ -81,13 +91,35 @@ TRAITS = {
         row_format=RowFormat.preference,
         losses=(
             PreferenceLoss.sigmoid,
+            PreferenceLoss.sigmoid_norm,
             PreferenceLoss.robust,
+            PreferenceLoss.exo_pair,
             PreferenceLoss.hinge,
             PreferenceLoss.ipo,
+            PreferenceLoss.nca_pair,
+            PreferenceLoss.bco_pair,
+            PreferenceLoss.sppo_hard,
+            PreferenceLoss.discopop,
             PreferenceLoss.apo_zero,
             PreferenceLoss.apo_down,
         ),
         has_reference=True,
+        is_planned=True,
+    ),
+    TaskName.cpo: Traits(
+        trainer="CPOTrainer",
+        learning_rate=1e-6,
+        loss_unit="mean of pairs",
+        unit="pair",
+        method="on pairs of answers, without a reference model",
+        row_format=RowFormat.preference,
+        losses=(
+            PreferenceLoss.sigmoid,
+            PreferenceLoss.hinge,
+            PreferenceLoss.ipo,
+            PreferenceLoss.simpo,
+            PreferenceLoss.orpo,
+        ),
         is_planned=True,
     ),
     TaskName.kto: Traits(
@@ -131,6 +163,9 @@ TRAITS = {
 """Each task's: a task is a member of `TaskName` and its entry here."""
 
 
+PRESETS = ("simpo", "orpo")
+"""Other options of the group `task`: settings of `cpo`, named after the loss."""
+
 SCORE = "score"
 """The layer of a model for sequence classification, as transformers calls it."""
 
@@ -143,13 +178,21 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | kto | reward | grpo | rloo."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo."""
     loss: PreferenceLoss = PreferenceLoss.sigmoid
-    """dpo: sigmoid | robust | hinge | ipo | apo_zero | apo_down; kto: kto | apo_zero_unpaired; reward: sigmoid."""
+    """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
+    apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid."""
     beta: float = limited(0.1, at_least=0)
-    """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all."""
+    """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all.
+
+    cpo: the factor of log-probabilities in the loss; orpo: the weight of the odds ratio.
+    """
     label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
-    """robust: the share of pairs that may be the wrong way round."""
+    """robust, exo_pair: the share of pairs that may be the wrong way round."""
+    margin: float = limited(0.0, at_least=0)
+    """simpo: by how much the reward of a chosen answer should exceed that of the rejected one."""
+    nll_weight: float = limited(0.0, at_least=0)
+    """dpo, cpo: weight of the loss of next tokens in chosen answers, which is added."""
     desirable_weight: float = limited(1.0, at_least=0)
     """kto: weight of answers that were liked."""
     undesirable_weight: float = limited(1.0, at_least=0)

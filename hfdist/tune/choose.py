@@ -16,7 +16,7 @@ from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.learned_reward import LearnedReward
 from hfdist.tune.policy import PolicyGradient
-from hfdist.tune.preference import DirectPreference
+from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
 from hfdist.tune.reward import RewardPairs
 from hfdist.tune.rollout import RolloutLines, Rollouts
@@ -34,8 +34,8 @@ def make_objective(
     """Make the objective of a run; None: it trains next tokens."""
     task = config.task
     match task.name:
-        case TaskName.dpo:
-            return DirectPreference(task, _table(config))
+        case TaskName.dpo | TaskName.cpo:
+            return Preferences(task, _table(config) if task.name.traits.has_reference else None)
         case TaskName.kto:
             return KahnemanTversky(task, _table(config))
         case TaskName.reward:

@@ -1,37 +1,23 @@
-"""Direct preference optimization (DPO): a loss of pairs of a chosen and a rejected answer, relative to the reference.
+"""Preferences (DPO and its kin): a loss of pairs of a chosen and a rejected answer.
 
-loss = f(beta x ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected)))), by the task's loss.
+loss = mean of f(score of the chosen answer, score of the rejected one) over pairs, f by the task's loss
+       + nll_weight x mean of -log p over the tokens of chosen answers, both over the global batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import logsigmoid
 
-from hfdist.config.task import PreferenceLoss, TaskConfig
-from hfdist.strategies.engine import Batch
+from hfdist.config.task import TaskConfig
+from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.objective import Documents, Objective, reduce_answers
 from hfdist.trainer.training import Training
+from hfdist.tune.pair_losses import LOSSES
 from hfdist.tune.reference import REFERENCE, ReferenceTable
-
-
-class Pairs(NamedTuple):
-    """Pairs by the number of their chosen document; the rejected one is the next document of the row."""
-
-    is_pair: torch.Tensor
-    chosen: torch.Tensor
-    """Log-ratio of the chosen answer to the reference; 0 where there is no pair."""
-    rejected: torch.Tensor
-    """Log-ratio of the rejected answer to the reference; 0 where there is no pair."""
-    num_chosen: torch.Tensor
-    """Number of target tokens of the chosen answer."""
-    num_rejected: torch.Tensor
-    """Number of target tokens of the rejected answer."""
 
 
 def are_pairs(documents: Documents) -> torch.Tensor:
@@ -44,60 +30,19 @@ def next_of(values: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(values[1:], (0, 1))
 
 
-# Sources, on arXiv: sigmoid 2305.18290; robust 2403.00409; hinge 2305.10425; ipo 2310.12036, over mean token
-# log-ratios; apo_zero, apo_down 2408.06266.
-_Loss = Callable[[Pairs, TaskConfig], torch.Tensor]
+class Preferences(Objective):
+    """DPO, or without a table of a reference CPO. An item is a pair."""
 
+    names: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
-def _sigmoid(pairs: Pairs, task: TaskConfig) -> torch.Tensor:
-    return -logsigmoid(task.beta * (pairs.chosen - pairs.rejected))
-
-
-def _robust(pairs: Pairs, task: TaskConfig) -> torch.Tensor:
-    margin, noise = task.beta * (pairs.chosen - pairs.rejected), task.label_smoothing
-    return (noise * logsigmoid(-margin) - (1 - noise) * logsigmoid(margin)) / (1 - 2 * noise)
-
-
-def _hinge(pairs: Pairs, task: TaskConfig) -> torch.Tensor:
-    return torch.relu(1 - task.beta * (pairs.chosen - pairs.rejected))
-
-
-def _ipo(pairs: Pairs, task: TaskConfig) -> torch.Tensor:
-    chosen, rejected = pairs.chosen / pairs.num_chosen.clamp(min=1), pairs.rejected / pairs.num_rejected.clamp(min=1)
-    return (chosen - rejected - 1 / (2 * task.beta)).square()
-
-
-def _apo_zero(pairs: Pairs, task: TaskConfig) -> torch.Tensor:
-    return 1 - torch.sigmoid(task.beta * pairs.chosen) + torch.sigmoid(task.beta * pairs.rejected)
-
-
-def _apo_down(pairs: Pairs, task: TaskConfig) -> torch.Tensor:
-    margin = task.beta * (pairs.chosen - pairs.rejected)
-    return torch.sigmoid(task.beta * pairs.chosen) + 1 - torch.sigmoid(margin)
-
-
-_LOSSES: Mapping[PreferenceLoss, _Loss] = MappingProxyType(
-    {
-        PreferenceLoss.sigmoid: _sigmoid,
-        PreferenceLoss.robust: _robust,
-        PreferenceLoss.hinge: _hinge,
-        PreferenceLoss.ipo: _ipo,
-        PreferenceLoss.apo_zero: _apo_zero,
-        PreferenceLoss.apo_down: _apo_down,
-    }
-)
-"""The losses of `task.loss`."""
-
-
-class DirectPreference(Objective):
-    """DPO. An item is a pair."""
-
-    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-
-    def __init__(self, task: TaskConfig, table: ReferenceTable) -> None:
+    def __init__(self, task: TaskConfig, table: ReferenceTable | None) -> None:
         super().__init__()
         self._task, self._table = task, table
-        self._loss = _LOSSES[task.loss]
+        self._kind = LOSSES[task.loss]
+        self._pairs_per_token = torch.zeros(())
+        """Pairs of the step, or of the held-out set, for each target of their chosen answers."""
+        if task.nll_weight:
+            self.names = (*self.names, "nll")
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the pairs."""
@@ -106,25 +51,62 @@ class DirectPreference(Objective):
     def begin(self, training: Training) -> None:
         """Compute the reference's log-probabilities of all pairs."""
         super().begin(training)
-        self._table.fill(training, lambda batch: [batch])
+        if self._table is not None:
+            self._table.fill(training, lambda batch: [batch])
 
     def prepare(self, batch: Batch) -> Batch:
         """Add the reference's log-probabilities."""
-        return self._table.prepare(batch)
+        return batch if self._table is None else self._table.prepare(batch)
+
+    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
+        """Count the tokens of the step's chosen answers."""
+        self._count_tokens(batches)
+        return super().begin_step(batches, hooks)
+
+    def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
+        """Count the tokens of all held-out chosen answers."""
+        self._count_tokens(batches)
+
+    def _count_tokens(self, batches: Iterable[Batch]) -> None:
+        """Find how many pairs there are for each token: a loss is divided by pairs, and that of tokens by tokens."""
+        if not self._task.nll_weight:
+            return
+        counts = torch.zeros(2, dtype=torch.float64)
+        for batch in batches:
+            documents = Documents.of(batch)
+            is_pair = are_pairs(documents)
+            counts += torch.stack([is_pair.sum(), documents.num_chosen_targets[is_pair].sum()]).to(counts)
+        counts = counts.to(self._training.args.device)
+        if dist.is_initialized():
+            # Ranks of a model replica count the same; that leaves a ratio as it is.
+            dist.all_reduce(counts)
+        self._pairs_per_token = (counts[0] / counts[1].clamp(min=1)).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the pairs."""
+        task = self._task
 
         def reduce(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
             is_pair = are_pairs(documents)
-            ratios = log_probabilities - documents.sum(batch[REFERENCE])
-            chosen, rejected = torch.where(is_pair, ratios, 0), torch.where(is_pair, next_of(ratios), 0)
-            lengths = documents.num_chosen_targets, next_of(documents.num_rejected_targets)
-            losses = self._loss(Pairs(is_pair, chosen, rejected, *lengths), self._task)
-            rewards = self._task.beta * chosen, self._task.beta * rejected
+            reference = 0 if self._table is None else documents.sum(batch[REFERENCE])
+            scores = log_probabilities - reference
+            means = scores / (documents.num_chosen_targets + documents.num_rejected_targets).clamp(min=1)
+            chosen, rejected = _of_pairs(is_pair, means if self._kind.takes_means else scores)
+            losses = self._kind.of(chosen, rejected, task)
+            # As TRL's trainers of each kind have them.
+            seen = (chosen, rejected) if self._table is None else _of_pairs(is_pair, scores)
+            rewards = [task.beta * one for one in seen]
             margins = rewards[0] - rewards[1]
             values = [*rewards, margins, (margins > 0).float()]
+            if task.nll_weight:
+                values.append(torch.where(is_pair, -log_probabilities, 0) * self._pairs_per_token)
+                losses = losses + task.nll_weight * values[-1]
             self._note(is_pair, dict(zip(self.names, values, strict=True)))
             return torch.where(is_pair, losses, 0).sum()
 
         return reduce_answers(self._training.head, model, batch, reduce)
+
+
+def _of_pairs(is_pair: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the values of chosen and of rejected answers, at the place of the chosen one; 0 where there is no pair."""
+    return torch.where(is_pair, values, 0), torch.where(is_pair, next_of(values), 0)

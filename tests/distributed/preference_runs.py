@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 import trl
 from datasets import Dataset
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data.packing.sequence import IGNORED
@@ -112,8 +115,20 @@ def save_start(folder: Path, config) -> None:
     run.model.save_pretrained(folder)
 
 
+class OddsRatioOfPaper(ORPOTrainer):
+    """TRL's, but the loss of next tokens is that of the chosen answers, without their prompts."""
+
+    def concatenated_forward(self, model, batch):
+        chosen, rejected, chosen_logits, rejected_logits, _ = super().concatenated_forward(model, batch)
+        labels = batch["chosen_labels"][:, 1:]
+        loss = cross_entropy(chosen_logits[:, : labels.shape[1]].flatten(0, 1), labels.flatten())
+        return chosen, rejected, chosen_logits, rejected_logits, loss
+
+
 TRAINERS = {
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (OddsRatioOfPaper, ORPOConfig),
     "kto": (trl.KTOTrainer, trl.KTOConfig),
     "reward": (trl.RewardTrainer, trl.RewardConfig),
 }

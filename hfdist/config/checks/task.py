@@ -9,14 +9,16 @@ from functools import reduce
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
-from hfdist.config.task import REWARD_MODEL, SCORE, PreferenceLoss, TaskConfig, TaskName
+from hfdist.config.task import PRESETS, REWARD_MODEL, SCORE, PreferenceLoss, TaskConfig, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
 _OF_KTO = ("desirable_weight", "undesirable_weight")
-_OF_PREFERENCES = ("name", "loss", "beta", "label_smoothing", *_OF_KTO)
+_OF_PAIRS = ("margin", "nll_weight")
+_OF_PREFERENCES = ("name", "loss", "beta", "label_smoothing", *_OF_PAIRS, *_OF_KTO)
+_SMOOTHED = (PreferenceLoss.robust, PreferenceLoss.exo_pair)
 _OF_POLICIES = tuple(one.name for one in dataclasses.fields(TaskConfig) if one.name not in _OF_PREFERENCES)
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
@@ -51,12 +53,19 @@ def _check_others(config: RunConfig) -> None:
     """Refuse what says something of another task: it would be ignored."""
     name, default = config.task.name, TaskConfig()
     if name.traits.is_reinforcement:
-        of_others = ["loss", "label_smoothing", *_OF_KTO, *(["scale_rewards"] if name is TaskName.rloo else [])]
+        of_others = [
+            "loss",
+            "label_smoothing",
+            *_OF_PAIRS,
+            *_OF_KTO,
+            *(["scale_rewards"] if name is TaskName.rloo else []),
+        ]
     else:
         of_others = [
             *_OF_POLICIES,
             *([] if name is TaskName.kto else _OF_KTO),
-            *([] if name.traits.has_reference else ["beta"]),
+            *([] if name in (TaskName.dpo, TaskName.cpo) else _OF_PAIRS),
+            *([] if _has_beta(name) else ["beta"]),
         ]
     for key in of_others:
         if getattr(config.task, key) != getattr(default, key):
@@ -65,6 +74,10 @@ def _check_others(config: RunConfig) -> None:
             # A mapping is added to, so that an empty one changes nothing.
             error.hint = f"leave task.{key} out" if key == "rewards" else error.hint
             raise error
+
+
+def _has_beta(name: TaskName) -> bool:
+    return name.traits.has_reference or name is TaskName.cpo
 
 
 def _misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:
@@ -100,13 +113,20 @@ def _check_preference(config: RunConfig) -> None:
     task, adapter, name = config.task, config.adapter, config.task.name
     known = [loss.value for loss in name.traits.losses]
     if task.loss.value not in known:
-        raise _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
-    if task.label_smoothing and task.loss is not PreferenceLoss.robust:
-        error = _misfit(config, "task.label_smoothing", "0", "only the robust loss of dpo smooths labels")
+        error = _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
+        if task.loss.value in PRESETS:
+            error.hint = f"task={task.loss.value}, or {error.hint}"
+        raise error
+    if task.label_smoothing and task.loss not in _SMOOTHED:
+        error = _misfit(config, "task.label_smoothing", "0", "only robust and exo_pair, losses of dpo, smooth labels")
         if name is TaskName.dpo:
             error.hint = f"task.loss=robust, or {error.hint}"
         raise error
-    if name.traits.has_reference and not task.beta:
+    if task.loss is PreferenceLoss.exo_pair and not task.label_smoothing:
+        raise _misfit(config, "task.label_smoothing", "0.001", "exo_pair compares with smoothed labels")
+    if task.margin and task.loss is not PreferenceLoss.simpo:
+        raise _misfit(config, "task.margin", "0", "only simpo has a margin")
+    if _has_beta(name) and not task.beta:
         raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
     if name is not TaskName.reward:
         return

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hfdist.config.task import PreferenceLoss, TaskName
+from hfdist.config.task import PRESETS, PreferenceLoss, TaskName
 from hfdist.errors import ConfigError
 
 RECIPES = ("pretrain", "finetune", "tune")
 """Those whose processes may be on several machines; each one's primary config has its name."""
 SHARED = ("index", "pretokenize")
 """Those whose files several processes may share, each with a `data.shard`; their primary config is the first above."""
+TUNED = (*(task.value for task in TaskName if task is not TaskName.causal_lm), *PRESETS)
+"""Options of the group `task` but that of next tokens."""
 NAMES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **{recipe: (recipe, ()) for recipe in RECIPES},
     "sft": ("finetune", ()),
-    **{task.value: ("tune", (f"task={task.value}",)) for task in TaskName if task is not TaskName.causal_lm},
+    **{task: ("tune", (f"task={task}",)) for task in TUNED},
 }
 """What people call a run -> the recipe, and the overrides that come first."""
 _TASK = "task (command line)"
@@ -35,7 +37,6 @@ HINTS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("compare", "diff"), "hfdist report RUN OTHER_RUN"),
     "ppo": "hfdist grpo learns from rewards, without a model of values",
-    **dict.fromkeys(("orpo", "simpo", "cpo"), "hfdist dpo learns from preferences"),
     "config": "hfdist pretrain --cfg job prints a config",
 }
 """Commands of other programs, and what does it here; `{name}`: the recipe that is named after it, or the first one."""
@@ -53,13 +54,12 @@ def with_task(name: str, arguments: Sequence[str]) -> list[str]:
     _, overrides = NAMES[name]
     other = next((argument for argument in arguments if argument.startswith("task=")), None)
     task = None if other is None else other.partition("=")[2]
-    others = {one.value for one in TaskName} - {TaskName.causal_lm.value}
-    if name in ("sft", "finetune") and task in others:
+    if name in ("sft", "finetune") and task in TUNED:
         what, where, hint = f"there is no such task of {name}, which learns next tokens", _TASK, f"hfdist {task}"
         raise ConfigError(what, where=where, found=f"{name}, and {other}", hint=hint)
     if overrides and other is not None:
         what, found, where = "the task is given twice", f"{name}, and {other}", _TASK
-        is_loss = task in PreferenceLoss.__members__ and task not in TaskName.__members__
+        is_loss = task in PreferenceLoss.__members__ and task not in TUNED
         hint = f"hfdist {name} task.loss={task}" if is_loss else f"hfdist tune {other}, or hfdist {name} alone"
         raise ConfigError(what, where=where, found=found, hint=hint)
     return [*overrides, *arguments]

@@ -110,6 +110,8 @@ _OVERRIDES = {
     "report.project={value}": "project",
     "report.to=[wandb] report.project={value}": "wandb_project",
     "task.beta={value}": "pref_beta dpo_beta kl_coef kl_coeff",
+    "task.nll_weight={value}": "rpo_alpha cpo_alpha pref_ftx",
+    "task.margin={value}": "simpo_gamma",
     "cluster.nodes={value}": "cluster.num_nodes cluster.nnodes cluster.machines",
     "cluster.hours={value}": "cluster.time cluster.walltime cluster.time_limit",
     "task.loss={value}": "loss_type pref_loss",

@@ -15,8 +15,8 @@ from hfdist.errors import nearest
 from hfdist.records.run_folder import is_run_folder
 
 REWARDS = "task.rewards"
-_NO_LOSSES = ("simpo", "orpo", "cpo", "exo_pair", "nca_pair", "sppo_hard", "bco_pair")
-"""Losses of TRL that are none here."""
+_NO_LOSSES = ("aot", "aot_unpaired")
+"""Losses of TRL that are none here: they sort the answers of a batch, so that a step would depend on the layout."""
 
 
 def hint_for_value(key: str, value: object, allowed: str) -> str | None:
@@ -29,12 +29,14 @@ def hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return "task.loss=sigmoid for pairs; one answer a row, with its label, is another task: kto"
     if key == "task.loss" and value in ("grpo", "dr_grpo", "bnpo", "dapo"):
         return "without task.loss: grpo has one loss; task.scale_rewards=false is what Dr. GRPO changes"
+    if key == "task.loss" and value == "cpo":
+        return "task=cpo task.loss=sigmoid"
     if key == "strategy.deepspeed" and str(value).endswith((".yaml", ".yml")):
         return "a file of JSON, whose name ends in .json"
     if key == "run" and is_run_folder(str(value)):
         return f"--config {value}/config.yaml has the config of that run"
     if key == "task.loss" and value in _NO_LOSSES:
-        return f"{key}=sigmoid, which is DPO's own: {value} is not among the losses"
+        return f"{key}=sigmoid, which is DPO's own: {value} would depend on the layout"
     if key == "data.sources" and isinstance(value, list):
         return f"`{in_yaml('data.sources.files.path', 'PATH')}`: each source has a name"
     if allowed.startswith("a list"):

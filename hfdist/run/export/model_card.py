@@ -18,7 +18,7 @@ from hfdist.config.composition.yaml_text import to_yaml_text
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init
 from hfdist.config.run import ExportConfig, RunConfig
-from hfdist.config.task import PreferenceLoss, TaskConfig, TaskName
+from hfdist.config.task import TaskConfig, TaskName
 from hfdist.data import PoolReport
 from hfdist.records import PACKAGES, RunFolder, RunRecord, find_versions, read_lines
 from hfdist.run.usage import describe_usage
@@ -184,9 +184,13 @@ def describe_task(task: TaskConfig) -> str:
     if not name.traits.method:
         return ""
     words = [f"Trained {name.traits.method}."]
-    if name.traits.has_reference:
-        words.append(f"Loss `{task.loss.value}`, beta {task.beta:g}; the reference is the model that it began as.")
-    if task.loss is PreferenceLoss.robust:
+    if name.traits.has_reference or name is TaskName.cpo:
+        margin = f", margin {task.margin:g}" if task.margin else ""
+        reference = "; the reference is the model that it began as" if name.traits.has_reference else ""
+        words.append(f"Loss `{task.loss.value}`, beta {task.beta:g}{margin}{reference}.")
+    if task.nll_weight:
+        words.append(f"The loss of next tokens of the chosen answers is added with weight {task.nll_weight:g}.")
+    if task.label_smoothing:
         words.append(f"Label smoothing {task.label_smoothing:g}.")
     if name is TaskName.kto:
         weights = f"{task.desirable_weight:g}, and {task.undesirable_weight:g} of the others"

@@ -6,7 +6,7 @@ from hfdist.config.checks.paths import check_model_paths
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import Packing, RowFormat
 from hfdist.config.schema import find_key
-from hfdist.config.task import TRAITS
+from hfdist.config.task import TRAITS, TaskName
 from hfdist.errors import ConfigError
 from hfdist.planning.command import parse_request
 
@@ -21,6 +21,7 @@ def tune(*overrides):
     ("task", "row_format", "packing"),
     [
         ("dpo", RowFormat.preference, Packing.best_fit),
+        ("cpo", RowFormat.preference, Packing.best_fit),
         ("kto", RowFormat.unpaired_preference, Packing.best_fit),
         ("reward", RowFormat.preference, Packing.best_fit),
         ("grpo", RowFormat.prompt_completion, Packing.none),
@@ -43,6 +44,8 @@ REFUSED = {
     "task.loss": ("task=kto", "task.loss=ipo"),
     "task.label_smoothing": ("task=dpo", "task.label_smoothing=0.1"),
     "task.beta": ("task=dpo", "task.beta=0"),
+    "task.margin": ("task=cpo", "task.margin=0.5"),
+    "task.nll_weight": ("task=kto", "task.nll_weight=1"),
     "evaluate.prompts": ("task=reward", "evaluate.prompts=[a]"),
     "adapter.modules_to_save": ("task=reward", "adapter=lora"),
     "task.rewards": ("task=grpo",),
@@ -57,6 +60,22 @@ def test_what_does_not_go_with_a_task(key):
     assert str(refused.value.where).startswith(key.rpartition(".")[0])
     assert refused.value.where.endswith(key.rpartition(".")[2])
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("option", "set_to"), [("cpo", ("sigmoid", 0.1, 0.0, 1.0)), ("simpo", ("simpo", 2.0, 0.5, 0.0)),
+                           ("orpo", ("orpo", 0.1, 0.0, 1.0))],
+)  # fmt: skip
+def test_losses_without_a_reference_begin_as_their_papers_do(option, set_to):
+    task = tune(f"task={option}").task
+    assert task.name is TaskName.cpo
+    assert (task.loss.value, task.beta, task.margin, task.nll_weight) == set_to
+
+
+def test_a_loss_of_another_task_names_its_option():
+    with pytest.raises(ConfigError) as refused:
+        tune("task=dpo", "task.loss=orpo")
+    assert "task=orpo" in refused.value.hint
 
 
 def test_a_reward_model_has_a_weight_and_is_there(tmp_path):

@@ -34,6 +34,7 @@ def test_an_option_of_a_model_stays_one(tmp_path):
         (["to=slurm", "finetune", "train.max_steps=3"], "finetune", ["train.max_steps=3"]),
         (["train.max_steps=3", "dpo"], "tune", ["task=dpo", "train.max_steps=3"]),
         (["recipe=grpo", "to=slurm"], "tune", ["task=grpo"]),
+        (["simpo"], "tune", ["task=simpo"]),
         (["sft"], "finetune", []),
         ([], "pretrain", []),
     ],

@@ -61,6 +61,13 @@ def test_a_preference_run_says_its_loss_and_accuracy(card):
     assert "perplexity" not in text.text
 
 
+def test_a_preference_run_without_a_reference_names_none(card):
+    text, _ = card("model.name=some/base", "data=some.jsonl", "task=simpo", "task.nll_weight=0.25", primary="tune")
+    for words in ("without a reference model. Loss `simpo`, beta 2, margin 0.5. The loss", "added with weight 0.25"):
+        assert words in text.text, words
+    assert "the reference is" not in text.text
+
+
 def test_a_reward_model_classifies(card):
     lines = [{"step": 9, "eval_loss": 0.5, "eval_accuracies": 0.75, "eval_margins": 0.5}]
     text, _ = card("model.name=some/base", "data=some.jsonl", "task=reward", primary="tune", lines=lines)
