@@ -18,6 +18,7 @@ _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 _OF_KTO = ("desirable_weight", "undesirable_weight")
 _OF_PREFERENCES = ("name", "loss", "beta", "label_smoothing", *_OF_KTO)
 _OF_POLICIES = tuple(one.name for one in dataclasses.fields(TaskConfig) if one.name not in _OF_PREFERENCES)
+_WITHOUT_BOUND = {PreferenceLoss.cispo: ("clip",), PreferenceLoss.sapo: ("clip", "clip_high")}
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
 
@@ -41,6 +42,9 @@ def check_task(config: RunConfig) -> None:
         raise _misfit(config, "strategy.context", "1", "each rank would see a part of an answer")
     if config.islands.is_used:
         raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
+    known = [loss.value for loss in task.name.traits.losses]
+    if task.loss.value not in known:
+        raise _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
     if task.name.traits.is_reinforcement:
         _check_reinforcement(config)
     else:
@@ -51,7 +55,7 @@ def _check_others(config: RunConfig) -> None:
     """Refuse what says something of another task: it would be ignored."""
     name, default = config.task.name, TaskConfig()
     if name.traits.is_reinforcement:
-        of_others = ["loss", "label_smoothing", *_OF_KTO, *(["scale_rewards"] if name is TaskName.rloo else [])]
+        of_others = ["label_smoothing", *_OF_KTO, *(["scale_rewards"] if name is TaskName.rloo else [])]
     else:
         of_others = [
             *_OF_POLICIES,
@@ -98,9 +102,6 @@ def _check_rows(config: RunConfig) -> None:
 
 def _check_preference(config: RunConfig) -> None:
     task, adapter, name = config.task, config.adapter, config.task.name
-    known = [loss.value for loss in name.traits.losses]
-    if task.loss.value not in known:
-        raise _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
     if task.label_smoothing and task.loss is not PreferenceLoss.robust:
         error = _misfit(config, "task.label_smoothing", "0", "only the robust loss of dpo smooths labels")
         if name is TaskName.dpo:
@@ -124,6 +125,9 @@ def _check_preference(config: RunConfig) -> None:
 
 
 def _check_reinforcement(config: RunConfig) -> None:
+    for key in _WITHOUT_BOUND.get(config.task.loss, ()):
+        if getattr(config.task, key) is not None:
+            raise _misfit(config, f"task.{key}", "null", f"{config.task.loss.value} has no such bound of ratios")
     if config.task.reward_model is not None and REWARD_MODEL not in config.task.rewards:
         what, hint = "the reward model has no weight", f"'task.rewards={{{REWARD_MODEL}: 1.0}}'"
         found = ", ".join(config.task.rewards) or "none"
