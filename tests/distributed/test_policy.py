@@ -87,12 +87,12 @@ def test_a_layout_changes_nothing(single, tmp_path, policy, sums, loss, strategy
             ("task.loss=dr_grpo", "task.temperature=1.5", *BETA),
             {"loss_type": "dr_grpo", "scale_rewards": "none", "temperature": 1.5, "beta": 0.5},
         ),
+        # TRL takes a <pad> for an end: the answers that end in one here gain nothing, as all of their group are alike.
         (
             "grpo",
             ("task.loss=gspo", "task.mask_truncated=true"),
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "mask_truncated_completions": True},
         ),
-        many("grpo", ("task.loss=dapo", "task.mask_truncated=true"), {"mask_truncated_completions": True}),
         many("grpo", ("task.scale_rewards=false",), {"scale_rewards": "none"}),
         ("rloo", BETA, {"beta": 0.5}),
     ],
