@@ -188,7 +188,8 @@ class TaskConfig:
     top_p: float = limited(1.0, above=0, at_most=1)
     """grpo, rloo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, reward_model, or of installed packages.
+    """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, overlong, reward_model, or of
+    installed packages.
 
     Packages offer them by entry points `hfdist.rewards`.
     """

@@ -137,7 +137,8 @@ def _check_reinforcement(config: RunConfig) -> None:
         if RowFormat.prompt in _formats(config).values():
             hint = f"data.format=prompt_completion {hint}"
         hint += "; docs/rewards.md has others, and how to write one"
-        allowed = f"{{NAME: WEIGHT}}, of {', '.join((*_WITH_REFERENCE, REWARD_MODEL))}, or of a package of your own"
+        known = ", ".join((*_WITH_REFERENCE, "overlong", REWARD_MODEL))
+        allowed = f"{{NAME: WEIGHT}}, of {known}, or of a package of your own"
         raise ConfigError(what, where="task.rewards", found="none", allowed=allowed, hint=hint)
     compared = [name for name in config.task.rewards if name in _WITH_REFERENCE]
     if compared and RowFormat.prompt in _formats(config).values():
