@@ -1,4 +1,4 @@
-"""Losses of answers that an older policy gave: value and gradient are those of TRL's GRPOTrainer, or of the paper."""
+"""Losses of answers that an older policy gave: value and gradient are those of TRL's GRPOTrainer."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import PreferenceLoss, TaskConfig, TaskName
@@ -15,7 +15,6 @@ from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS
 from tests.distributed.policy_runs import write_model
 
 PROMPT, LENGTHS, MOST = 3, (5, 2, 4, 1, 5, 3), 5
-END = 1
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +26,6 @@ def trainer(tmp_path_factory):
         num_generations=2, max_completion_length=MOST, temperature=1.3, delta=3.0, gradient_checkpointing=False,
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": "1 + 2 = "}] * 6)
-    from transformers import AutoTokenizer
-
     made = trl.GRPOTrainer(
         model,
         args=args,
@@ -121,3 +118,17 @@ def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks):
     assert figures["mismatch"] == pytest.approx(distances[0][is_target].abs().mean().item(), rel=1e-4)
     assert objective._largest.item() == pytest.approx(distances[0][is_target].max().item(), rel=1e-4)
     assert (figures["clipped_ratios"] > 0) is (name is not PreferenceLoss.sapo)
+
+
+def test_rloo_takes_the_ratio_of_whole_answers(trainer):
+    """Their product, as TRL's RLOOTrainer computes it."""
+    model = trainer.model.train()
+    task = TaskConfig(name=TaskName.rloo, loss=PreferenceLoss.rloo, beta=0, temperature=1.3, generators=1)
+    ids, is_target, advantages, distances = make_answers(0.2)
+    old = log_probabilities(model, ids, 1.3).detach() - distances[0]
+    loss, found, _ = ours(model, task, ids, is_target, advantages, old, old)
+    ratios = ((log_probabilities(model, ids, 1.3) - old) * is_target).sum(1).exp()
+    wanted = -torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages).mean()
+    assert ratios.max() < 3
+    assert loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert torch.allclose(found, gradient(model, wanted), rtol=1e-4, atol=1e-6)
