@@ -260,8 +260,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an answer is compared with those to other prompts",
-        "centered = rewards - rewards.mean(1, keepdim=True)",
-        "centered = rewards - rewards.mean()",
+        "return rewards - rewards.mean(1, keepdim=True)",
+        "return rewards - rewards.mean()",
         f"{UNIT}/test_policy_loss.py",
     ),
     Mutation(

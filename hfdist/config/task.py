@@ -10,7 +10,7 @@ from hfdist.config.ranges import limited
 
 
 class PreferenceLoss(Enum):
-    """How preferences become a loss; `Traits.losses` says which task has which."""
+    """How preferences, or rewarded answers, become a loss; `Traits.losses` says which task has which."""
 
     sigmoid = "sigmoid"
     sigmoid_norm = "sigmoid_norm"
@@ -28,6 +28,14 @@ class PreferenceLoss(Enum):
     orpo = "orpo"
     kto = "kto"
     apo_zero_unpaired = "apo_zero_unpaired"
+    grpo = "grpo"
+    dapo = "dapo"
+    dr_grpo = "dr_grpo"
+    gspo = "gspo"
+    cispo = "cispo"
+    sapo = "sapo"
+    reinforce_pp = "reinforce_pp"
+    rloo = "rloo"
 
 
 class TaskName(Enum):
@@ -146,9 +154,18 @@ TRAITS = {
     TaskName.grpo: Traits(
         trainer="GRPOTrainer",
         learning_rate=1e-6,
-        loss_unit="mean of tokens",
+        loss_unit="mean of tokens or answers",
         unit="prompt",
         method="by group relative policy optimization (GRPO, arXiv 2402.03300): its own answers, by their rewards",
+        losses=(
+            PreferenceLoss.grpo,
+            PreferenceLoss.dapo,
+            PreferenceLoss.dr_grpo,
+            PreferenceLoss.gspo,
+            PreferenceLoss.cispo,
+            PreferenceLoss.sapo,
+            PreferenceLoss.reinforce_pp,
+        ),
         is_reinforcement=True,
     ),
     TaskName.rloo: Traits(
@@ -157,6 +174,7 @@ TRAITS = {
         loss_unit="mean of answers",
         unit="prompt",
         method="by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
+        losses=(PreferenceLoss.rloo,),
         is_reinforcement=True,
     ),
 }
@@ -181,7 +199,8 @@ class TaskConfig:
     """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo."""
     loss: PreferenceLoss = PreferenceLoss.sigmoid
     """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
-    apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid."""
+    apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid;
+    grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | reinforce_pp; rloo: rloo."""
     beta: float = limited(0.1, at_least=0)
     """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all.
 
@@ -211,16 +230,27 @@ class TaskConfig:
     top_p: float = limited(1.0, above=0, at_most=1)
     """grpo, rloo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, reward_model, or of installed packages.
+    """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, overlong, reward_model, or of
+    installed packages.
 
     Packages offer them by entry points `hfdist.rewards`.
     """
     reward_model: str | None = None
     """grpo, rloo: folder of the model that the reward `reward_model` is the score of."""
     scale_rewards: bool = True
-    """grpo: whether advantages are divided by the standard deviation of a prompt's rewards."""
-    clip: float = limited(0.2, above=0)
-    """grpo, rloo: how far the ratio of new to old probabilities may move a loss."""
+    """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so."""
+    clip: float | None = limited(None, above=0)
+    """grpo, rloo: how far a ratio of new to old probabilities may lie from 1 and count fully; null: the loss's own.
+
+    They are 0.2; gspo: 3e-4.
+    """
+    clip_high: float | None = limited(None, above=0)
+    """grpo, rloo: how far it may lie above 1; null: as task.clip, or the loss's own.
+
+    They are 0.2; dapo: 0.28; gspo: 4e-4; cispo: 4.
+    """
+    mask_truncated: bool = False
+    """grpo, rloo: whether answers that were cut off do not train; their rewards count among those of their prompt."""
     generators: int = limited(0, at_least=0)
     """grpo, rloo: processes beside the ranks that answer prompts; 0: the ranks, within the step."""
     max_staleness: int = limited(1, at_least=0)

@@ -19,3 +19,7 @@ class Generation:
     """The other columns of its row, as JSON has them (`data.keep_columns`)."""
     token_ids: tuple[int, ...] = ()
     """Token ids of prompt and completion, with special tokens; empty for metrics."""
+    num_tokens: int = 0
+    """Tokens of the completion, with the one that ends it; 0 for metrics."""
+    most_tokens: int = 0
+    """The most that it may have: `task.max_new_tokens`; 0 for metrics."""

@@ -15,6 +15,7 @@ from hfdist.plugins import load_plugin
 from hfdist.rewards.arithmetic import arithmetic
 from hfdist.rewards.code import SANDBOXED
 from hfdist.rewards.generation import Generation
+from hfdist.rewards.overlong import overlong
 
 GROUP = "hfdist.rewards"
 """Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.rewards"]`."""
@@ -22,7 +23,7 @@ GROUP = "hfdist.rewards"
 Score = Callable[[Sequence[Generation]], Sequence[float]]
 """Gives one finite number for each generation, in their order."""
 
-BUILT_IN: Mapping[str, Score] = MappingProxyType({"arithmetic": arithmetic, **SANDBOXED})
+BUILT_IN: Mapping[str, Score] = MappingProxyType({"arithmetic": arithmetic, "overlong": overlong, **SANDBOXED})
 
 
 @dataclass(frozen=True, kw_only=True)

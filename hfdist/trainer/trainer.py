@@ -384,7 +384,9 @@ class DistributedTrainerMixin(_Trainer):
     ) -> torch.Tensor:
         """Give the share of a micro batch in the mean over the items of the global batch."""
         # Gradients are averaged over the processes, and items are counted over all of them.
-        return objective.loss(model, inputs) / num_items_in_batch * num_losses(self)
+        # No item may be left of answers that were all cut off: their sum is 0.
+        num_items = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        return objective.loss(model, inputs) / num_items * num_losses(self)
 
     def _run_epoch(self, *args: object, **kwargs: Any) -> None:
         is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps

@@ -1,22 +1,18 @@
-"""Reinforcement learning from rewards: GRPO (arXiv 2402.03300) and RLOO (arXiv 2402.14740).
+"""Reinforcement learning from rewards, by any of the losses of `policy_loss.py`.
 
-    prompts [p]  ->  G answers each, sampled (rollout.py)  ->  rewards  ->  advantages within each prompt's group
-    loss of an answer's tokens  -min(ratio x A, clip(ratio) x A),  ratio: new over old probability
+    prompts [p]  ->  G answers each, sampled (rollout.py)  ->  rewards  ->  advantages  ->  the loss of their tokens
 
-GRPO sums over tokens and divides by all answers' tokens of the global batch (as DAPO, arXiv 2503.14476, and TRL do);
-RLOO takes the ratio of whole answers, and divides by their number. An answer trains once. Within the step, the model
-that it trains gave it: so the old probabilities are those that the step begins with. Generators may have a policy that
-is some steps older: they give the old probabilities, and a ratio above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL
-truncates importance weights alike).
+An answer trains once. Within the step, the model that it trains gave it: so the old probabilities are those that the
+step begins with. Generators may have a policy that is some steps older: they give the old probabilities, and where
+ratios are clipped, one above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL truncates importance weights alike).
 
 `task.beta` holds the model to the one that the run begins with; p and r are the probabilities of a token by the two.
-GRPO adds beta x ratio x (r / p - log(r / p) - 1) to the loss of each token (with the ratio as in arXiv 2512.02556 and
+beta x ratio x (r / p - log(r / p) - 1) is added to the loss of each token (with the ratio as in arXiv 2512.02556 and
 TRL). RLOO takes beta x log(p / r), summed over an answer, off its reward.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -25,39 +21,42 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
+from hfdist.collectives import gather_json
 from hfdist.config.batch import IGNORED
-from hfdist.config.task import TaskConfig, TaskName
+from hfdist.config.task import TaskConfig
 from hfdist.models.loss.lazy_logits import Reduce
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Objective, reduce_tokens
 from hfdist.trainer.training import Training
+from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, Scale
 from hfdist.tune.reference_weights import ReferenceWeights
-from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, Rollouts
+from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS, Rollouts
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
-"""Key in a batch of GRPO: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""
+"""Key in a batch: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""
 DIVERGENCE = "divergence"
 """Key in a batch of RLOO: log(p / r) of each token of an answer, else 0; shape [rows, tokens]."""
 
 _SMALLEST = 1e-4
 """Added to a standard deviation, as TRL does."""
-_LARGEST_RATIO = 3.0
-"""The largest ratio that counts: otherwise a bad answer that has become likely would outweigh all others."""
 
 
 class PolicyGradient(Objective):
-    """GRPO and RLOO. An item is a token of an answer, or an answer."""
+    """A policy and its rewards. An item is a token of an answer, or an answer."""
 
     evaluates_itself = True
 
     def __init__(self, task: TaskConfig, rollouts: Rollouts) -> None:
         super().__init__()
         self._task, self._rollouts = task, rollouts
-        self._is_of_tokens = task.name is TaskName.grpo
+        self._loss = POLICY_LOSSES[task.loss]
         self._reference: ReferenceWeights | None = None
         """The weights to compare with; None: there is no comparison."""
-        self.names = ("entropy", "clipped_ratios", *(["kl"] if task.beta else []), *rollouts.names)
+        self._largest = torch.tensor(-torch.inf)
+        """Largest logarithm of a ratio since the figures were asked for."""
+        own = (["kl"] if task.beta else []) + (["mismatch"] if task.generators else [])
+        self.names = ("entropy", "clipped_ratios", *own, *rollouts.names)
 
     def begin(self, training: Training) -> None:
         """Begin the rollouts, and keep the weights that the model is compared with."""
@@ -72,13 +71,19 @@ class PolicyGradient(Objective):
 
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Add the figures of the generators."""
-        generators = self._rollouts.generators if trains else None
-        return super().figures(trains=trains) | ({} if generators is None else generators.figures())
+        found, generators = super().figures(trains=trains), self._rollouts.generators
+        if generators is None or not trains:
+            return found
+        largest, self._largest = self._largest.to(self._training.args.device), torch.tensor(-torch.inf)
+        if dist.is_initialized():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return found | {"largest_ratio": largest.exp().item()} | generators.figures()
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Count the tokens of answers, or the answers."""
-        is_target = batch["labels"] != IGNORED
-        return is_target.sum() if self._is_of_tokens else is_target.any(1).sum()
+        """Count the tokens that train, or the answers, with those that do not train."""
+        if self._loss.mean is Mean.tokens:
+            return _trained(batch).sum()
+        return (batch["labels"] != IGNORED).any(1).sum()
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
         """Have the prompts of a step answered; give the answers with their advantages."""
@@ -88,9 +93,10 @@ class PolicyGradient(Objective):
                 answered = self._compare(answered, forward, self._reference)
         self._training.model.train()
         self._note_answers(figures)
-        if self._reference is not None and not self._is_of_tokens:
+        if self._reference is not None and self._loss.takes_kl_off:
             rewards = rewards - self._task.beta * self._sum_divergences(answered).view(rewards.shape)
-        of_answers = self.advantages(rewards).flatten().split([len(batch["labels"]) for batch in answered])
+        is_answered = torch.cat([(batch["labels"] != IGNORED).any(1) for batch in answered]).view(rewards.shape)
+        of_answers = self.advantages(rewards, is_answered).flatten().split([len(batch["labels"]) for batch in answered])
         return [batch | {ADVANTAGES: own} for batch, own in zip(answered, of_answers, strict=True)]
 
     def _compare(self, batches: Sequence[Batch], forward: Forward, reference: ReferenceWeights) -> list[Batch]:
@@ -99,7 +105,7 @@ class PolicyGradient(Objective):
             compared = [
                 batch | {REFERENCE_LOG_PROBABILITIES: self._log_probabilities(batch, forward)} for batch in batches
             ]
-        if self._is_of_tokens:
+        if not self._loss.takes_kl_off:
             return compared
         return [
             batch | {DIVERGENCE: self._log_probabilities(batch, forward) - other[REFERENCE_LOG_PROBABILITIES]}
@@ -138,42 +144,58 @@ class PolicyGradient(Objective):
         with evaluating(self._training, are_training=True) as forward, self._training.engine.gathered():
             yield forward
 
-    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Compare the rewards of each prompt's answers; both of shape [prompts, answers]."""
-        if self._is_of_tokens:
-            centered = rewards - rewards.mean(1, keepdim=True)
-            return centered / (rewards.std(1, keepdim=True) + _SMALLEST) if self._task.scale_rewards else centered
-        num_others = rewards.shape[1] - 1
-        return rewards - (rewards.sum(1, keepdim=True) - rewards) / num_others
+    def advantages(self, rewards: torch.Tensor, is_answered: torch.Tensor) -> torch.Tensor:
+        """Compare the rewards of answers. A collective.
+
+        Args:
+            rewards: shape [prompts, answers].
+            is_answered: whether there was a prompt; same shape.
+        """
+        compared = self._loss.baseline(rewards)
+        if self._loss.scale is Scale.none or not self._task.scale_rewards:
+            return compared
+        spread = rewards.std(1, keepdim=True)
+        if self._loss.scale is Scale.batch:
+            data_rank = self._training.strategy.topology.data_rank
+            # The ranks of a model replica have the same.
+            found = dict(gather_json([data_rank, compared[is_answered].tolist()]))
+            spread = torch.tensor([value for own in found.values() for value in own], dtype=torch.float64).std()
+        return compared / (spread + _SMALLEST).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the items."""
         rows, tokens = batch["labels"].shape
-        advantages, clip = batch[ADVANTAGES][:, None], self._task.clip
 
         def reduce(losses: torch.Tensor) -> torch.Tensor:
             log_probabilities = -losses.view(rows, tokens - 1)
+            is_target, trains = batch["labels"][:, 1:] != IGNORED, _trained(batch)[:, 1:]
+            self._note(is_target, {"entropy": -log_probabilities})
             old = log_probabilities.detach()
             if OLD_LOG_PROBABILITIES in batch:
                 old = batch[OLD_LOG_PROBABILITIES][:, 1:]
-            is_target = batch["labels"][:, 1:] != IGNORED
-            self._note(is_target, {"entropy": -log_probabilities})
-            if not self._is_of_tokens:
-                log_probabilities = log_probabilities.sum(1, keepdim=True)
-                old = old.sum(1, keepdim=True)
-                is_target = is_target.any(1, keepdim=True)
-            ratio = ratio_of(log_probabilities, old)
-            losses, is_clipped = clipped_losses(ratio, advantages, clip)
-            self._note(is_target, {"clipped_ratios": is_clipped.float()})
+                self._note_mismatch(is_target, log_probabilities.detach() - old)
+            logs = self._loss.level(log_probabilities - old, is_target)
+            below, above = self._loss.bounds(self._task)
+            ratios = Ratios(log_probabilities, logs, batch[ADVANTAGES][:, None], below, above)
+            losses, is_clipped = self._loss.form(ratios)
+            is_item = trains if is_clipped.shape == trains.shape else trains.any(1, keepdim=True)
+            self._note(is_item, {"clipped_ratios": is_clipped.float()})
             if REFERENCE_LOG_PROBABILITIES in batch:
                 difference = batch[REFERENCE_LOG_PROBABILITIES][:, 1:] - log_probabilities
                 divergence = difference.exp() - difference - 1
                 self._note(is_target, {"kl": divergence})
-                # Its gradient counts: without it that of the divergence would be biased.
-                losses = losses + self._task.beta * ratio * divergence
-            return torch.where(is_target, losses, 0).sum()
+                # The ratio's gradient counts: without it that of the divergence would be biased.
+                losses = losses + self._task.beta * ratios.limited * divergence
+            weights = self._loss.token_weights(is_target, self._task.max_new_tokens)
+            return torch.where(trains, losses * weights, 0).sum()
 
         return self._reduce(model, batch, reduce)
+
+    def _note_mismatch(self, is_target: torch.Tensor, log_ratios: torch.Tensor) -> None:
+        """Note how far the policy is from the one that drew its tokens."""
+        self._note(is_target, {"mismatch": log_ratios.abs()})
+        largest = torch.where(is_target, log_ratios, -torch.inf).amax()
+        self._largest = torch.maximum(self._largest.to(largest), largest)
 
     def _reduce(self, model: nn.Module, batch: Batch, reduce: Reduce) -> torch.Tensor:
         return reduce_tokens(self._training.head, model, batch, reduce, temperature=self._task.temperature)
@@ -192,19 +214,7 @@ class PolicyGradient(Objective):
             self._note(torch.ones(len(own), dtype=torch.bool), {name: own})
 
 
-def ratio_of(log_probabilities: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Give how much likelier the policy that is trained makes tokens or answers than the one that drew them."""
-    # Before `exp`: the gradient of one that overflows would be 0 x infinity.
-    return (log_probabilities - old).clamp(max=math.log(_LARGEST_RATIO)).exp()
-
-
-def clipped_losses(ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the losses of tokens or answers, and whether their ratio counts no more; all of one shape.
-
-    Args:
-        ratio: ratios of `ratio_of`.
-        advantages: advantages of the tokens or answers.
-        clip: the most by which a ratio may differ from 1 and still count.
-    """
-    clipped = ratio.clamp(1 - clip, 1 + clip)
-    return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
+def _trained(batch: Batch) -> torch.Tensor:
+    """Whether a token is one of an answer that trains; shape [rows, tokens]."""
+    is_target = batch["labels"] != IGNORED
+    return is_target & batch[TRAINS][:, None] if TRAINS in batch else is_target

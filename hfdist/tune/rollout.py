@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 ADVANTAGES = "advantages"
 """Key in a batch: the advantage of each answer; shape [rows]."""
+TRAINS = "trains"
+"""Key in a batch, if answers that were cut off do not train: whether an answer trains; shape [rows]."""
 OLD_LOG_PROBABILITIES = "old_log_probabilities"
 """Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
 
@@ -80,7 +82,8 @@ class Rollouts:
             from hfdist.tune.generators.generators import Generators
 
             self.generators = Generators(config, read_prompts=self._read_prompts, seeds_of=self._seeds_of)
-        self.names = ("reward", "reward_std", *(f"rewards/{r.name}" for r in rewards), "completion_tokens", "cut_off")
+        own = ("reward_std", "dead_groups", "completion_tokens", "cut_off")
+        self.names = ("reward", *(f"rewards/{reward.name}" for reward in rewards), *own)
         """Names of the figures that `answer` gives."""
 
     def begin(self, training: Training) -> None:
@@ -121,12 +124,15 @@ class Rollouts:
         rewards = rewards.view(-1, count)
         figures = self._figures(scores, [answers[place] for place in live])
         if self._topology.is_first_of_replica:
-            figures["reward_std"] = rewards.std(1).repeat_interleave(count)[live].tolist()
+            of_groups = {"reward_std": rewards.std(1), "dead_groups": (rewards == rewards[:, :1]).all(1).float()}
+            figures |= {name: own.repeat_interleave(count)[live].tolist() for name, own in of_groups.items()}
         self.lines.write_some(generations, scores, self._training.state)
         built, first = [], 0
         for of_prompts in batches:
             rows = slice(first, first + len(of_prompts["input_ids"]) * count)
             batch = _rows(prompts[rows], answers[rows], fill_id=self._fill_id)
+            if self._task.mask_truncated:
+                batch[TRAINS] = torch.tensor([self._has_ended(answer) for answer in answers[rows]])
             if old is not None:
                 batch[OLD_LOG_PROBABILITIES] = _at_targets(batch["labels"], old[rows])
             built.append(batch)
@@ -230,6 +236,8 @@ class Rollouts:
                 reference=text(example.reference),
                 columns=example.columns,
                 token_ids=(*example.prompt, *answer),
+                num_tokens=len(answer),
+                most_tokens=self._task.max_new_tokens,
             )
             for example, answer in zip(examples, answers, strict=True)
         ]
@@ -255,9 +263,11 @@ class Rollouts:
     def _figures(self, scores: dict[str, list[float]], answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
         if not self._topology.is_first_of_replica:
             return {}
-        ended = [bool(answer) and answer[-1] in self._limits.end_ids for answer in answers]
         lengths = [float(len(answer)) for answer in answers]
-        return {**scores, "completion_tokens": lengths, "cut_off": [float(not one) for one in ended]}
+        return {**scores, "completion_tokens": lengths, "cut_off": [float(not self._has_ended(one)) for one in answers]}
+
+    def _has_ended(self, answer: Sequence[int]) -> bool:
+        return bool(answer) and answer[-1] in self._limits.end_ids
 
 
 class RolloutLines(StepLines):

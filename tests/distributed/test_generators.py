@@ -32,6 +32,8 @@ def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, 
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5, abs=1e-5)
     assert trl_runs.difference(weights(run), weights(plain)) < 1e-5
     assert {line["staleness_max"] for line in lines} == {0}
+    assert max(line["mismatch"] for line in lines) < 1e-5
+    assert [line["largest_ratio"] for line in lines] == pytest.approx([1.0] * STEPS, abs=1e-4)
     assert trained_prompts(run) == each_once(STEPS)
 
 
@@ -67,3 +69,5 @@ def test_each_prompt_is_trained_once_whoever_is_killed(tmp_path, policy, sums, c
     assert all(math.isfinite(line["loss"]) and line["staleness_max"] <= 1 for line in lines)
     assert max(line["staleness_max"] for line in lines) == 1
     assert max(line["clipped_ratios"] for line in lines) > 0
+    assert max(line["mismatch"] for line in lines) > 1e-3
+    assert max(line["largest_ratio"] for line in lines) > 1.2

@@ -1,6 +1,7 @@
 """GRPO and RLOO: TRL's own losses and weights with the same answers, and the same in every layout."""
 
 import shutil
+from functools import cache
 
 import pytest
 
@@ -15,8 +16,14 @@ from tests.packages import install_package
 
 pytestmark = pytest.mark.distributed
 
-TASKS = ("grpo", "rloo")
 BETA = ("task.beta=0.5",)
+LOSSES = {
+    "gspo": ("grpo", "task.loss=gspo", "task.mask_truncated=true", *BETA),
+    "rloo": ("rloo", *BETA),
+    **{name: ("grpo", f"task.loss={name}", *BETA) for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo")},
+    "reinforce_pp": ("grpo", "task.loss=reinforce_pp", "task.mask_truncated=true", *BETA),
+}
+"""A task and what it is given, by the name of its loss."""
 
 
 def run_task(folder, model, sums, task, num_ranks, *overrides):
@@ -25,8 +32,15 @@ def run_task(folder, model, sums, task, num_ranks, *overrides):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, policy, sums, cache_dir):
+    """A run of each loss on one process, made when it is asked for."""
     folder = tmp_path_factory.mktemp("single")
-    return {task: run_task(folder / task, policy, sums, task, 1, *BETA) for task in TASKS}
+
+    @cache
+    def run(loss):
+        task, *own = LOSSES[loss]
+        return run_task(folder / loss, policy, sums, task, 1, *own)
+
+    return run
 
 
 def lines(run):
@@ -34,21 +48,24 @@ def lines(run):
 
 
 @pytest.mark.parametrize(
-    ("task", "strategy", "num_ranks"),
+    ("loss", "strategy", "num_ranks"),
     [
         many("grpo", "ddp", 2),
         many("grpo", "zero3", 2),
         # A run begins in it, below.
-        many("grpo", "pipeline", 2),
+        many("gspo", "pipeline", 2),
+        *(many(loss, "pipeline", 2) for loss in ("dapo", "dr_grpo", "cispo", "sapo", "reinforce_pp")),
         ("rloo", "fsdp2", 2),
         many("rloo", "3d train.micro_batch_size=1", 8),
+        many("reinforce_pp", "3d train.micro_batch_size=1", 8),
     ],
 )
-def test_a_layout_changes_nothing(single, tmp_path, policy, sums, task, strategy, num_ranks):
+def test_a_layout_changes_nothing(single, tmp_path, policy, sums, loss, strategy, num_ranks):
+    task, *own = LOSSES[loss]
     layout = f"strategy={strategy}".split()
-    run, reference = run_task(tmp_path, policy, sums, task, num_ranks, *BETA, *layout), single[task]
+    run, reference = run_task(tmp_path, policy, sums, task, num_ranks, *own, *layout), single(loss)
     for ours, theirs in zip(lines(run), lines(reference), strict=True):
-        for name in ("reward", "reward_std", "rewards/arithmetic", "completion_tokens", "cut_off"):
+        for name in ("reward", "reward_std", "rewards/arithmetic", "dead_groups", "completion_tokens", "cut_off"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
         assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-5)
         assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-4, abs=1e-6)
@@ -58,6 +75,7 @@ def test_a_layout_changes_nothing(single, tmp_path, policy, sums, task, strategy
     assert eval_losses(run) == eval_losses(reference)
     assert trl_runs.difference(weights(run), weights(reference)) < 1e-5
     assert max(line["reward_std"] for line in lines(run)) > 0
+    assert 0 < sum(line["dead_groups"] for line in lines(run)) < STEPS
 
 
 @pytest.mark.parametrize(
@@ -66,9 +84,16 @@ def test_a_layout_changes_nothing(single, tmp_path, policy, sums, task, strategy
         many("grpo", (), {}),
         (
             "grpo",
-            ("task.scale_rewards=false", "task.temperature=1.5", *BETA),
-            {"scale_rewards": "none", "temperature": 1.5, "beta": 0.5},
+            ("task.loss=dr_grpo", "task.temperature=1.5", *BETA),
+            {"loss_type": "dr_grpo", "scale_rewards": "none", "temperature": 1.5, "beta": 0.5},
         ),
+        # TRL takes a <pad> for an end: the answers that end in one here gain nothing, as all of their group are alike.
+        (
+            "grpo",
+            ("task.loss=gspo", "task.mask_truncated=true"),
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "mask_truncated_completions": True},
+        ),
+        many("grpo", ("task.scale_rewards=false",), {"scale_rewards": "none"}),
         ("rloo", BETA, {"beta": 0.5}),
     ],
 )
@@ -99,10 +124,15 @@ def test_an_adapter_is_compared_with_how_it_began(tmp_path, policy, sums):
 
 
 def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir, monkeypatch):
-    """In the last step of an epoch some rows hold nothing but filling. Rewards see the other columns of the rest."""
+    """In the last step of an epoch some rows hold nothing but filling. Rewards see the other columns of the rest.
+
+    The rewards of the whole batch scale all of them.
+    """
     install_package(tmp_path, monkeypatch, "ownrewards", policy_runs.TERMS, GROUP, terms="terms")
     ends = (
         "task.rewards={arithmetic: 2.0, terms: 1.0}",
+        "task.loss=reinforce_pp",
+        "task.mask_truncated=true",
         "train.max_steps=null",
         "train.epochs=1",
         "train.global_batch_size=8",
@@ -121,16 +151,24 @@ def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir, monke
 
 def test_a_run_goes_on_in_another_layout(single, tmp_path, policy, sums):
     """It answers the same prompts with the same noise."""
-    saves = ("checkpoint.every=2", "checkpoint.keep=9", *BETA)
-    run = run_task(tmp_path, policy, sums, "grpo", 2, *saves, "strategy=pipeline")
+    task, *own = LOSSES["gspo"]
+    saves = ("checkpoint.every=2", "checkpoint.keep=9", *own)
+    run = run_task(tmp_path, policy, sums, task, 2, *saves, "strategy=pipeline")
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
     shutil.rmtree(run / "model")
-    run_task(tmp_path, policy, sums, "grpo", 2, *saves, "strategy=ddp")
-    assert [line["reward"] for line in lines(run)] == [line["reward"] for line in lines(single["grpo"])]
+    run_task(tmp_path, policy, sums, task, 2, *saves, "strategy=ddp")
+    assert [line["reward"] for line in lines(run)] == [line["reward"] for line in lines(single("gspo"))]
     # The reference is the model of the first start.
-    kl = [line["kl"] for line in lines(single["grpo"])]
+    kl = [line["kl"] for line in lines(single("gspo"))]
     assert [line["kl"] for line in lines(run)] == pytest.approx(kl, rel=1e-4, abs=1e-6)
-    assert trl_runs.difference(weights(run), weights(single["grpo"])) < 1e-5
+    assert trl_runs.difference(weights(run), weights(single("gspo"))) < 1e-5
     assert [line["step"] for line in read_lines(run / "rollouts.jsonl")] == sorted(
         step for step in range(1, STEPS + 1) for _ in range(2 * policy_runs.ANSWERS)
     )
+
+
+def test_answers_that_were_all_cut_off_train_nothing(tmp_path, policy, sums):
+    short = ("task.max_new_tokens=1", "task.num_generations=2", "train.global_batch_size=1", "train.micro_batch_size=1")
+    run = run_task(tmp_path, policy, sums, "grpo", 1, "task.loss=dapo", "task.mask_truncated=true", *short)
+    cut_off = [line for line in lines(run) if line["cut_off"] == 1]
+    assert {(line["loss"], line["grad_norm"]) for line in cut_off} == {(0.0, 0.0)}

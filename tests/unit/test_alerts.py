@@ -223,6 +223,11 @@ def test_a_checkpoint_older_than_asked():
     )
 
 
+def test_generators_that_answer_by_another_policy():
+    lines = [{"step": step, "reward": 0.5, "mismatch": 0.7 if step > 5 else 0.1} for step in range(1, 9)]
+    assert [(alert.kind, alert.step) for alert in first(lines, Monitor())] == [(AlertKind.mismatch, 6)]
+
+
 def test_an_alert_is_told_again_after_a_thousand_steps():
     lines = [{"step": s, "step_seconds": 1.0, "tokens_per_second": 1.0} for s in range(1, 2300)]
     assert [alert.step for alert in first(lines, Monitor(save_every=100))] == [201, 1201, 2201]

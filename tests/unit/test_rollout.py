@@ -52,4 +52,5 @@ def test_an_answer_is_as_long_in_an_evaluation_as_in_a_step(rollouts):
     assert answered[0]["labels"].tolist() == [[_, _, 1, 2, 3, END]] * 2
     assert rewards.tolist() == [[1, 1]]
     assert figures["completion_tokens"] == [4, 4]
+    assert (figures["dead_groups"], figures["cut_off"]) == ([1, 1], [0, 0])
     assert rollouts.answer_held_out(None)["completion_tokens"] == [4]

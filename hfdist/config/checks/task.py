@@ -20,6 +20,7 @@ _OF_PAIRS = ("margin", "nll_weight")
 _OF_PREFERENCES = ("name", "loss", "beta", "label_smoothing", *_OF_PAIRS, *_OF_KTO)
 _SMOOTHED = (PreferenceLoss.robust, PreferenceLoss.exo_pair)
 _OF_POLICIES = tuple(one.name for one in dataclasses.fields(TaskConfig) if one.name not in _OF_PREFERENCES)
+_WITHOUT_BOUND = {PreferenceLoss.cispo: ("clip",), PreferenceLoss.sapo: ("clip", "clip_high")}
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
 
@@ -43,6 +44,12 @@ def check_task(config: RunConfig) -> None:
         raise _misfit(config, "strategy.context", "1", "each rank would see a part of an answer")
     if config.islands.is_used:
         raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
+    known = [loss.value for loss in task.name.traits.losses]
+    if task.loss.value not in known:
+        error = _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
+        if task.loss.value in PRESETS:
+            error.hint = f"task={task.loss.value}, or {error.hint}"
+        raise error
     if task.name.traits.is_reinforcement:
         _check_reinforcement(config)
     else:
@@ -54,7 +61,6 @@ def _check_others(config: RunConfig) -> None:
     name, default = config.task.name, TaskConfig()
     if name.traits.is_reinforcement:
         of_others = [
-            "loss",
             "label_smoothing",
             *_OF_PAIRS,
             *_OF_KTO,
@@ -111,12 +117,6 @@ def _check_rows(config: RunConfig) -> None:
 
 def _check_preference(config: RunConfig) -> None:
     task, adapter, name = config.task, config.adapter, config.task.name
-    known = [loss.value for loss in name.traits.losses]
-    if task.loss.value not in known:
-        error = _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
-        if task.loss.value in PRESETS:
-            error.hint = f"task={task.loss.value}, or {error.hint}"
-        raise error
     if task.label_smoothing and task.loss not in _SMOOTHED:
         error = _misfit(config, "task.label_smoothing", "0", "only robust and exo_pair, losses of dpo, smooth labels")
         if name is TaskName.dpo:
@@ -144,6 +144,9 @@ def _check_preference(config: RunConfig) -> None:
 
 
 def _check_reinforcement(config: RunConfig) -> None:
+    for key in _WITHOUT_BOUND.get(config.task.loss, ()):
+        if getattr(config.task, key) is not None:
+            raise _misfit(config, f"task.{key}", "null", f"{config.task.loss.value} has no such bound of ratios")
     if config.task.reward_model is not None and REWARD_MODEL not in config.task.rewards:
         what, hint = "the reward model has no weight", f"'task.rewards={{{REWARD_MODEL}: 1.0}}'"
         found = ", ".join(config.task.rewards) or "none"
@@ -153,7 +156,8 @@ def _check_reinforcement(config: RunConfig) -> None:
         if RowFormat.prompt in _formats(config).values():
             hint = f"data.format=prompt_completion {hint}"
         hint += "; docs/rewards.md has others, and how to write one"
-        allowed = f"{{NAME: WEIGHT}}, of {', '.join((*_WITH_REFERENCE, REWARD_MODEL))}, or of a package of your own"
+        known = ", ".join((*_WITH_REFERENCE, "overlong", REWARD_MODEL))
+        allowed = f"{{NAME: WEIGHT}}, of {known}, or of a package of your own"
         raise ConfigError(what, where="task.rewards", found="none", allowed=allowed, hint=hint)
     compared = [name for name in config.task.rewards if name in _WITH_REFERENCE]
     if compared and RowFormat.prompt in _formats(config).values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hfdist.config.task import PRESETS, PreferenceLoss, TaskName
+from hfdist.config.task import PRESETS, TaskName
 from hfdist.errors import ConfigError
 
 RECIPES = ("pretrain", "finetune", "tune")
@@ -36,6 +36,7 @@ HINTS: Mapping[str, str] = {
         ("upload", "push"), "export.push_to=OWNER/NAME uploads at the end; later, `hf upload OWNER/NAME RUN/model`"
     ),
     **dict.fromkeys(("compare", "diff"), "hfdist report RUN OTHER_RUN"),
+    **{loss.value: f"hfdist grpo task.loss={loss.value}" for loss in TaskName.grpo.traits.losses[1:]},
     "ppo": "hfdist grpo learns from rewards, without a model of values",
     "config": "hfdist pretrain --cfg job prints a config",
 }
@@ -59,7 +60,8 @@ def with_task(name: str, arguments: Sequence[str]) -> list[str]:
         raise ConfigError(what, where=where, found=f"{name}, and {other}", hint=hint)
     if overrides and other is not None:
         what, found, where = "the task is given twice", f"{name}, and {other}", _TASK
-        is_loss = task in PreferenceLoss.__members__ and task not in TUNED
+        losses = [loss.value for loss in TaskName.__members__.get(name, TaskName.cpo).traits.losses]
+        is_loss = task in losses and task not in TUNED
         hint = f"hfdist {name} task.loss={task}" if is_loss else f"hfdist tune {other}, or hfdist {name} alone"
         raise ConfigError(what, where=where, found=found, hint=hint)
     return [*overrides, *arguments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hfdist.config.task import TaskName
 from hfdist.topology import MODEL_AXES, PARTS
 
 HUB_DATA = "data=hub data.sources.hub.path={value}"
@@ -116,6 +117,9 @@ _OVERRIDES = {
     "cluster.hours={value}": "cluster.time cluster.walltime cluster.time_limit",
     "task.loss={value}": "loss_type pref_loss",
     REWARDS: "reward_funcs reward_functions",
+    "task.clip={value}": "epsilon",
+    "task.clip_high={value}": "epsilon_high",
+    "task.mask_truncated={value}": "mask_truncated_completions",
     "task.max_new_tokens={value}": "max_completion_length",
     "train.arguments.use_liger_kernel={value}": "use_liger_kernel",
     "train.arguments.ddp_timeout={value}": "ddp_timeout",
@@ -177,6 +181,7 @@ REASONS = {
     "logging_strategy": "report.log_every=10",
     "metric_for_best_model": "the held-out loss decides: evaluate.export=best checkpoint.keep_best=true",
     "overwrite_output_dir": "nothing is overwritten: another run.name begins anew",
+    "importance_sampling_level": "task.loss=gspo compares whole answers, as task=rloo does; other losses: tokens",
     "use_vllm": "hfdist draws answers itself; task.generators=1 does it beside the ranks",
     "wandb_entity": "report.to=[wandb], and WANDB_ENTITY=... in the environment",
     **dict.fromkeys(
@@ -280,7 +285,8 @@ OPTIONS = {
                  "ep": "strategy=moe", "dp": "strategy=ddp", "megatron": "strategy=3d", "0": "strategy=ddp",
                  "1": "strategy=zero1", "2": "strategy=zero2", "3": "strategy=zero3"},
     "watch": dict.fromkeys(("none", "off", "false", "no"), "watch.heartbeat_seconds=null"),
-    "task": {"ppo": "task=grpo", "sft": "task=causal_lm", "ipo": "task=dpo task.loss=ipo"},
+    "task": {"ppo": "task=grpo", "sft": "task=causal_lm", "ipo": "task=dpo task.loss=ipo"}
+    | {loss.value: f"task=grpo task.loss={loss.value}" for loss in TaskName.grpo.traits.losses[1:]},
     "evaluate": {**_EVALUATES, "yes": _EVALUATES["true"], "no": _EVALUATES["false"]},
     "adapter": dict.fromkeys(("prefix", "prompt", "ptuning", "prefix_tuning", "peft"), "adapter=lora")
     | dict.fromkeys(("full", "freeze"), "adapter=none"),

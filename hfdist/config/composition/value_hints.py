@@ -27,8 +27,8 @@ def hint_for_value(key: str, value: object, allowed: str) -> str | None:
         return f"accelerate launch --config_file conf/launch/{value}.yaml recipes/pretrain.py"
     if key == "task.loss" and str(value).startswith("kto"):
         return "task.loss=sigmoid for pairs; one answer a row, with its label, is another task: kto"
-    if key == "task.loss" and value in ("grpo", "dr_grpo", "bnpo", "dapo"):
-        return "without task.loss: grpo has one loss; task.scale_rewards=false is what Dr. GRPO changes"
+    if key == "task.loss" and value == "bnpo":
+        return f"{key}=grpo: its mean is over the tokens of the global batch, bnpo's over those of a micro batch"
     if key == "task.loss" and value == "cpo":
         return "task=cpo task.loss=sigmoid"
     if key == "strategy.deepspeed" and str(value).endswith((".yaml", ".yml")):

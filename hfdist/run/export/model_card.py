@@ -197,7 +197,7 @@ def describe_task(task: TaskConfig) -> str:
         words.append(f"The weight of liked answers is {weights}.")
     if name.traits.is_reinforcement:
         rewards = ", ".join(f"`{own}` with weight {weight:g}" for own, weight in task.rewards.items())
-        words.append(f"Rewards: {rewards}.")
+        words.append(f"Loss `{task.loss.value}`. Rewards: {rewards}.")
         sampled = f"{task.num_generations} answers to each prompt, of at most {task.max_new_tokens:,} tokens"
         words.append(f"{sampled}, at temperature {task.temperature:g}.")
     return " ".join(words)

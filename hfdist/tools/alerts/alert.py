@@ -19,6 +19,7 @@ class AlertKind(Enum):
     disk_filling = "disk_filling"
     old_checkpoint = "old_checkpoint"
     mirror = "mirror"
+    mismatch = "mismatch"
 
 
 @dataclass(frozen=True)

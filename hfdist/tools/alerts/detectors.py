@@ -39,6 +39,9 @@ at the beginning, where norms are large."""
 _SLOWER = 0.75
 """Throughput below this share of the level before is an alert."""
 
+_LARGEST_MISMATCH = 0.5
+"""Nats by which log-probabilities may differ between trainer and generators: a ratio of 1.6."""
+
 _SAVES_SEEN = 4
 """More saves than this must be seen since old checkpoints are removed, to tell how the disk fills."""
 _LATE_SAVES, _LATE_SECONDS = 2, 60.0
@@ -225,6 +228,17 @@ def see_mirror(line: Line) -> Detection | None:
     figures = {"failures": failures} | ({} if newest is None else {"newest_step": int(newest)})
     text = f"the mirror {what}, and has {there}; {count(failures, 'upload')} failed so far, and a warning says why"
     return Detection(text, figures)
+
+
+def see_mismatch(mismatch: float) -> Detection | None:
+    """Judge how far the policy is from those whose answers it trains on, in nats a token."""
+    if mismatch <= _LARGEST_MISMATCH:
+        return None
+    return Detection(
+        f"log-probabilities of answers are {mismatch:.2g} from those of the generators that gave them, in the mean of"
+        " tokens; a lower task.max_staleness or optimizer.lr, or the generators compute otherwise",
+        {"mismatch": mismatch},
+    )
 
 
 class OldCheckpoint:

@@ -16,6 +16,7 @@ from hfdist.tools.alerts.detectors import (
     OldCheckpoint,
     Plateau,
     see_mirror,
+    see_mismatch,
 )
 from hfdist.tools.alerts.rank_window import RankWindow
 
@@ -73,6 +74,8 @@ class Monitor:
                 found[AlertKind.disk_filling] = self._disk.see(step, int(line["checkpoint/bytes"]), free_bytes)
         if "mirror/step" in line:
             found[AlertKind.mirror] = see_mirror(line)
+        if _is_finite(mismatch := line.get("mismatch")):
+            found[AlertKind.mismatch] = see_mismatch(mismatch)
         # The loss of rewarded answers is near 0, and gradients are as large as rewards differ.
         if not (is_rewarded := "reward" in line):
             if _is_finite(loss := line.get("loss")):

@@ -33,6 +33,9 @@ _STYLES = {
     "entropy": FigureStyle("Entropy", "nats a token"),
     "clipped_ratios": FigureStyle("Clipped ratios", "share of them", True),
     "completion_tokens": FigureStyle("Length of answers", "tokens, mean"),
+    "dead_groups": FigureStyle("Prompts without a difference", "share of them: all answers have one reward", True),
+    "mismatch": FigureStyle("Distance from the generators' policy", "mean |log-ratio| of a token, nats"),
+    "largest_ratio": FigureStyle("Largest ratio to the generators' policy"),
     "cut_off": FigureStyle("Answers that are cut off", "share of them", True),
 }
 

@@ -4,6 +4,7 @@ TEXTS = "data=texts.jsonl data.cache_dir=cache"
 TWO = "launch.processes=2"
 PAIRS = "tune task=dpo model=tiny data=pairs.jsonl"
 GRPO = "tune task=grpo model=tiny data=prompts.jsonl"
+REWARDED = f"{GRPO} 'data.columns={{completion: answer}}' 'task.rewards={{arithmetic: 1.0}}'"
 REWARD = "tune task=reward model=tiny data=pairs.jsonl"
 MIXED = "pretrain data=mixture '+data.sources.a={path: texts.jsonl}' '+data.sources.b={path: texts.jsonl}'"
 WEIGHED = "pretrain data=mixture '+data.sources.a={path: texts.jsonl, weight: 1}'"
@@ -270,6 +271,9 @@ LINES = [
     "pretrain data=pairs.jsonl data.format=preference",
     f"{GRPO} data.format=text",
     f"{PAIRS} task.loss=kto",
+    f"{REWARDED} task.loss=sigmoid",
+    f"{REWARDED} task.loss=bnpo",
+    f"{REWARDED} task.loss=sapo task.clip_high=0.3",
     f"{PAIRS} task.label_smoothing=0.1",
     f"{PAIRS} task.beta=0",
     f"{REWARD} evaluate.metrics=[exact_match]",
@@ -412,6 +416,7 @@ LINES = [
     "pretrain checkpoint.resume=runs/first/checkpoints/checkpoint-4",
     "job pretrain to=slurm model=tiny --nodes 2",
     "grpo model=owner/model data=prompts.jsonl task.rewards=[arithmetic]",
+    "grpo task=gspo model=owner/model data=prompts.jsonl",
     "grpo model=owner/model data=prompts.jsonl 'task.rewards={my.py:brief: 1.0}'",
     "pretrain help",
     "finetune model=runs/first/model/config.json data=chats.jsonl",

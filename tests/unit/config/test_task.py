@@ -42,6 +42,7 @@ REFUSED = {
     "strategy.context": ("task=kto", "strategy.context=2"),
     "islands.method": ("task=dpo", "islands=diloco", "islands.address=tcp://127.0.0.1:1"),
     "task.loss": ("task=kto", "task.loss=ipo"),
+    "task.clip": ("task=grpo", "task.loss=cispo", "task.clip=0.1", "task.rewards={arithmetic: 1.0}"),
     "task.label_smoothing": ("task=dpo", "task.label_smoothing=0.1"),
     "task.beta": ("task=dpo", "task.beta=0"),
     "task.margin": ("task=cpo", "task.margin=0.5"),

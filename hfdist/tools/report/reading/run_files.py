@@ -31,7 +31,8 @@ CURVES = (
 """Keys of training lines that are kept."""
 TASK_FIGURES = (
     "reward", "rewards/accuracies", "accuracies", "rewards/margins", "margins", "rewards/chosen", "rewards/rejected",
-    "reward_std", "kl", "entropy", "clipped_ratios", "completion_tokens", "cut_off",
+    "reward_std", "dead_groups", "kl", "entropy", "clipped_ratios", "mismatch", "largest_ratio", "completion_tokens",
+    "cut_off",
 )  # fmt: skip
 """Keys of what is measured of preferences and rewards; of evaluations with `eval_` before them. `rewards/NAME`, too."""
 _REWARDS = "rewards/"

@@ -1,0 +1,134 @@
+"""Losses of answers that an older policy gave: value and gradient are those of TRL's GRPOTrainer."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hfdist.config.batch import IGNORED
+from hfdist.config.task import PreferenceLoss, TaskConfig, TaskName
+from hfdist.tune.policy import REFERENCE_LOG_PROBABILITIES, PolicyGradient
+from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS
+from tests.distributed.policy_runs import write_model
+
+PROMPT, LENGTHS, MOST = 3, (5, 2, 4, 1, 5, 3), 5
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model = AutoModelForCausalLM.from_pretrained(write_model(folder / "start"), dtype="float32")
+    args = trl.GRPOConfig(
+        str(folder / "run"), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=len(LENGTHS),
+        num_generations=2, max_completion_length=MOST, temperature=1.3, delta=3.0, gradient_checkpointing=False,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": "1 + 2 = "}] * 6)
+    made = trl.GRPOTrainer(
+        model,
+        args=args,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(folder / "start"),
+    )
+    made.current_gradient_accumulation_steps = 1
+    made.args.steps_per_generation = 1
+    return made
+
+
+def make_answers(spread):
+    """Prompts and answers of six rows, what they gained, and logarithms of ratios to two other policies."""
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 15, (len(LENGTHS), PROMPT + MOST), generator=draw)
+    is_target = torch.arange(PROMPT + MOST) < PROMPT + torch.tensor(LENGTHS)[:, None]
+    is_target[:, :PROMPT] = False
+    distances = spread * torch.randn(2, *ids.shape, generator=draw)
+    return ids, is_target, torch.randn(len(LENGTHS), generator=draw), distances
+
+
+def log_probabilities(model, ids, temperature):
+    logits = model(ids).logits[:, :-1] / temperature
+    found = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]
+    return torch.nn.functional.pad(found, (1, 0))
+
+
+def ours(model, task, ids, is_target, advantages, old, reference, trains=None):
+    """Loss and gradient by hfdist."""
+    objective = PolicyGradient(task, SimpleNamespace(names=(), generators=None))
+    objective._training = SimpleNamespace(model=model, head=None, args=SimpleNamespace(device="cpu"))
+    batch = {
+        "input_ids": ids,
+        "labels": torch.where(is_target, ids, IGNORED),
+        "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
+        ADVANTAGES: advantages,
+        OLD_LOG_PROBABILITIES: torch.where(is_target, old, 0),
+    }
+    batch |= {REFERENCE_LOG_PROBABILITIES: torch.where(is_target, reference, 0)} if task.beta else {}
+    batch |= {} if trains is None else {TRAINS: trains}
+    loss = objective.loss(model, batch) / objective.count(batch)
+    return loss.item(), gradient(model, loss), objective
+
+
+def gradient(model, loss):
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+CASES = {
+    PreferenceLoss.grpo: ({}, {"loss_type": "dapo"}),
+    PreferenceLoss.dapo: ({}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    PreferenceLoss.dr_grpo: ({}, {"loss_type": "dr_grpo"}),
+    PreferenceLoss.gspo: (
+        {"clip": 0.1, "clip_high": 0.15},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
+    ),
+    PreferenceLoss.cispo: ({"clip_high": 0.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
+    PreferenceLoss.sapo: ({}, {"loss_type": "sapo"}),
+}
+PLAIN = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}
+
+
+@pytest.mark.parametrize(("beta", "spread", "masks"), [(0.0, 0.9, False), (0.7, 0.25, True)])
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks):
+    own, theirs = CASES[name]
+    vars(trainer).update(PLAIN | theirs | {"beta": beta})
+    model = trainer.model.train()
+    task = TaskConfig(
+        name=TaskName.grpo, loss=name, beta=beta, temperature=1.3, max_new_tokens=MOST, generators=1, **own
+    )
+    ids, is_target, advantages, distances = make_answers(spread)
+    with torch.no_grad():
+        old, reference = log_probabilities(model, ids, 1.3) - distances
+    trains = torch.tensor(LENGTHS) < MOST if masks else torch.ones(len(LENGTHS), dtype=torch.bool)
+    mask = (is_target & trains[:, None])[:, PROMPT:].int()
+    inputs = {
+        "prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones_like(ids[:, :PROMPT]),
+        "completion_ids": ids[:, PROMPT:], "completion_mask": mask, "advantages": advantages,
+        "old_per_token_logps": old[:, PROMPT:], "ref_per_token_logps": reference[:, PROMPT:],
+        "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    wanted = trainer._compute_loss(model, inputs)
+    loss, found, objective = ours(model, task, ids, is_target, advantages, old, reference, trains if masks else None)
+    assert loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert torch.allclose(found, gradient(model, wanted), rtol=1e-4, atol=1e-6)
+    assert found.norm() > 1e-3
+    figures = objective.figures(trains=True)
+    assert figures["mismatch"] == pytest.approx(distances[0][is_target].abs().mean().item(), rel=1e-4)
+    assert objective._largest.item() == pytest.approx(distances[0][is_target].max().item(), rel=1e-4)
+    assert (figures["clipped_ratios"] > 0) is (name is not PreferenceLoss.sapo)
+
+
+def test_rloo_takes_the_ratio_of_whole_answers(trainer):
+    """Their product, as TRL's RLOOTrainer computes it."""
+    model = trainer.model.train()
+    task = TaskConfig(name=TaskName.rloo, loss=PreferenceLoss.rloo, beta=0, temperature=1.3, generators=1)
+    ids, is_target, advantages, distances = make_answers(0.2)
+    old = log_probabilities(model, ids, 1.3).detach() - distances[0]
+    loss, found, _ = ours(model, task, ids, is_target, advantages, old, old)
+    ratios = ((log_probabilities(model, ids, 1.3) - old) * is_target).sum(1).exp()
+    wanted = -torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages).mean()
+    assert ratios.max() < 3
+    assert loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert torch.allclose(found, gradient(model, wanted), rtol=1e-4, atol=1e-6)
