@@ -1,4 +1,4 @@
-"""`task.*`: what is trained: the next token, preferences, a reward, or a policy by its rewards."""
+"""`task.*`: what is trained: the next token, a teacher's tokens, preferences, a reward, or a policy by its rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class TaskName(Enum):
     """What a run trains.
 
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `kto`: answers that were liked or not; `reward`: a
-    model that scores answers, from pairs; `grpo`, `rloo`: its own answers to prompts, by their rewards.
+    model that scores answers, from pairs; `grpo`, `rloo`: its own answers to prompts, by their rewards; `distill`: what
+    a teacher predicts for each next token.
     """
 
     causal_lm = "causal_lm"
@@ -35,6 +36,7 @@ class TaskName(Enum):
     reward = "reward"
     grpo = "grpo"
     rloo = "rloo"
+    distill = "distill"
 
     @property
     def traits(self) -> Traits:
@@ -66,6 +68,8 @@ class Traits:
     """Whether a plan covers a whole run: plans leave out rollouts, and know only models that give tokens."""
     is_reinforcement: bool = False
     """Whether the model answers prompts, and learns from the rewards."""
+    has_teacher: bool = False
+    """Whether a second model says what it should predict, at the targets of the rows that next tokens have."""
     scores: bool = False
     """Whether the model gives a number for an answer in place of tokens."""
 
@@ -127,6 +131,14 @@ TRAITS = {
         method="by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
         is_reinforcement=True,
     ),
+    TaskName.distill: Traits(
+        trainer="GKDTrainer",
+        learning_rate=2e-5,
+        loss_unit="nats a token",
+        method="by distillation: it learns what a teacher predicts for each next token (GKD, arXiv 2306.13649)",
+        has_teacher=True,
+        is_planned=True,
+    ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
 
@@ -143,7 +155,7 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | kto | reward | grpo | rloo."""
+    """What is learned: causal_lm | dpo | kto | reward | grpo | rloo | distill."""
     loss: PreferenceLoss = PreferenceLoss.sigmoid
     """dpo: sigmoid | robust | hinge | ipo | apo_zero | apo_down; kto: kto | apo_zero_unpaired; reward: sigmoid."""
     beta: float = limited(0.1, at_least=0)
@@ -162,11 +174,18 @@ class TaskConfig:
     max_new_tokens: int = limited(256, at_least=1)
     """grpo, rloo: most tokens of an answer."""
     temperature: float = limited(1.0, above=0)
-    """grpo, rloo: temperature of the distribution that answers are drawn from."""
+    """grpo, rloo: temperature of the distribution that answers are drawn from; distill: of both distributions."""
     top_k: int | None = limited(None, at_least=1)
     """grpo, rloo: number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
     """grpo, rloo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
+    teacher: str | None = None
+    """distill: folder of the model that the trained one learns from; it has the same tokens."""
+    divergence_beta: float = limited(0.0, at_least=0, at_most=1)
+    """distill: 0: KL(teacher || student); 1: KL(student || teacher); between: of both from their mix.
+
+    The mix has `divergence_beta` of the teacher (generalized Jensen-Shannon divergence, arXiv 2306.13649).
+    """
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, reward_model, or of installed packages.
 

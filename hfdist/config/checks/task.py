@@ -17,7 +17,10 @@ _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
 _OF_KTO = ("desirable_weight", "undesirable_weight")
 _OF_PREFERENCES = ("name", "loss", "beta", "label_smoothing", *_OF_KTO)
-_OF_POLICIES = tuple(one.name for one in dataclasses.fields(TaskConfig) if one.name not in _OF_PREFERENCES)
+_OF_TEACHERS = ("teacher", "divergence_beta")
+_OF_POLICIES = tuple(
+    one.name for one in dataclasses.fields(TaskConfig) if one.name not in (*_OF_PREFERENCES, *_OF_TEACHERS)
+)
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
 
@@ -30,30 +33,50 @@ def check_task(config: RunConfig) -> None:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
-    packing = Packing.none if task.name.traits.is_reinforcement else Packing.best_fit
+    if not task.name.traits.has_teacher:
+        _check_answers(config)
+    if config.strategy.context > 1:
+        part = "a sequence" if task.name.traits.has_teacher else "an answer"
+        raise _misfit(config, "strategy.context", "1", f"each rank would see a part of {part}")
+    if config.islands.is_used:
+        raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
+    if task.name.traits.has_teacher:
+        _check_teacher(config)
+    elif task.name.traits.is_reinforcement:
+        _check_reinforcement(config)
+    else:
+        _check_preference(config)
+
+
+def _check_answers(config: RunConfig) -> None:
+    data = config.data
+    packing = Packing.none if config.task.name.traits.is_reinforcement else Packing.best_fit
     if data.packing is not packing:
         raise _misfit(config, "data.packing", packing.value, "prompts and answers must stay whole")
     if data.too_long is not TooLong.drop:
         raise _misfit(config, "data.too_long", "drop", "prompts and answers must stay whole")
     if data.chat.train_on is TrainOn.all:
         raise _misfit(config, "data.chat.train_on", "assistant", "it must be known where an answer begins")
-    if config.strategy.context > 1:
-        raise _misfit(config, "strategy.context", "1", "each rank would see a part of an answer")
-    if config.islands.is_used:
-        raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
-    if task.name.traits.is_reinforcement:
-        _check_reinforcement(config)
-    else:
-        _check_preference(config)
+
+
+def _check_teacher(config: RunConfig) -> None:
+    if config.task.teacher is None:
+        what, hint = "it is not said which model teaches", "task.teacher=RUN/model, or another folder of a model"
+        allowed = "the folder of a model with the same tokens"
+        raise ConfigError(what, where="task.teacher", found="null", allowed=allowed, hint=hint)
 
 
 def _check_others(config: RunConfig) -> None:
     """Refuse what says something of another task: it would be ignored."""
     name, default = config.task.name, TaskConfig()
-    if name.traits.is_reinforcement:
+    if name.traits.has_teacher:
+        of_others = [own for own in (*_OF_PREFERENCES, *_OF_POLICIES) if own not in ("name", "temperature")]
+    elif name.traits.is_reinforcement:
         of_others = ["loss", "label_smoothing", *_OF_KTO, *(["scale_rewards"] if name is TaskName.rloo else [])]
+        of_others += _OF_TEACHERS
     else:
         of_others = [
+            *_OF_TEACHERS,
             *_OF_POLICIES,
             *([] if name is TaskName.kto else _OF_KTO),
             *([] if name.traits.has_reference else ["beta"]),
