@@ -65,7 +65,7 @@ class Traits:
     has_reference: bool = False
     """Whether its rows are compared with the model that it begins with."""
     is_planned: bool = False
-    """Whether a plan covers a whole run: plans leave out rollouts, and know only models that give tokens."""
+    """Whether a plan covers a whole run: plans leave out rollouts and teachers, and know only models of tokens."""
     is_reinforcement: bool = False
     """Whether the model answers prompts, and learns from the rewards."""
     has_teacher: bool = False
@@ -137,7 +137,6 @@ TRAITS = {
         loss_unit="nats a token",
         method="by distillation: it learns what a teacher predicts for each next token (GKD, arXiv 2306.13649)",
         has_teacher=True,
-        is_planned=True,
     ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""

@@ -1,4 +1,4 @@
-"""A second model, which is not trained: its folder is checked early, and it is whole on each rank that needs it."""
+"""A second model, which is not trained: its folder is checked early, and read once a rank needs it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_tokenizer(path: str, *, where: str) -> PreTrainedTokenizerBase:
 
 
 def read_frozen(
-    auto_class: Any, path: str, *, where: str, layout: Partitioning, arguments: Arguments
+    auto_class: Any, path: str, *, where: str, layout: Partitioning, arguments: Arguments, shards: bool = False
 ) -> PreTrainedModel:
     """Read a whole model for evaluations alone, in the run's precision, on its device.
 
@@ -56,9 +56,14 @@ def read_frozen(
         where: the key that names it.
         layout: layout in which the run trains another model.
         arguments: arguments of the run.
+        shards: whether data ranks share its weights where the layout shards weights: if all of them call it alike.
     """
     dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
     with reading_from_hub(where, path), layout.without_partitioning(arguments):
-        model: PreTrainedModel = auto_class.from_pretrained(expand_user(path), dtype=dtype, **SAFELY)
-    frozen: PreTrainedModel = model.requires_grad_(False).eval().to(arguments.device)
+        model: Any = auto_class.from_pretrained(expand_user(path), dtype=dtype, **SAFELY)
+    model.requires_grad_(False).eval()
+    if shards:
+        # Before it is moved: a device need not have room for all of it.
+        layout.shard_frozen(model)
+    frozen: PreTrainedModel = model.to(arguments.device)
     return frozen

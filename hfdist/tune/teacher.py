@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a frozen model with the student's tokens, whole on each rank that computes losses."""
+"""The teacher of a distillation: a frozen model with the student's tokens, on each rank that computes losses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import (
 
 from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError
+from hfdist.models.loss import gathered_head
 from hfdist.models.loss.lazy_logits import Logits, Rows, deferring
 from hfdist.models.names.weight_names import read_names
 from hfdist.models.partitioning import Partitioning
@@ -82,7 +83,7 @@ def _describe_difference(teacher: PreTrainedTokenizerBase, student: PreTrainedTo
 
 
 class Teacher:
-    """The frozen model; it is read when the rank first computes a loss.
+    """The frozen model; it is read when the rank first computes a loss. Sharded as the layout shards weights.
 
     Args:
         path: folder of the model, checked by `check_teacher`.
@@ -95,7 +96,14 @@ class Teacher:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        return read_frozen(AutoModelForCausalLM, self._path, where=_KEY, layout=self._layout, arguments=self._arguments)
+        return read_frozen(
+            AutoModelForCausalLM,
+            self._path,
+            where=_KEY,
+            layout=self._layout,
+            arguments=self._arguments,
+            shards=True,
+        )
 
     @contextmanager
     def logits(self, batch: Batch, *, temperature: float) -> Iterator[Logits]:
@@ -105,7 +113,8 @@ class Teacher:
         with nullcontext() if vocabulary is None else deferring(head, vocabulary, _no_loss):
             with torch.no_grad():
                 logits = token_logits(self._model, batch, temperature=temperature)
-            yield logits
+            with nullcontext() if head is None else gathered_head(self._model, head):
+                yield logits
 
 
 def _no_loss(rows: Rows) -> torch.Tensor:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.gkd import GKDTrainer
@@ -16,6 +17,7 @@ from hfdist.models.initialize import initialize_by_name
 from hfdist.models.loss import chunked
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
+from hfdist.tune import teacher
 from hfdist.tune.teacher import check_teacher
 from tests.distributed import trl_runs
 from tests.distributed.preference_runs import GLOBAL_BATCH, LENGTH, STEPS, make_config, read_answers, tune
@@ -56,24 +58,32 @@ def own(folder, *overrides):
 
 
 @contextmanager
-def small_chunks():
-    """Several chunks of a micro batch; more logits of the teacher at a time end the run."""
-    linear = functional.linear
+def watching(share):
+    """Several chunks of a micro batch; more logits of the teacher at a time, or more of its weights, end the run."""
+    linear, read = functional.linear, teacher.read_frozen
 
     def limited(hidden, weight, bias=None):
         out = linear(hidden, weight, bias)
         assert len(weight) != VOCABULARY + 4 or out.numel() <= CHUNK_ROWS * len(weight), "a teacher's whole logits"
         return out
 
+    def counted(*args, **kwargs):
+        model = read(*args, **kwargs)
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.1)
+        return model
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunked.CHUNK_LOGITS, "cpu", CHUNK_ROWS * VOCABULARY * chunked.TENSORS_OF_DIVERGENCE)
         patch.setattr(chunked, "LEAST_ROWS", 1)
         patch.setattr(functional, "linear", limited)
+        patch.setattr(teacher, "read_frozen", counted)
         yield
 
 
 def distill(target, folder, num_ranks, *overrides):
-    with small_chunks():
+    is_sharded = any(word in ("strategy=zero3", "strategy=fsdp2") for word in overrides)
+    with watching(1 / num_ranks if is_sharded else 1):
         return tune(target, folder / "lm", folder / "rows.jsonl", num_ranks, *own(folder, *overrides))
 
 
@@ -90,13 +100,13 @@ def test_the_loss_is_that_of_trl(single, folder, tmp_path):
     """Of each document by itself, from whole logits."""
     config = make_config(tmp_path, folder / "lm", folder / "rows.jsonl", *own(folder))
     [[first, *_]] = run_ranks(read_answers, 1, config, group=False)
-    student, teacher = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("lm", "teacher"))
+    student, teaching = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("lm", "teacher"))
     total = torch.zeros(())
     for prompt, answer, _ in first:
         ids = torch.tensor([[*prompt, *answer]])
         labels = torch.tensor([[IGNORED] * len(prompt) + answer])[:, 1:]
         with torch.no_grad():
-            taught = teacher(ids).logits[:, :-1, :VOCABULARY]
+            taught = teaching(ids).logits[:, :-1, :VOCABULARY]
         # TRL shifts by itself outside of this function.
         logits = student(ids).logits[:, :-1]
         total = total + GKDTrainer.generalized_jsd_loss(logits, taught, labels, BETA, TEMPERATURE, reduction="sum")
