@@ -36,8 +36,7 @@ def check_task(config: RunConfig) -> None:
     if not task.name.traits.has_teacher:
         _check_answers(config)
     if config.strategy.context > 1:
-        part = "a sequence" if task.name.traits.has_teacher else "an answer"
-        raise _misfit(config, "strategy.context", "1", f"each rank would see a part of {part}")
+        raise _misfit(config, "strategy.context", "1", "each rank would see a part of a sequence")
     if config.islands.is_used:
         raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
     if task.name.traits.has_teacher:

@@ -83,7 +83,7 @@ def test_a_plan_says_what_it_leaves_out_of_rollouts_and_teachers(monkeypatch, ca
     monkeypatch.setattr(answer, "answer", lambda _: answer.Answer(text="a plan", content=[], fits=True))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     rollouts = ["recipe=tune", "task=grpo", "task.rewards={arithmetic: 1.0}", "data=README.md"]
-    distills = ["recipe=tune", "task=distill", f"task.teacher={ROOT}", "data=README.md"]
+    distills = ["recipe=tune", "task=distill", "task.teacher=conf", "data=README.md"]
     said = []
     for given in ([], [*rollouts, "data.format=prompt_completion"], distills):
         command._plan(["model=tiny", "plan.processes=1", *given])
