@@ -1,4 +1,4 @@
-"""Tune a model on preferences (DPO, KTO) or by rewards (GRPO, RLOO), or train a reward model, in any layout.
+"""Tune a model on preferences (DPO, KTO), by rewards (GRPO, RLOO) or a teacher, or train a reward model, in any layout.
 
 accelerate launch --config_file conf/launch/cpu_2.yaml recipes/tune.py task=dpo model.name=ID strategy=ddp data=...
 """

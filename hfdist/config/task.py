@@ -1,4 +1,4 @@
-"""`task.*`: what is trained: the next token, preferences, a reward, or a policy by its rewards."""
+"""`task.*`: what is trained: the next token, a teacher's tokens, preferences, a reward, or a policy by its rewards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TaskName(Enum):
 
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
-    prompts, by their rewards.
+    prompts, by their rewards; `distill`: what a teacher predicts for each next token.
     """
 
     causal_lm = "causal_lm"
@@ -53,6 +53,7 @@ class TaskName(Enum):
     reward = "reward"
     grpo = "grpo"
     rloo = "rloo"
+    distill = "distill"
 
     @property
     def traits(self) -> Traits:
@@ -76,17 +77,41 @@ class Traits:
     """How it trains, for a model card; empty: nothing to explain."""
     row_format: RowFormat | None = None
     """The format that rows must have; None: any of the others."""
+    keys: tuple[str, ...] = ()
+    """Which keys of `task` say something of it; others must stay as they are."""
     losses: tuple[PreferenceLoss, ...] = ()
     """What `task.loss` may be; empty: it has no choice."""
     has_reference: bool = False
     """Whether its rows are compared with the model that it begins with."""
     is_planned: bool = False
-    """Whether a plan covers a whole run: plans leave out rollouts, and know only models that give tokens."""
+    """Whether a plan covers a whole run: plans leave out rollouts and teachers, and know only models of tokens."""
     is_reinforcement: bool = False
     """Whether the model answers prompts, and learns from the rewards."""
+    has_teacher: bool = False
+    """Whether a second model says what it should predict, at the targets of the rows that next tokens have."""
     scores: bool = False
     """Whether the model gives a number for an answer in place of tokens."""
 
+
+_OF_PAIRS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
+_OF_POLICIES = (
+    "loss",
+    "beta",
+    "num_generations",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "rewards",
+    "reward_model",
+    "clip",
+    "clip_high",
+    "mask_truncated",
+    "generators",
+    "max_staleness",
+    "sync_every",
+    "answer_seconds",
+)
 
 TRAITS = {
     TaskName.causal_lm: Traits(trainer="SFTTrainer", learning_rate=2e-5, loss_unit="nats a token", is_planned=True),
@@ -94,6 +119,7 @@ TRAITS = {
         trainer="DPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of pairs",
+        keys=_OF_PAIRS,
         unit="pair",
         method="by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
         row_format=RowFormat.preference,
@@ -118,6 +144,7 @@ TRAITS = {
         trainer="CPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of pairs",
+        keys=_OF_PAIRS,
         unit="pair",
         method="on pairs of answers, without a reference model",
         row_format=RowFormat.preference,
@@ -134,6 +161,7 @@ TRAITS = {
         trainer="KTOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of answers",
+        keys=("loss", "beta", "desirable_weight", "undesirable_weight"),
         unit="answer",
         method="by Kahneman-Tversky optimization (KTO, arXiv 2402.01306) on answers that were liked or not",
         row_format=RowFormat.unpaired_preference,
@@ -145,6 +173,7 @@ TRAITS = {
         trainer="RewardTrainer",
         learning_rate=1e-4,
         loss_unit="mean of pairs",
+        keys=("loss",),
         unit="pair",
         method="on pairs of answers: the chosen one of a pair is to have the higher score",
         row_format=RowFormat.preference,
@@ -155,6 +184,7 @@ TRAITS = {
         trainer="GRPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of tokens or answers",
+        keys=(*_OF_POLICIES, "scale_rewards"),
         unit="prompt",
         method="by group relative policy optimization (GRPO, arXiv 2402.03300): its own answers, by their rewards",
         losses=(
@@ -172,10 +202,19 @@ TRAITS = {
         trainer="RLOOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of answers",
+        keys=_OF_POLICIES,
         unit="prompt",
         method="by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
         losses=(PreferenceLoss.rloo,),
         is_reinforcement=True,
+    ),
+    TaskName.distill: Traits(
+        trainer="GKDTrainer",
+        learning_rate=2e-5,
+        loss_unit="nats a token",
+        keys=("temperature", "teacher", "divergence_beta"),
+        method="by distillation: it learns what a teacher predicts for each next token (GKD, arXiv 2306.13649)",
+        has_teacher=True,
     ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
@@ -196,7 +235,7 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | distill."""
     loss: PreferenceLoss = PreferenceLoss.sigmoid
     """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
     apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid;
@@ -224,11 +263,18 @@ class TaskConfig:
     max_new_tokens: int = limited(256, at_least=1)
     """grpo, rloo: most tokens of an answer."""
     temperature: float = limited(1.0, above=0)
-    """grpo, rloo: temperature of the distribution that answers are drawn from."""
+    """grpo, rloo: temperature of the distribution that answers are drawn from; distill: of both distributions."""
     top_k: int | None = limited(None, at_least=1)
     """grpo, rloo: number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
     """grpo, rloo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
+    teacher: str | None = None
+    """distill: folder of the model that the trained one learns from; it has the same tokens."""
+    divergence_beta: float = limited(0.0, at_least=0, at_most=1)
+    """distill: 0: KL(teacher || student); 1: KL(student || teacher); between: of both from their mix.
+
+    The mix has `divergence_beta` of the teacher (generalized Jensen-Shannon divergence, arXiv 2306.13649).
+    """
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, overlong, reward_model, or of
     installed packages.

@@ -27,6 +27,10 @@ DOES_NOT_FIT = ResourceError.exit_code
 _OF_PROMPTS = """
 
 This counts prompts only. The run also samples answers, and a forward has task.num_generations of them for each."""
+_WITHOUT_TEACHER = """
+
+This leaves the teacher out: its weights, whole on each rank that computes losses, or sharded as the layout shards
+weights, and one more forward of each micro batch."""
 _HELP = """\
 Say what a run will need before it starts: memory, time, traffic and cost, on any hardware. It starts nothing.
 
@@ -107,7 +111,8 @@ def _plan(arguments: list[str]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     with redirect_stdout(sys.stderr):
         found = answer(request)
-    note = _OF_PROMPTS if request.config.task.name.traits.is_reinforcement else ""
+    traits = request.config.task.name.traits
+    note = _OF_PROMPTS if traits.is_reinforcement else _WITHOUT_TEACHER if traits.has_teacher else ""
     sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text + note}\n")
     if not found.fits:
         sys.exit(DOES_NOT_FIT)

@@ -33,6 +33,7 @@ from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
 from hfdist.tune.choose import make_objective
 from hfdist.tune.fit_model import fit_model
+from hfdist.tune.teacher import check_teacher
 
 _LONGEST_WAIT = timedelta(days=7)
 """The longest time that ranks with nothing left to do wait; a rank that dies ends the wait: its connection breaks."""
@@ -86,10 +87,13 @@ class Run(RunState):
 
         Raises:
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
-                model's vocabulary.
+                model's vocabulary; a teacher with another one.
         """
         self.data = build_data(self._here, self.topology)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
+        if (teacher := self.config.task.teacher) is not None:
+            length = self.config.data.sequence_length
+            check_teacher(teacher, self.data.tokenizer, self.architecture, sequence_length=length)
 
     @reporting("opening the run's folder")
     def open_folder(self) -> None:

@@ -14,12 +14,14 @@ from hfdist.rewards import Generation, Reward, load_rewards
 from hfdist.rewards.code import SANDBOXED
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
+from hfdist.tune.distill import Distillation
 from hfdist.tune.learned_reward import LearnedReward
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
 from hfdist.tune.reward import RewardPairs
 from hfdist.tune.rollout import RolloutLines, Rollouts
+from hfdist.tune.teacher import Teacher
 from hfdist.tune.unpaired import KahnemanTversky
 
 
@@ -40,6 +42,9 @@ def make_objective(
             return KahnemanTversky(task, _table(config))
         case TaskName.reward:
             return RewardPairs()
+        case TaskName.distill:
+            assert task.teacher is not None  # checked with the config
+            return Distillation(task, Teacher(task.teacher, layout=strategy, arguments=arguments))
         case TaskName.grpo | TaskName.rloo:
             rollouts = Rollouts(
                 config,

@@ -16,16 +16,9 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
     Log-probabilities of answers are compared, and dropout would make them differ by chance.
 
     Raises:
-        ConfigError: tokens of a packed answer attend to the answer before it, or positions do not begin with 0.
+        ConfigError: as of `check_packable`.
     """
-    if class_keeps_documents_apart(model) is False:
-        what = "answers are packed, and this model sees through from one to the next"
-        hint = "a model that masks by positions, with model.attention=auto"
-        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
-    if not counts_from_zero(model):
-        what = "answers are packed at positions from 0, and this model counts otherwise in one answer"
-        hint = "a model whose positions begin with 0"
-        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+    check_packable(model, where="model.name, model.type")
     if model.config.pad_token_id is None:
         # A model for sequence classification asks for it, though no sequence is padded.
         model.config.pad_token_id = tokenizer.eos_token_id
@@ -34,3 +27,14 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Non
             module.p = 0.0
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
+
+
+def check_packable(model: PreTrainedModel, *, where: str) -> None:
+    """Raise a ConfigError if packed documents see each other, or if positions do not begin with 0; `where`: the key."""
+    if class_keeps_documents_apart(model) is False:
+        what = "documents are packed, and this model sees through from one to the next"
+        hint = "a model that masks by positions, with model.attention=auto"
+        raise ConfigError(what, where=where, found=type(model).__name__, hint=hint)
+    if not counts_from_zero(model):
+        what = "documents are packed at positions from 0, and this model counts otherwise in one document"
+        raise ConfigError(what, where=where, found=type(model).__name__, hint="a model whose positions begin with 0")

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -21,17 +17,13 @@ from hfdist.config.paths import expand_user
 from hfdist.config.task import SCORE
 from hfdist.data.tokenization.text_encoder import Encoder
 from hfdist.errors import ConfigError
-from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.weight_names import read_names
 from hfdist.models.partitioning import Partitioning
-from hfdist.models.tokenizer import as_tokenizer
 from hfdist.rewards import Generation
+from hfdist.tune.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
 from hfdist.tune.reward import token_scores
 
 _KEY = "task.reward_model"
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Names of a model's weights, in one file or several."""
-_SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
 _ALLOWED = "the folder of a model for sequence classification with one label, in safetensors, and its tokenizer"
 _HINT = f"{_KEY}=RUN/model, of a run with task=reward and without an adapter"
 
@@ -44,14 +36,8 @@ def check_reward_model(path: str) -> None:
             that fits it.
     """
     folder = expand_user(path)
-    has_weights = (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
-    missing = "config.json" if not (folder / "config.json").is_file() else "" if has_weights else _SINGLE
-    if missing:
-        what, found = "the folder holds no reward model", f"{path}, without {missing}"
-        raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
-    with reading_from_hub(_KEY, path):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    names = read_names(AutoModelForSequenceClassification, folder, where=_KEY, **_SAFELY)
+    config = find_frozen(path, where=_KEY, allowed=_ALLOWED, hint=_HINT)
+    names = read_names(AutoModelForSequenceClassification, folder, where=_KEY, **SAFELY)
     if any(name.startswith(f"{SCORE}.") for name in names.missing):
         what, found = "the model has no layer that scores an answer", f"{path}, without {SCORE}.weight"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
@@ -59,16 +45,11 @@ def check_reward_model(path: str) -> None:
     if config.num_labels != 1:
         what, found = "the model tells classes apart, and gives no score", f"{path}, of {config.num_labels} labels"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
-    num_tokens, num_known = len(_read_tokenizer(folder)), config.get_text_config().vocab_size
+    num_tokens, num_known = len(read_tokenizer(path, where=_KEY)), config.get_text_config().vocab_size
     if num_tokens > num_known:
         what = "the tokenizer has more tokens than the reward model knows"
         found = f"{path}, {num_tokens:,} tokens and a model of {num_known:,}"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
-
-
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    with reading_from_hub(_KEY, str(folder)):
-        return as_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
 class LearnedReward:
@@ -86,7 +67,7 @@ class LearnedReward:
     def __init__(
         self, path: str, tokenizer: PreTrainedTokenizerBase, *, layout: Partitioning, arguments: TrainingArguments
     ) -> None:
-        self._folder, self._tokenizer = expand_user(path), tokenizer
+        self._path, self._tokenizer = path, tokenizer
         self._layout, self._arguments = layout, arguments
 
     def __call__(self, generations: Sequence[Generation]) -> list[float]:
@@ -97,19 +78,21 @@ class LearnedReward:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        arguments = self._arguments
-        dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
-        with reading_from_hub(_KEY, str(self._folder)), self._layout.without_partitioning(arguments):
-            model: Any = AutoModelForSequenceClassification.from_pretrained(self._folder, dtype=dtype, **_SAFELY)
+        model = read_frozen(
+            AutoModelForSequenceClassification,
+            self._path,
+            where=_KEY,
+            layout=self._layout,
+            arguments=self._arguments,
+        )
         if model.config.pad_token_id is None:
             # The model asks for it, though padding comes after the token that is read.
             model.config.pad_token_id = 0
-        frozen: PreTrainedModel = model.requires_grad_(False).eval().to(arguments.device)
-        return frozen
+        return model
 
     @cached_property
     def _own_tokenizer(self) -> PreTrainedTokenizerBase:
-        return _read_tokenizer(self._folder)
+        return read_tokenizer(self._path, where=_KEY)
 
     @cached_property
     def _own_encoder(self) -> Encoder | None:

@@ -148,7 +148,8 @@ def _with_task(task: str) -> RunConfig:
     if task == "causal_lm":
         return _with()
     rewards = ["task.rewards={arithmetic: 1.0}"] * (task in ("grpo", "rloo"))
-    return compose_config([*_MODEL, *_ROWS, f"task={task}", *rewards], name="tune")
+    teacher = ["task.teacher=teacher"] * (task == "distill")
+    return compose_config([*_MODEL, *_ROWS, f"task={task}", *rewards, *teacher], name="tune")
 
 
 def _check(config: RunConfig, processes: int) -> Any:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hfdist.models.loss import shared_vocabulary
 from hfdist.models.loss.chunked import ChunkedLoss
-from hfdist.models.loss.lazy_logits import deferring
+from hfdist.models.loss.lazy_logits import deferring, sum_divergences
 from hfdist.strategies.tensor import linear
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
 from hfdist.strategies.tensor.plan import _split_layers
@@ -41,22 +41,27 @@ class Model(nn.Module):
         return self.head
 
 
-def run(tied, step, smoothing, *, divides, defers):
+def run(tied, step, smoothing, *, divides, defers, beta=None):
+    """`beta`: of a divergence from a teacher, in place of the cross entropy."""
     torch.manual_seed(0)
     model = Model(tied)
     tokens = torch.randint(0, VOCABULARY, (1, ROWS))
     tokens[0, 5] = PADDING
     targets = tokens.roll(1).flatten()
     targets[:9] = -100
+    taught = torch.randn(1, ROWS, VOCABULARY + 3)
     layers = {"embedding": LOOKED_UP, "head": GATHERED}
     shards = _split_layers(model, dist.group.WORLD, layers) if divides else {}
     chunked = ChunkedLoss(torch.device("cpu"), chunk_logits=5 * VOCABULARY)
     with deferring(model.head, VOCABULARY, chunked) if defers else nullcontext() as head:
         logits = STEPS[step](model.head(model.embedding(tokens).tanh()))
         # As the Trainer's loss: a sum, divided by a number of the global batch.
-        loss = functional.cross_entropy(
-            logits.view(-1, VOCABULARY), targets, reduction="sum", label_smoothing=smoothing
-        )
+        if beta is None:
+            loss = functional.cross_entropy(
+                logits.view(-1, VOCABULARY), targets, reduction="sum", label_smoothing=smoothing
+            )
+        else:
+            loss = sum_divergences(logits, taught, targets[None], beta=beta, ignore_index=-100)
         (3 * loss / 53).backward()
         assert not (defers and head.made_whole)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -64,9 +69,9 @@ def run(tied, step, smoothing, *, divides, defers):
 
 
 def compare(cases):
-    for tied, step, smoothing, defers in cases:
-        whole, expected, _ = run(tied, step, smoothing, divides=False, defers=False)
-        loss, gradients, shards = run(tied, step, smoothing, divides=True, defers=defers)
+    for tied, step, smoothing, defers, *beta in cases:
+        whole, expected, _ = run(tied, step, smoothing, divides=False, defers=False, beta=next(iter(beta), None))
+        loss, gradients, shards = run(tied, step, smoothing, divides=True, defers=defers, beta=next(iter(beta), None))
         assert torch.allclose(loss, whole, rtol=1e-6)
         assert shards.keys() == gradients.keys() == expected.keys()
         for name, ours in gradients.items():
@@ -76,7 +81,9 @@ def compare(cases):
 
 
 CASES = [(False, "none", 0.0, True), (True, "none", 0.1, True), (False, "cap", 0.1, True), (True, "cap", 0.0, True),
-         (False, "bias of tokens", 0.0, True), (True, "none", 0.0, False), (False, "none", 0.0, False)]  # fmt: skip
+         (False, "bias of tokens", 0.0, True), (True, "none", 0.0, False), (False, "none", 0.0, False),
+         (False, "none", 0.0, True, 0.0), (True, "cap", 0.0, True, 0.3), (False, "bias of tokens", 0.0, True, 1.0),
+         (True, "none", 0.0, False, 0.5)]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

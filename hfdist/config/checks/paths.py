@@ -59,10 +59,11 @@ def check_model_paths(config: RunConfig) -> None:
         what, hint = "this is the folder of a run; its model is in it", in_shell("model", f"{name.rstrip('/')}/model")
         raise ConfigError(what, where="model.name", found=name, hint=hint)
     _check_adapter_path(config.adapter.path)
-    key, path = "task.reward_model", config.task.reward_model
-    if path is not None and not os.path.isdir(os.path.expanduser(path)):
-        what, allowed = "there is no such folder", "the folder of a reward model"
-        raise ConfigError(what, where=key, found=path, allowed=allowed, hint=_near(key, path))
+    others = {"task.reward_model": config.task.reward_model, "task.teacher": config.task.teacher}
+    for key, path in others.items():
+        if path is not None and not os.path.isdir(os.path.expanduser(path)):
+            what, allowed = "there is no such folder", "the folder of a model"
+            raise ConfigError(what, where=key, found=path, allowed=allowed, hint=_near(key, path))
 
 
 def _check_no_adapter(name: str) -> None:

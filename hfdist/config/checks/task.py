@@ -15,11 +15,7 @@ from hfdist.errors import ConfigError
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
-_OF_KTO = ("desirable_weight", "undesirable_weight")
-_OF_PAIRS = ("margin", "nll_weight")
-_OF_PREFERENCES = ("name", "loss", "beta", "label_smoothing", *_OF_PAIRS, *_OF_KTO)
 _SMOOTHED = (PreferenceLoss.robust, PreferenceLoss.exo_pair)
-_OF_POLICIES = tuple(one.name for one in dataclasses.fields(TaskConfig) if one.name not in _OF_PREFERENCES)
 _WITHOUT_BOUND = {PreferenceLoss.cispo: ("clip",), PreferenceLoss.sapo: ("clip", "clip_high")}
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
@@ -33,6 +29,22 @@ def check_task(config: RunConfig) -> None:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
+    if not task.name.traits.has_teacher:
+        _check_answers(config)
+    if config.strategy.context > 1:
+        raise _misfit(config, "strategy.context", "1", "each rank would see a part of a sequence")
+    if config.islands.is_used:
+        raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
+    if task.name.traits.has_teacher:
+        _check_teacher(config)
+    elif task.name.traits.is_reinforcement:
+        _check_reinforcement(config)
+    else:
+        _check_preference(config)
+
+
+def _check_answers(config: RunConfig) -> None:
+    data, task = config.data, config.task
     packing = Packing.none if task.name.traits.is_reinforcement else Packing.best_fit
     if data.packing is not packing:
         raise _misfit(config, "data.packing", packing.value, "prompts and answers must stay whole")
@@ -40,50 +52,33 @@ def check_task(config: RunConfig) -> None:
         raise _misfit(config, "data.too_long", "drop", "prompts and answers must stay whole")
     if data.chat.train_on is TrainOn.all:
         raise _misfit(config, "data.chat.train_on", "assistant", "it must be known where an answer begins")
-    if config.strategy.context > 1:
-        raise _misfit(config, "strategy.context", "1", "each rank would see a part of an answer")
-    if config.islands.is_used:
-        raise _misfit(config, "islands.method", "none", "islands train next tokens only in this version")
     known = [loss.value for loss in task.name.traits.losses]
     if task.loss.value not in known:
         error = _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
         if task.loss.value in PRESETS:
             error.hint = f"task={task.loss.value}, or {error.hint}"
         raise error
-    if task.name.traits.is_reinforcement:
-        _check_reinforcement(config)
-    else:
-        _check_preference(config)
+
+
+def _check_teacher(config: RunConfig) -> None:
+    if config.task.teacher is None:
+        what, hint = "it is not said which model teaches", "task.teacher=RUN/model, or another folder of a model"
+        allowed = "the folder of a model with the same tokens"
+        raise ConfigError(what, where="task.teacher", found="null", allowed=allowed, hint=hint)
 
 
 def _check_others(config: RunConfig) -> None:
     """Refuse what says something of another task: it would be ignored."""
-    name, default = config.task.name, TaskConfig()
-    if name.traits.is_reinforcement:
-        of_others = [
-            "label_smoothing",
-            *_OF_PAIRS,
-            *_OF_KTO,
-            *(["scale_rewards"] if name is TaskName.rloo else []),
-        ]
-    else:
-        of_others = [
-            *_OF_POLICIES,
-            *([] if name is TaskName.kto else _OF_KTO),
-            *([] if name in (TaskName.dpo, TaskName.cpo) else _OF_PAIRS),
-            *([] if _has_beta(name) else ["beta"]),
-        ]
-    for key in of_others:
-        if getattr(config.task, key) != getattr(default, key):
+    default = TaskConfig()
+    for field in dataclasses.fields(TaskConfig):
+        key = field.name
+        is_own = key == "name" or key in config.task.name.traits.keys
+        if not is_own and getattr(config.task, key) != getattr(default, key):
             allowed = json.dumps(plain(getattr(default, key)))
             error = _misfit(config, f"task.{key}", allowed, "this task has no use for the key")
             # A mapping is added to, so that an empty one changes nothing.
             error.hint = f"leave task.{key} out" if key == "rewards" else error.hint
             raise error
-
-
-def _has_beta(name: TaskName) -> bool:
-    return name.traits.has_reference or name is TaskName.cpo
 
 
 def _misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:
@@ -126,7 +121,7 @@ def _check_preference(config: RunConfig) -> None:
         raise _misfit(config, "task.label_smoothing", "0.001", "exo_pair compares with smoothed labels")
     if task.margin and task.loss is not PreferenceLoss.simpo:
         raise _misfit(config, "task.margin", "0", "only simpo has a margin")
-    if _has_beta(name) and not task.beta:
+    if "beta" in name.traits.keys and not task.beta:
         raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
     if name is not TaskName.reward:
         return

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from hfdist.models.blocks import why_not_compiled
 from hfdist.models.loss import shared_vocabulary
+from hfdist.models.loss.divergence import divergences
 from hfdist.models.loss.lazy_logits import Reduce, Rows, cast
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
 
 LEAST_ROWS = 128
 """A chunk has at least as many, however large the vocabulary: each reads and writes the gradient of the whole head."""
+
+TENSORS_OF_DIVERGENCE = 8
+"""As many of a chunk's size exist at a time where the loss is the divergence from a teacher."""
 
 _LossesAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -62,23 +66,24 @@ class ChunkedLoss:
         each.
         """
         module = rows.head.module
-        targets = rows.targets.to(rows.hidden.device)
-        hidden = rows.hidden
+        rows = rows._replace(targets=rows.targets.to(rows.hidden.device))
         kept: slice | torch.Tensor = slice(None)
-        if hidden.device.type == "cpu":
+        num_rows = len(rows.targets)
+        if rows.hidden.device.type == "cpu":
             # Nothing to wait for here, and a fine-tuning batch may be prompts for the most part.
-            kept = targets != rows.ignore_index
-            hidden, targets = hidden[kept], targets[kept]
+            kept = rows.targets != rows.ignore_index
+            rows = rows.part(kept)
+        hidden = rows.hidden
         parameters = [p for p in module.parameters() if p.requires_grad and torch.is_grad_enabled()]
         shard = shared_vocabulary.vocabulary_shard_of(module)
-        chunk_rows = self._chunk_rows(len(hidden), rows.head.vocabulary if shard is None else shard.most_rows)
-        given = rows._replace(hidden=hidden.detach(), targets=targets)
+        given = rows._replace(hidden=hidden.detach())
+        chunk_rows = self._chunk_rows(given, shard)
         with torch.no_grad():
             run = self._linear if type(module) is nn.Linear else self._any
             total, weights = None, None
             if rows.reduce is not None:
                 losses, *_ = run(given, [], chunk_rows, None, wants_rows=False)
-                every = losses.new_zeros(len(rows.targets))
+                every = losses.new_zeros(num_rows)
                 every[kept] = losses
                 if not (parameters or hidden.requires_grad):
                     return rows.reduce(every)
@@ -97,9 +102,14 @@ class ChunkedLoss:
             total = total + _HeadPart.apply(_Kept(of_parameters, [p.dtype for p in parameters]), *parameters)
         return total
 
-    def _chunk_rows(self, num_rows: int, vocabulary: int) -> int:
+    def _chunk_rows(self, rows: Rows, shard: shared_vocabulary.VocabularyShard | None) -> int:
         """Rows of each chunk. All chunks have one size, since a GPU keeps the memory of each size."""
-        num_chunks = max(1, -(-num_rows // max(self._chunk_logits // vocabulary, self._least_rows)))
+        # A teacher's logits are whole on each rank.
+        own = None if shard is None else shard.num_rows if rows.teacher is not None else shard.most_rows
+        vocabulary = own or rows.head.vocabulary
+        chunk_logits = self._chunk_logits if rows.teacher is None else self._chunk_logits // TENSORS_OF_DIVERGENCE
+        num_rows = len(rows.hidden)
+        num_chunks = max(1, -(-num_rows // max(chunk_logits // vocabulary, self._least_rows)))
         return max(1, -(-num_rows // num_chunks))
 
     def _linear(
@@ -124,16 +134,17 @@ class ChunkedLoss:
             memory = torch.empty(chunk_rows, len(weight), dtype=dtype, device=rows.hidden.device)
             for begin in range(0, len(rows.hidden), chunk_rows):
                 part = slice(begin, begin + chunk_rows)
-                hidden = rows.hidden[part].to(dtype)
+                own = rows.part(part)
+                hidden = own.hidden.to(dtype)
                 out = memory[: len(hidden)]
                 if bias is None:
                     logits = torch.mm(hidden, weight.T, out=out)
                 else:
                     logits = torch.addmm(bias, hidden, weight.T, out=out)
                 if of_rows is None and not sums and shared_vocabulary.vocabulary_shard_of(module) is None:
-                    losses[part] = _losses_alone(logits, rows, rows.targets[part])
+                    losses[part] = _losses_alone(logits, own)
                     continue
-                losses[part], gradient = self._of_logits(logits, rows, rows.targets[part])
+                losses[part], gradient = self._of_logits(logits, own)
                 if weights is not None:
                     gradient.mul_(weights[part, None])
                 if of_rows is not None:
@@ -146,15 +157,15 @@ class ChunkedLoss:
                 del gradient
         return losses, of_rows, [sums[id(p)] for p in parameters]
 
-    def _of_logits(self, logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_logits(self, logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the losses of rows, and the gradient of their sum by what the head gave, in that one's type."""
         shard = shared_vocabulary.vocabulary_shard_of(rows.head.module)
         if shard is not None:
-            return shared_vocabulary.losses_and_gradient(logits, rows, targets, shard)
+            return shared_vocabulary.losses_and_gradient(logits, rows, shard)
         if _is_plain(rows):
-            return self._losses_and_gradient(logits, targets, rows.ignore_index)
+            return self._losses_and_gradient(logits, rows.targets, rows.ignore_index)
         with torch.enable_grad():
-            losses = _losses(logits.requires_grad_(), rows, targets)
+            losses = _losses(logits.requires_grad_(), rows)
             (gradient,) = torch.autograd.grad(losses.sum(), logits)
         return losses.detach(), gradient
 
@@ -175,8 +186,9 @@ class ChunkedLoss:
         for begin in range(0, max(1, len(rows.hidden)), chunk_rows):
             part = slice(begin, begin + chunk_rows)
             with torch.enable_grad():
-                hidden = rows.hidden[part].requires_grad_(wants_rows)
-                own_losses = _losses(rows.head.forward(hidden), rows, rows.targets[part])
+                own = rows.part(part)
+                hidden = own.hidden.requires_grad_(wants_rows)
+                own_losses = _losses(rows.head.forward(hidden), own)
                 total = own_losses.sum() if weights is None else own_losses @ weights[part]
                 wanting = [*([hidden] if wants_rows else []), *parameters]
                 gradients = list(torch.autograd.grad(total, wanting, allow_unused=True)) if wanting else []
@@ -184,9 +196,9 @@ class ChunkedLoss:
             if of_rows is not None and (of_part := gradients.pop(0)) is not None:
                 of_rows[part] = of_part
             for place, gradient in enumerate(gradients):
-                own = sums[place]
-                if own is not None:
-                    own += gradient
+                summed = sums[place]
+                if summed is not None:
+                    summed += gradient
                 elif gradient is not None:
                     sums[place] = gradient.float()
         return losses, of_rows, sums
@@ -206,25 +218,30 @@ def _differentiated(reduce: Reduce, losses: torch.Tensor) -> tuple[torch.Tensor,
     return total.detach(), weights
 
 
-def _losses(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:
+def _losses(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Losses of a chunk, as torch computes them; shape [rows]."""
     for step in rows.per_row:
         logits = step(logits)
+    logits, targets, ignored = logits.float(), rows.targets, rows.ignore_index
+    if rows.teacher is not None:
+        taught = rows.teacher.logits(logits.shape[-1])
+        return divergences(logits, taught, targets != ignored, beta=rows.teacher.beta)
     return functional.cross_entropy(
-        logits.float(), targets, ignore_index=rows.ignore_index, reduction="none", label_smoothing=rows.label_smoothing
+        logits, targets, ignore_index=ignored, reduction="none", label_smoothing=rows.label_smoothing
     )
 
 
 def _is_plain(rows: Rows) -> bool:
-    """Whether the losses are those of the head's own logits."""
-    return rows.label_smoothing == 0.0 and all(step == cast(torch.float32) for step in rows.per_row)
+    """Whether the losses are cross entropies of the head's own logits."""
+    is_exact = rows.label_smoothing == 0.0 and rows.teacher is None
+    return is_exact and all(step == cast(torch.float32) for step in rows.per_row)
 
 
-def _losses_alone(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:
+def _losses_alone(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Give the losses of a chunk of logits, which are overwritten: an evaluation needs no more memory than a step."""
     if not _is_plain(rows):
-        return _losses(logits, rows, targets)
-    losses, *_ = _losses_in_place(logits.float(), targets, rows.ignore_index)
+        return _losses(logits, rows)
+    losses, *_ = _losses_in_place(logits.float(), rows.targets, rows.ignore_index)
     return losses
 
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hfdist.models.loss.divergence import divergences
+
 
 @dataclass(frozen=True)
 class LogitsOperation:
@@ -74,6 +76,33 @@ class Rows(NamedTuple):
     label_smoothing: float
     reduce: Reduce | None = None
     """What becomes of the losses of the rows; None: their sum."""
+    teacher: Teacher | None = None
+    """What a row's loss is the divergence from; None: it is the cross entropy of its target."""
+
+    def part(self, which: slice | torch.Tensor) -> Rows:
+        """Give some of the rows, by a slice or by which count, bool [rows]."""
+        teacher = None if self.teacher is None else self.teacher.part(which)
+        return self._replace(hidden=self.hidden[which], targets=self.targets[which], teacher=teacher)
+
+
+class Teacher(NamedTuple):
+    """Another model's distribution at the same rows."""
+
+    given: torch.Tensor
+    """Shape [rows, width]."""
+    to_logits: Callable[[torch.Tensor], torch.Tensor]
+    """From some rows of `given` to logits [rows, vocabulary]; the vocabulary may be larger than the student's."""
+    beta: float
+    """Which divergence; see `divergence`."""
+
+    def part(self, which: slice | torch.Tensor) -> Teacher:
+        """Give some of the rows."""
+        return self._replace(given=self.given[which])
+
+    @torch.no_grad()
+    def logits(self, vocabulary: int) -> torch.Tensor:
+        """Make the logits of the first `vocabulary` tokens, float32 of shape [rows, vocabulary]."""
+        return self.to_logits(self.given)[:, :vocabulary].float()
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -162,13 +191,17 @@ class _DeferredLogits:
         if self._whole is None:
             self._head.made_whole.append(why)
             # With a graph even where the model only looks at them: a loss of them may follow.
-            with self._autocast.again(), torch.inference_mode(False), torch.enable_grad(), self._head.gathering():
-                demand = (_Demand(self._head.forward),) if self._head.is_deferring else ()
-                value = _made(self._head.module(self._hidden, *demand), why)
-                for step in self._per_row:
-                    value = step(value)
-            self._whole = value
+            with torch.inference_mode(False), torch.enable_grad():
+                self._whole = self._make(self._hidden)
         return self._whole
+
+    def _make(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self._autocast.again(), self._head.gathering():
+            demand = (_Demand(self._head.forward),) if self._head.is_deferring else ()
+            value: torch.Tensor = _made(self._head.module(hidden, *demand), "a head of several")
+            for step in self._per_row:
+                value = step(value)
+        return value
 
     def _then(self, step: LogitsOperation) -> _DeferredLogits:
         return _DeferredLogits(self._head, self._hidden, (*self._per_row, step), self._autocast)
@@ -369,3 +402,30 @@ def reduce_token_losses(logits: Logits, targets: torch.Tensor, reduce: Reduce, *
         return _compute(rows, flat._autocast)
     whole = _made(flat, "reduce_token_losses").float()
     return reduce(nn.functional.cross_entropy(whole, targets, ignore_index=ignore_index, reduction="none"))
+
+
+def sum_divergences(
+    student: Logits, teacher: Logits, targets: torch.Tensor, *, beta: float, ignore_index: int
+) -> torch.Tensor:
+    """Sum the divergences of rows with a target, without whole logits if they are deferred.
+
+    Args:
+        student: of the model that is trained, of shape [..., vocabulary].
+        teacher: without a graph, of shape [..., vocabulary of at least as many tokens].
+        targets: class indices, of shape [...].
+        beta: which divergence; see `divergence`.
+        ignore_index: of rows without a target.
+    """
+    flat, targets = student.reshape(-1, student.shape[-1]), targets.flatten()
+    taught = _teacher(teacher.reshape(-1, teacher.shape[-1]), beta)
+    if isinstance(flat, _DeferredLogits) and flat._is_deferred:
+        rows = Rows(flat._head, flat._hidden, targets, flat._per_row, ignore_index, 0.0, teacher=taught)
+        return _compute(rows, flat._autocast)
+    whole = _made(flat, "sum_divergences").float()
+    return divergences(whole, taught.logits(whole.shape[-1]), targets != ignore_index, beta=beta).sum()
+
+
+def _teacher(logits: Logits, beta: float) -> Teacher:
+    if isinstance(logits, _DeferredLogits) and logits._is_deferred:
+        return Teacher(logits._hidden, logits._make, beta)
+    return Teacher(_made(logits, "sum_divergences"), lambda rows: rows, beta)

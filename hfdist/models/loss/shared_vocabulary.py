@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hfdist.models.loss.divergence import divergences_and_gradient
+
 if TYPE_CHECKING:
     from hfdist.models.loss.lazy_logits import Rows
 
@@ -50,17 +52,14 @@ def vocabulary_shard_of(head: nn.Module) -> VocabularyShard | None:
     return getattr(head, "vocabulary_shard", None)
 
 
-def losses_and_gradient(
-    logits: torch.Tensor, rows: Rows, targets: torch.Tensor, shard: VocabularyShard
-) -> tuple[torch.Tensor, torch.Tensor]:
+def losses_and_gradient(logits: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the losses of rows, float32 and the same on all ranks, and the gradient of their sum by this rank's logits.
 
     A collective over the group of the shard, whose ranks call it with the same targets.
 
     Args:
         logits: [rows, own rows of the vocabulary], as the head gives them; they are overwritten.
-        rows: what is to be done to logits, and how losses are counted.
-        targets: [rows].
+        rows: targets, what is to be done to logits, and how losses are counted.
         shard: this rank's.
     """
     values = logits
@@ -71,16 +70,32 @@ def losses_and_gradient(
             values = step.of_columns(shard.start, shard.stop, shard.num_rows)(values)
     # What autograd keeps of the steps is not to be overwritten.
     wide = values.detach().to(torch.float32, copy=values is not logits)
-    losses, gradient = _cross_entropy(wide, rows, targets, shard)
+    losses, gradient = (_cross_entropy if rows.teacher is None else _divergences)(wide, rows, shard)
     if values is not logits:
         (gradient,) = torch.autograd.grad(values, logits, gradient.to(values.dtype))
     return losses, gradient.to(logits.dtype)
 
 
-def _cross_entropy(
-    wide: torch.Tensor, rows: Rows, targets: torch.Tensor, shard: VocabularyShard
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _divergences(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each rank has the teacher's whole logits, and takes what belongs to its own."""
+    assert rows.teacher is not None
+
+    def add_up(sums: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(sums, group=shard.group)
+        return sums
+
+    largest = wide.amax(-1, keepdim=True)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    student = wide.sub_(largest)
+    student.sub_(add_up(student.exp().sum(-1)).log_()[:, None])
+    taught = rows.teacher.logits(shard.num_rows).log_softmax(-1)[:, shard.start : shard.stop]
+    is_target = rows.targets != rows.ignore_index
+    return divergences_and_gradient(student, taught, is_target, beta=rows.teacher.beta, add_up=add_up)
+
+
+def _cross_entropy(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient is in the place of `wide`."""
+    targets = rows.targets
     is_target = targets != rows.ignore_index
     places = targets - shard.start
     is_own = is_target & (places >= 0) & (places < shard.stop - shard.start)

@@ -195,6 +195,9 @@ def describe_task(task: TaskConfig) -> str:
     if name is TaskName.kto:
         weights = f"{task.desirable_weight:g}, and {task.undesirable_weight:g} of the others"
         words.append(f"The weight of liked answers is {weights}.")
+    if name.traits.has_teacher:
+        what = f"divergence beta {task.divergence_beta:g}, temperature {task.temperature:g}"
+        words.append(f"Teacher: `{task.teacher}`; {what}.")
     if name.traits.is_reinforcement:
         rewards = ", ".join(f"`{own}` with weight {weight:g}" for own, weight in task.rewards.items())
         words.append(f"Loss `{task.loss.value}`. Rewards: {rewards}.")

@@ -6,6 +6,7 @@ PAIRS = "tune task=dpo model=tiny data=pairs.jsonl"
 GRPO = "tune task=grpo model=tiny data=prompts.jsonl"
 REWARDED = f"{GRPO} 'data.columns={{completion: answer}}' 'task.rewards={{arithmetic: 1.0}}'"
 REWARD = "tune task=reward model=tiny data=pairs.jsonl"
+DISTILL = "tune task=distill model=tiny data=chats.jsonl"
 MIXED = "pretrain data=mixture '+data.sources.a={path: texts.jsonl}' '+data.sources.b={path: texts.jsonl}'"
 WEIGHED = "pretrain data=mixture '+data.sources.a={path: texts.jsonl, weight: 1}'"
 WEIGHED += " '+data.sources.b={path: texts.jsonl, weight: 1}'"
@@ -312,6 +313,11 @@ LINES = [
     f"{GRPO} 'task.rewards={{reward_model: 1.0}}'",
     f"{GRPO} 'task.rewards={{reward_model: 1.0}}' task.reward_model=foldr",
     f"{GRPO} 'task.rewards={{arithmetic: 1.0}}' task.generators=1 task.sync_every=4",
+    f"{DISTILL}",
+    f"{DISTILL} task.teacher=foldr",
+    f"{DISTILL} task.teacher=folder task.beta=0.2",
+    f"{DISTILL} task.teacher=folder data.packing=best_fit strategy.context=2 {TWO}",
+    f"{PAIRS} task.divergence_beta=0.5",
     # islands
     "pretrain islands.count=2",
     "pretrain islands=diloco",

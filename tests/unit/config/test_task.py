@@ -10,6 +10,7 @@ from hfdist.config.task import TRAITS, TaskName
 from hfdist.errors import ConfigError
 from hfdist.planning.command import parse_request
 
+REWARDED, TAUGHT = ("task.rewards={arithmetic: 1.0}",), ("task.teacher=folder",)
 OWN = ("model.name=some/model", "data=files", "data.sources.files.path=rows.jsonl")
 
 
@@ -27,11 +28,12 @@ def tune(*overrides):
         ("grpo", RowFormat.prompt_completion, Packing.none),
         ("rloo", RowFormat.prompt_completion, Packing.none),
         ("causal_lm", RowFormat.auto, Packing.best_fit),
+        ("distill", RowFormat.auto, Packing.best_fit),
     ],
 )
 def test_a_task_says_what_it_reads(task, row_format, packing):
-    rewards = ["task.rewards={arithmetic: 1.0}"] if task in ("grpo", "rloo") else []
-    data = tune(f"task={task}", *rewards).data
+    own = {"grpo": REWARDED, "rloo": REWARDED, "distill": TAUGHT}.get(task, ())
+    data = tune(f"task={task}", *own).data
     assert (data.format, data.packing) == (row_format, packing)
 
 
@@ -51,6 +53,9 @@ REFUSED = {
     "adapter.modules_to_save": ("task=reward", "adapter=lora"),
     "task.rewards": ("task=grpo",),
     "task.reward_model": ("task=rloo", "task.rewards={reward_model: 1.0}"),
+    "task.teacher": ("task=distill",),
+    "task.divergence_beta": ("task=grpo", *REWARDED, "task.divergence_beta=0.5"),
+    "task.top_k": ("task=distill", *TAUGHT, "task.top_k=5"),
 }
 
 

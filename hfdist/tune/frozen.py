@@ -1,0 +1,69 @@
+"""A second model, which is not trained: its folder is checked early, and read once a rank needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import TrainingArguments as Arguments
+
+from hfdist.config.paths import expand_user
+from hfdist.errors import ConfigError
+from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.partitioning import Partitioning
+from hfdist.models.tokenizer import as_tokenizer
+
+SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
+"""Arguments with which transformers runs no code of somebody else's."""
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Names of a model's weights, in one file or several."""
+
+
+def find_frozen(path: str, *, where: str, allowed: str, hint: str) -> PreTrainedConfig:
+    """Give the config of a model in a folder; ConfigError: the folder holds none in safetensors.
+
+    Args:
+        path: the folder.
+        where: the key that names it.
+        allowed: what the folder should hold.
+        hint: an override that works.
+    """
+    folder = expand_user(path)
+    has_weights = (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
+    missing = "config.json" if not (folder / "config.json").is_file() else "" if has_weights else _SINGLE
+    if missing:
+        what, found = "the folder holds no such model", f"{path}, without {missing}"
+        raise ConfigError(what, where=where, found=found, allowed=allowed, hint=hint)
+    with reading_from_hub(where, path):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def read_tokenizer(path: str, *, where: str) -> PreTrainedTokenizerBase:
+    """Read the tokenizer in the folder of a model; ConfigError: it holds none."""
+    with reading_from_hub(where, path):
+        return as_tokenizer(AutoTokenizer.from_pretrained(expand_user(path), trust_remote_code=False))
+
+
+def read_frozen(
+    auto_class: Any, path: str, *, where: str, layout: Partitioning, arguments: Arguments, shards: bool = False
+) -> PreTrainedModel:
+    """Read a whole model for evaluations alone, in the run's precision, on its device.
+
+    Args:
+        auto_class: one of transformers'.
+        path: the folder.
+        where: the key that names it.
+        layout: layout in which the run trains another model.
+        arguments: arguments of the run.
+        shards: whether data ranks share its weights where the layout shards weights: if all of them call it alike.
+    """
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
+    with reading_from_hub(where, path), layout.without_partitioning(arguments):
+        model: Any = auto_class.from_pretrained(expand_user(path), dtype=dtype, **SAFELY)
+    model.requires_grad_(False).eval()
+    if shards:
+        # Before it is moved: a device need not have room for all of it.
+        layout.shard_frozen(model)
+    frozen: PreTrainedModel = model.to(arguments.device)
+    return frozen

@@ -1,0 +1,121 @@
+"""The teacher of a distillation: a frozen model with the student's tokens, on each rank that computes losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+from hfdist.config.paths import expand_user
+from hfdist.errors import ConfigError
+from hfdist.models.loss import gathered_head
+from hfdist.models.loss.lazy_logits import Logits, Rows, deferring
+from hfdist.models.names.weight_names import read_names
+from hfdist.models.partitioning import Partitioning
+from hfdist.strategies.engine import Batch
+from hfdist.trainer.step.objective import token_logits
+from hfdist.tune.fit_model import check_packable
+from hfdist.tune.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
+
+_KEY = "task.teacher"
+_ALLOWED = "the folder of a causal language model in safetensors, with the tokenizer of the model that is trained"
+_HINT = f"{_KEY}=RUN/model, of a run without an adapter or with a merged one, or of what `hf download` has fetched"
+_SHOWN = 2
+"""Tokens that a message shows."""
+
+
+def check_teacher(
+    path: str, tokenizer: PreTrainedTokenizerBase, student: PreTrainedConfig, *, sequence_length: int
+) -> None:
+    """Check the small files of a teacher, before there is a process group.
+
+    Args:
+        path: folder of the teacher.
+        tokenizer: of the model that is trained.
+        student: config of that model.
+        sequence_length: tokens of a sequence.
+
+    Raises:
+        ConfigError: the folder holds no causal language model in safetensors, or one with other tokens, fewer tokens
+            than the student, or too few positions; or it sees through from one packed document to the next.
+    """
+
+    def refuse(what: str, found: object, allowed: str = _ALLOWED, hint: str = _HINT) -> ConfigError:
+        return ConfigError(what, where=_KEY, found=f"{path}, {found}", allowed=allowed, hint=hint)
+
+    config = find_frozen(path, where=_KEY, allowed=_ALLOWED, hint=_HINT)
+    differ = _describe_difference(read_tokenizer(path, where=_KEY), tokenizer)
+    if differ:
+        raise refuse("the teacher has another tokenizer than the model that is trained", differ)
+    taught, known = (one.get_text_config().vocab_size for one in (config, student))
+    if taught < known:
+        found = f"with {taught:,} rows of logits, and a student with {known:,}"
+        raise refuse("the teacher says nothing of some tokens of the model that is trained", found)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < sequence_length:
+        what, hint = "sequences are longer than the teacher has positions", f"data.sequence_length={positions}"
+        found = f"with {positions:,}, and data.sequence_length={sequence_length}"
+        raise refuse(what, found, f"data.sequence_length <= {positions}", hint)
+    read_names(AutoModelForCausalLM, expand_user(path), where=_KEY, **SAFELY).check(where=_KEY, name=path, hint=_HINT)
+    with torch.device("meta"):
+        check_packable(AutoModelForCausalLM.from_config(config, trust_remote_code=False), where=_KEY)
+
+
+def _describe_difference(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> str:
+    """Say how the tokens of two tokenizers differ; empty: they are the same."""
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    others = [token for token in sorted({*ours, *theirs}) if ours.get(token) != theirs.get(token)]
+    if not others:
+        return ""
+    shown = "; ".join(f"{t!r} is {theirs.get(t, 'none')}, not {ours.get(t, 'none')}" for t in islice(others, _SHOWN))
+    return f"of {len(theirs):,} tokens, not {len(ours):,}; {len(others):,} differ: {shown}"
+
+
+class Teacher:
+    """The frozen model; it is read when the rank first computes a loss. Sharded as the layout shards weights.
+
+    Args:
+        path: folder of the model, checked by `check_teacher`.
+        layout: layout in which the student is trained.
+        arguments: arguments of the run.
+    """
+
+    def __init__(self, path: str, *, layout: Partitioning, arguments: TrainingArguments) -> None:
+        self._path, self._layout, self._arguments = path, layout, arguments
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return read_frozen(
+            AutoModelForCausalLM,
+            self._path,
+            where=_KEY,
+            layout=self._layout,
+            arguments=self._arguments,
+            shards=True,
+        )
+
+    @contextmanager
+    def logits(self, batch: Batch, *, temperature: float) -> Iterator[Logits]:
+        """Give the logits of all tokens but the first of each row, divided; in this context they need not be whole."""
+        head: Any = self._model.get_output_embeddings()
+        vocabulary = getattr(head, "out_features", None)
+        with nullcontext() if vocabulary is None else deferring(head, vocabulary, _no_loss):
+            with torch.no_grad():
+                logits = token_logits(self._model, batch, temperature=temperature)
+            with nullcontext() if head is None else gathered_head(self._model, head):
+                yield logits
+
+
+def _no_loss(rows: Rows) -> torch.Tensor:
+    raise AssertionError("a teacher has no loss")

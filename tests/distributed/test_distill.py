@@ -1,0 +1,178 @@
+"""Distillation: the loss is GKD's of transformers' own logits, and the same in every layout, without whole logits."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl.experimental.gkd import GKDTrainer
+
+from hfdist.data.packing.sequence import IGNORED
+from hfdist.errors import ConfigError
+from hfdist.models.initialize import initialize_by_name
+from hfdist.models.loss import chunked
+from hfdist.records import RunFolder, read_lines
+from hfdist.testing import run_ranks
+from hfdist.tune import teacher
+from hfdist.tune.teacher import check_teacher
+from tests.distributed import trl_runs
+from tests.distributed.preference_runs import GLOBAL_BATCH, LENGTH, STEPS, make_config, read_answers, tune
+from tests.distributed.runs import eval_losses, losses
+from tests.marks import many
+
+pytestmark = pytest.mark.distributed
+
+VOCABULARY = trl_runs.TINY["vocab_size"]
+"""Of the student; the teacher has four rows more, as padded ones have."""
+BETA, TEMPERATURE = 0.5, 2.0
+CHUNK_ROWS = 10
+
+
+def make_teacher(folder, **sizes):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **trl_runs.TINY | sizes))
+    initialize_by_name(model, 1)
+    model.save_pretrained(folder)
+    trl_runs.make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A student in `lm`, rows, and a teacher that knows what it says."""
+    folder = tmp_path_factory.mktemp("start")
+    trl_runs.write_models(folder)
+    sizes = {"hidden_size": 56, "num_hidden_layers": 2, "initializer_range": 0.3, "vocab_size": VOCABULARY + 4}
+    make_teacher(folder / "teacher", **sizes)
+    rows = trl_runs.make_dataset("prompt", 60)
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return folder
+
+
+def own(folder, *overrides):
+    values = {"teacher": folder / "teacher", "divergence_beta": BETA, "temperature": TEMPERATURE}
+    return ["task=distill", "model.loss=chunked", *(f"task.{k}={v}" for k, v in values.items()), *overrides]
+
+
+@contextmanager
+def watching(share):
+    """Several chunks of a micro batch; more logits of the teacher at a time, or more of its weights, end the run."""
+    linear, read = functional.linear, teacher.read_frozen
+
+    def limited(hidden, weight, bias=None):
+        out = linear(hidden, weight, bias)
+        assert len(weight) != VOCABULARY + 4 or out.numel() <= CHUNK_ROWS * len(weight), "a teacher's whole logits"
+        return out
+
+    def counted(*args, **kwargs):
+        model = read(*args, **kwargs)
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.1)
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(chunked.CHUNK_LOGITS, "cpu", CHUNK_ROWS * VOCABULARY * chunked.TENSORS_OF_DIVERGENCE)
+        patch.setattr(chunked, "LEAST_ROWS", 1)
+        patch.setattr(functional, "linear", limited)
+        patch.setattr(teacher, "read_frozen", counted)
+        yield
+
+
+def distill(target, folder, num_ranks, *overrides):
+    is_sharded = any(word in ("strategy=zero3", "strategy=fsdp2") for word in overrides)
+    with watching(1 / num_ranks if is_sharded else 1):
+        return tune(target, folder / "lm", folder / "rows.jsonl", num_ranks, *own(folder, *overrides))
+
+
+LORA = ("adapter=lora", "adapter.merge=false", "adapter.targets=[q_proj,lm_head]")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory, folder, cache_dir):
+    target = tmp_path_factory.mktemp("single")
+    return {case: distill(target / str(len(case)), folder, 1, *case) for case in ((), LORA)}
+
+
+def test_the_loss_is_that_of_trl(single, folder, tmp_path):
+    """Of each document by itself, from whole logits."""
+    config = make_config(tmp_path, folder / "lm", folder / "rows.jsonl", *own(folder))
+    [[first, *_]] = run_ranks(read_answers, 1, config, group=False)
+    student, teaching = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("lm", "teacher"))
+    total = torch.zeros(())
+    for prompt, answer, _ in first:
+        ids = torch.tensor([[*prompt, *answer]])
+        labels = torch.tensor([[IGNORED] * len(prompt) + answer])[:, 1:]
+        with torch.no_grad():
+            taught = teaching(ids).logits[:, :-1, :VOCABULARY]
+        # TRL shifts by itself outside of this function.
+        logits = student(ids).logits[:, :-1]
+        total = total + GKDTrainer.generalized_jsd_loss(logits, taught, labels, BETA, TEMPERATURE, reduction="sum")
+    loss = total / sum(len(answer) for _, answer, _ in first)
+    loss.backward()
+    assert losses(single[()])[0] == pytest.approx(float(loss.detach()), rel=1e-5)
+    norm = torch.stack([p.grad.norm() for p in student.parameters()]).norm()
+    assert norms(single[()])[0] == pytest.approx(float(norm), rel=1e-5)
+    assert len(first) > GLOBAL_BATCH
+    assert len(set(losses(single[()]))) == STEPS
+
+
+def norms(run):
+    return [line["grad_norm"] for line in read_lines(RunFolder(run).metrics) if "loss" in line]
+
+
+def trained(run):
+    """All weights, or those of the adapter."""
+    [file] = [*run.glob("model/model.safetensors"), *run.glob("adapter/adapter_model.safetensors")]
+    return load_file(file)
+
+
+def check_equal(run, reference):
+    for read in (losses, eval_losses, norms):
+        assert read(run) == pytest.approx(read(reference), rel=1e-5)
+    assert trl_runs.difference(trained(run), trained(reference)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "num_ranks"),
+    [
+        many((), "ddp", 2),
+        many((), "zero1", 2),
+        ((), "zero3 train.micro_batch_size=1", 2),
+        (LORA, "fsdp2", 2),
+        many((), "fsdp2", 2),
+        many((), "pipeline", 2),
+        ((), "pipeline strategy.schedule=zbv train.micro_batch_size=1", 2),
+        ((), "tensor", 2),
+        many((), "3d train.micro_batch_size=1", 8),
+        many((), "zero2", 2),
+    ],
+)
+def test_a_layout_changes_nothing(single, folder, tmp_path, case, layout, num_ranks):
+    run = distill(tmp_path, folder, num_ranks, *case, *f"strategy={layout}".split())
+    check_equal(run, single[case])
+
+
+def test_a_teacher_that_does_not_fit_is_refused(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "lm")
+    student = AutoConfig.from_pretrained(folder / "lm")
+
+    def refuse(path):
+        with pytest.raises(ConfigError) as refused:
+            check_teacher(str(path), tokenizer, student, sequence_length=LENGTH)
+        assert refused.value.where == "task.teacher"
+        return f"{refused.value} {refused.value.found}"
+
+    check_teacher(str(folder / "teacher"), tokenizer, student, sequence_length=LENGTH)
+    assert "config.json" in refuse(tmp_path)
+    assert f"{LENGTH - 1}" in refuse(make_teacher(tmp_path / "short", max_position_embeddings=LENGTH - 1))
+    assert f"{VOCABULARY - 1} rows" in refuse(make_teacher(tmp_path / "small", vocab_size=VOCABULARY - 1))
+    other = make_teacher(tmp_path / "other")
+    AutoConfig.for_model("llama", **trl_runs.TINY | {"num_hidden_layers": 5}).save_pretrained(other)
+    assert "missing" in refuse(other)
+    larger = trl_runs.make_tokenizer()
+    larger.add_tokens(["more"])
+    larger.save_pretrained(make_teacher(tmp_path / "words", vocab_size=VOCABULARY + 1))
+    assert "'more' is 20, not none" in refuse(tmp_path / "words")

@@ -1,0 +1,140 @@
+"""The divergence from a teacher is GKD's, whole and by chunks, and no more logits exist than a chunk holds."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from trl.experimental.gkd import GKDTrainer
+
+from hfdist.models.loss.chunked import TENSORS_OF_DIVERGENCE, ChunkedLoss
+from hfdist.models.loss.divergence import divergences
+from hfdist.models.loss.lazy_logits import deferring, sum_divergences
+
+ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
+TEACHER_WIDTH, TEACHER_VOCABULARY = 20, 44
+CPU = torch.device("cpu")
+BETAS = (0.0, 0.3, 0.5, 1.0)
+
+
+def make_targets():
+    targets = torch.randint(VOCABULARY, (2, ROWS // 2))
+    targets[:, 3:7] = IGNORED
+    return targets
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("beta", BETAS)
+def test_value_and_gradient_are_those_of_trl(beta, temperature):
+    torch.manual_seed(0)
+    student, teacher = (2 * torch.randn(2, ROWS // 2, VOCABULARY, dtype=torch.float64) for _ in range(2))
+    targets, found = make_targets(), []
+    for ours in (True, False):
+        own = student.clone().requires_grad_()
+        if ours:
+            rows = [(one / temperature).flatten(0, 1) for one in (own, teacher)]
+            # Rows without a target need not be finite.
+            rows[1][targets.flatten() == IGNORED] = torch.nan
+            value = divergences(*rows, targets.flatten() != IGNORED, beta=beta).sum()
+        else:
+            value = GKDTrainer.generalized_jsd_loss(own, teacher, targets, beta, temperature, reduction="sum")
+        value.backward()
+        found.append((value.detach(), own.grad))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 1e-12
+
+
+def capped(logits):
+    return torch.tanh(logits * 0.5 / 5.0) * 5.0
+
+
+def biased(logits):
+    return logits / 0.7 + torch.linspace(0, 1, logits.shape[-1])[None, None]
+
+
+def cut(logits):
+    return logits[:, :-1]
+
+
+HEADS = {
+    "weight": lambda: nn.Linear(WIDTH, VOCABULARY, bias=False),
+    "weight and bias": lambda: nn.Linear(WIDTH, VOCABULARY),
+    "any module": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY)),
+}
+
+
+def distill(head, teacher_head, of_student, of_teacher, *, beta, defers, loss):
+    """The sum of divergences, and all gradients of thrice of it; `defers`: the student, the teacher."""
+    torch.manual_seed(1)
+    hidden = torch.randn(2, ROWS // 2, WIDTH, requires_grad=True)
+    taught = torch.randn(2, ROWS // 2, TEACHER_WIDTH)
+    targets = make_targets()
+    head.zero_grad()
+    with ExitStack() as deferred:
+        seen = [
+            deferred.enter_context(deferring(own, own_vocabulary, loss))
+            for own, own_vocabulary, is_deferred in zip(
+                (head, teacher_head), (VOCABULARY, TEACHER_VOCABULARY), defers, strict=True
+            )
+            if is_deferred
+        ]
+        with torch.no_grad():
+            teacher = of_teacher(teacher_head(taught))
+        student = of_student(head(hidden))
+        value = sum_divergences(student, teacher, targets[:, : student.shape[1]], beta=beta, ignore_index=IGNORED)
+    # A student that is whole needs the teacher whole, too.
+    assert not (defers[0] and any(one.made_whole for one in seen))
+    (value * 3).backward()
+    return [value.detach(), hidden.grad, *(p.grad for p in head.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize(
+    ("head", "of_student", "of_teacher", "beta"),
+    [
+        ("weight", biased, capped, 0.0),
+        ("weight and bias", capped, biased, 0.5),
+        ("any module", cut, cut, 0.3),
+        ("weight", capped, capped, 1.0),
+    ],
+)
+def test_chunks_of_both_heads_give_the_same(head, of_student, of_teacher, beta):
+    torch.manual_seed(0)
+    student, teacher = HEADS[head](), nn.Linear(TEACHER_WIDTH, TEACHER_VOCABULARY).requires_grad_(False)
+    chunked = ChunkedLoss(CPU, chunk_logits=5 * TENSORS_OF_DIVERGENCE * VOCABULARY)
+    cases = [(False, False), (True, True), (True, False), (False, True)]
+    whole, *others = (
+        distill(student, teacher, of_student, of_teacher, beta=beta, defers=defers, loss=chunked) for defers in cases
+    )
+    assert whole[0] > 0.1
+    for found in others:
+        for one, other in zip(found, whole, strict=True):
+            assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most logits that a call gives, of either vocabulary."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        value = function(*args, **(kwargs or {}))
+        is_of_logits = isinstance(value, torch.Tensor) and value.shape[-1:] in ((VOCABULARY,), (TEACHER_VOCABULARY,))
+        # The transposed weights are none.
+        if is_of_logits and value.shape[0] not in (WIDTH, TEACHER_WIDTH):
+            self.most = max(self.most, value.numel())
+        return value
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_no_more_logits_exist_at_a_time_than_a_chunk_holds(evaluates):
+    head, teacher = nn.Linear(WIDTH, VOCABULARY), nn.Linear(TEACHER_WIDTH, TEACHER_VOCABULARY).requires_grad_(False)
+    chunked = ChunkedLoss(CPU, chunk_logits=3 * TENSORS_OF_DIVERGENCE * VOCABULARY)
+    most = []
+    for defers in ((True, True), (False, False)):
+        with Watch() as watch:
+            if evaluates:
+                head.requires_grad_(False)
+            distill(head, teacher, capped, capped, beta=0.5, defers=defers, loss=chunked)
+        most.append(watch.most)
+    assert most[1] == ROWS * TEACHER_VOCABULARY
+    assert 0 < most[0] <= 3 * TEACHER_VOCABULARY
