@@ -9,7 +9,7 @@ from hfdist.config.data import RowFormat
 from hfdist.config.ranges import limited
 
 
-class PreferenceLoss(Enum):
+class TaskLoss(Enum):
     """How preferences, or rewarded answers, become a loss; `Traits.losses` says which task has which."""
 
     sigmoid = "sigmoid"
@@ -79,7 +79,7 @@ class Traits:
     """The format that rows must have; None: any of the others."""
     keys: tuple[str, ...] = ()
     """Which keys of `task` say something of it; others must stay as they are."""
-    losses: tuple[PreferenceLoss, ...] = ()
+    losses: tuple[TaskLoss, ...] = ()
     """What `task.loss` may be; empty: it has no choice."""
     has_reference: bool = False
     """Whether its rows are compared with the model that it begins with."""
@@ -124,18 +124,18 @@ TRAITS = {
         method="by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
         row_format=RowFormat.preference,
         losses=(
-            PreferenceLoss.sigmoid,
-            PreferenceLoss.sigmoid_norm,
-            PreferenceLoss.robust,
-            PreferenceLoss.exo_pair,
-            PreferenceLoss.hinge,
-            PreferenceLoss.ipo,
-            PreferenceLoss.nca_pair,
-            PreferenceLoss.bco_pair,
-            PreferenceLoss.sppo_hard,
-            PreferenceLoss.discopop,
-            PreferenceLoss.apo_zero,
-            PreferenceLoss.apo_down,
+            TaskLoss.sigmoid,
+            TaskLoss.sigmoid_norm,
+            TaskLoss.robust,
+            TaskLoss.exo_pair,
+            TaskLoss.hinge,
+            TaskLoss.ipo,
+            TaskLoss.nca_pair,
+            TaskLoss.bco_pair,
+            TaskLoss.sppo_hard,
+            TaskLoss.discopop,
+            TaskLoss.apo_zero,
+            TaskLoss.apo_down,
         ),
         has_reference=True,
         is_planned=True,
@@ -149,11 +149,11 @@ TRAITS = {
         method="on pairs of answers, without a reference model",
         row_format=RowFormat.preference,
         losses=(
-            PreferenceLoss.sigmoid,
-            PreferenceLoss.hinge,
-            PreferenceLoss.ipo,
-            PreferenceLoss.simpo,
-            PreferenceLoss.orpo,
+            TaskLoss.sigmoid,
+            TaskLoss.hinge,
+            TaskLoss.ipo,
+            TaskLoss.simpo,
+            TaskLoss.orpo,
         ),
         is_planned=True,
     ),
@@ -165,7 +165,7 @@ TRAITS = {
         unit="answer",
         method="by Kahneman-Tversky optimization (KTO, arXiv 2402.01306) on answers that were liked or not",
         row_format=RowFormat.unpaired_preference,
-        losses=(PreferenceLoss.kto, PreferenceLoss.apo_zero_unpaired),
+        losses=(TaskLoss.kto, TaskLoss.apo_zero_unpaired),
         has_reference=True,
         is_planned=True,
     ),
@@ -177,7 +177,7 @@ TRAITS = {
         unit="pair",
         method="on pairs of answers: the chosen one of a pair is to have the higher score",
         row_format=RowFormat.preference,
-        losses=(PreferenceLoss.sigmoid,),
+        losses=(TaskLoss.sigmoid,),
         scores=True,
     ),
     TaskName.grpo: Traits(
@@ -188,13 +188,13 @@ TRAITS = {
         unit="prompt",
         method="by group relative policy optimization (GRPO, arXiv 2402.03300): its own answers, by their rewards",
         losses=(
-            PreferenceLoss.grpo,
-            PreferenceLoss.dapo,
-            PreferenceLoss.dr_grpo,
-            PreferenceLoss.gspo,
-            PreferenceLoss.cispo,
-            PreferenceLoss.sapo,
-            PreferenceLoss.reinforce_pp,
+            TaskLoss.grpo,
+            TaskLoss.dapo,
+            TaskLoss.dr_grpo,
+            TaskLoss.gspo,
+            TaskLoss.cispo,
+            TaskLoss.sapo,
+            TaskLoss.reinforce_pp,
         ),
         is_reinforcement=True,
     ),
@@ -205,7 +205,7 @@ TRAITS = {
         keys=_OF_POLICIES,
         unit="prompt",
         method="by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
-        losses=(PreferenceLoss.rloo,),
+        losses=(TaskLoss.rloo,),
         is_reinforcement=True,
     ),
     TaskName.distill: Traits(
@@ -236,7 +236,7 @@ class TaskConfig:
 
     name: TaskName = TaskName.causal_lm
     """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | distill."""
-    loss: PreferenceLoss = PreferenceLoss.sigmoid
+    loss: TaskLoss = TaskLoss.sigmoid
     """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
     apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid;
     grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | reinforce_pp; rloo: rloo."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
-from hfdist.config.task import PreferenceLoss, TaskName
+from hfdist.config.task import TaskLoss, TaskName
 from hfdist.data import PoolReport
 from hfdist.planning.grade import PEAK, STEP
 from hfdist.records import RunRecord
@@ -158,7 +158,7 @@ def _quality(end: Ending) -> str:
         return ", ".join(_rewards(end)) or "not measured"
     if loss is None:
         return "not measured: the run has no held-out data"
-    if before is None and task.name is TaskName.dpo and task.loss is PreferenceLoss.sigmoid and not task.nll_weight:
+    if before is None and task.name is TaskName.dpo and task.loss is TaskLoss.sigmoid and not task.nll_weight:
         # Of a model that is its reference.
         before = math.log(2)
     words = f"held-out loss {loss:.4f}" + ("" if before is None else f" ({before:.4f} before training)")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import logsigmoid, sigmoid
 
-from hfdist.config.task import PreferenceLoss, TaskConfig
+from hfdist.config.task import TaskConfig, TaskLoss
 
 _Loss = Callable[[torch.Tensor, torch.Tensor, TaskConfig], torch.Tensor]
 """Gives the loss of each pair from the scores of its chosen and of its rejected answer."""
@@ -95,22 +95,22 @@ class PairLoss(NamedTuple):
 # Sources, on arXiv: sigmoid 2305.18290, sigmoid_norm 2411.15124, robust 2403.00409, exo_pair 2402.00856,
 # hinge 2305.10425, ipo 2310.12036, nca_pair 2402.05369, bco_pair 2404.04656 (without its running mean of rewards),
 # sppo_hard 2405.00675, discopop 2406.08414, apo_zero and apo_down 2408.06266, simpo 2405.14734, orpo 2403.07691.
-LOSSES: Mapping[PreferenceLoss, PairLoss] = MappingProxyType(
+LOSSES: Mapping[TaskLoss, PairLoss] = MappingProxyType(
     {
-        PreferenceLoss.sigmoid: PairLoss(_sigmoid),
-        PreferenceLoss.sigmoid_norm: PairLoss(_sigmoid, takes_means=True),
-        PreferenceLoss.robust: PairLoss(_robust),
-        PreferenceLoss.exo_pair: PairLoss(_exo_pair),
-        PreferenceLoss.hinge: PairLoss(_hinge),
-        PreferenceLoss.ipo: PairLoss(_ipo, takes_means=True),
-        PreferenceLoss.nca_pair: PairLoss(_nca_pair),
-        PreferenceLoss.bco_pair: PairLoss(_bco_pair),
-        PreferenceLoss.sppo_hard: PairLoss(_sppo_hard),
-        PreferenceLoss.discopop: PairLoss(_discopop),
-        PreferenceLoss.apo_zero: PairLoss(_apo_zero),
-        PreferenceLoss.apo_down: PairLoss(_apo_down),
-        PreferenceLoss.simpo: PairLoss(_sigmoid, takes_means=True),
-        PreferenceLoss.orpo: PairLoss(_orpo, takes_means=True),
+        TaskLoss.sigmoid: PairLoss(_sigmoid),
+        TaskLoss.sigmoid_norm: PairLoss(_sigmoid, takes_means=True),
+        TaskLoss.robust: PairLoss(_robust),
+        TaskLoss.exo_pair: PairLoss(_exo_pair),
+        TaskLoss.hinge: PairLoss(_hinge),
+        TaskLoss.ipo: PairLoss(_ipo, takes_means=True),
+        TaskLoss.nca_pair: PairLoss(_nca_pair),
+        TaskLoss.bco_pair: PairLoss(_bco_pair),
+        TaskLoss.sppo_hard: PairLoss(_sppo_hard),
+        TaskLoss.discopop: PairLoss(_discopop),
+        TaskLoss.apo_zero: PairLoss(_apo_zero),
+        TaskLoss.apo_down: PairLoss(_apo_down),
+        TaskLoss.simpo: PairLoss(_sigmoid, takes_means=True),
+        TaskLoss.orpo: PairLoss(_orpo, takes_means=True),
     }
 )
 """The losses of `task.loss`; each is a function of a pair alone, so that a step's loss is their mean in any layout."""

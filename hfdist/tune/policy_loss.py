@@ -15,7 +15,7 @@ from enum import Enum
 
 import torch
 
-from hfdist.config.task import PreferenceLoss, TaskConfig
+from hfdist.config.task import TaskConfig, TaskLoss
 
 _LARGEST_RATIO = 3.0
 """The largest ratio that counts: otherwise a bad answer that has become likely would outweigh all others."""
@@ -162,7 +162,7 @@ class PolicyLoss:
                 return torch.full_like(lengths, 1 / max_new_tokens, dtype=torch.float32)
 
 
-_By = PreferenceLoss
+_By = TaskLoss
 POLICY_LOSSES = {
     _By.grpo: PolicyLoss(),
     _By.dapo: PolicyLoss(above=0.28),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hfdist.config.batch import IGNORED
-from hfdist.config.task import PreferenceLoss, TaskConfig
+from hfdist.config.task import TaskConfig, TaskLoss
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.objective import Documents, Objective, reduce_answers
 from hfdist.trainer.training import Training
@@ -33,7 +33,7 @@ class KahnemanTversky(Objective):
     def __init__(self, task: TaskConfig, table: ReferenceTable) -> None:
         super().__init__()
         self._task, self._table = task, table
-        self._has_kl = task.loss is PreferenceLoss.kto
+        self._has_kl = task.loss is TaskLoss.kto
         self._kl = torch.zeros(())
 
     def count(self, batch: Batch) -> torch.Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hfdist.config.task import PreferenceLoss, TaskConfig, TaskName
+from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.tune.pair_losses import LOSSES
 
 LN3 = math.log(3)
@@ -14,7 +14,7 @@ LN3 = math.log(3)
 
 def loss(name, chosen, rejected, **fields):
     scores = torch.tensor([chosen, rejected], requires_grad=True)
-    value = LOSSES[PreferenceLoss[name]].of(*scores, TaskConfig(**fields))
+    value = LOSSES[TaskLoss[name]].of(*scores, TaskConfig(**fields))
     value.backward()
     return value.item(), scores.grad
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.config.batch import IGNORED
-from hfdist.config.task import PreferenceLoss, TaskConfig, TaskName
+from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.tune.policy import REFERENCE_LOG_PROBABILITIES, PolicyGradient
 from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS
 from tests.distributed.policy_runs import write_model
@@ -76,15 +76,15 @@ def gradient(model, loss):
 
 
 CASES = {
-    PreferenceLoss.grpo: ({}, {"loss_type": "dapo"}),
-    PreferenceLoss.dapo: ({}, {"loss_type": "dapo", "epsilon_high": 0.28}),
-    PreferenceLoss.dr_grpo: ({}, {"loss_type": "dr_grpo"}),
-    PreferenceLoss.gspo: (
+    TaskLoss.grpo: ({}, {"loss_type": "dapo"}),
+    TaskLoss.dapo: ({}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    TaskLoss.dr_grpo: ({}, {"loss_type": "dr_grpo"}),
+    TaskLoss.gspo: (
         {"clip": 0.1, "clip_high": 0.15},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
     ),
-    PreferenceLoss.cispo: ({"clip_high": 0.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
-    PreferenceLoss.sapo: ({}, {"loss_type": "sapo"}),
+    TaskLoss.cispo: ({"clip_high": 0.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
+    TaskLoss.sapo: ({}, {"loss_type": "sapo"}),
 }
 PLAIN = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}
 
@@ -117,13 +117,13 @@ def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks):
     figures = objective.figures(trains=True)
     assert figures["mismatch"] == pytest.approx(distances[0][is_target].abs().mean().item(), rel=1e-4)
     assert objective._largest.item() == pytest.approx(distances[0][is_target].max().item(), rel=1e-4)
-    assert (figures["clipped_ratios"] > 0) is (name is not PreferenceLoss.sapo)
+    assert (figures["clipped_ratios"] > 0) is (name is not TaskLoss.sapo)
 
 
 def test_rloo_takes_the_ratio_of_whole_answers(trainer):
     """Their product, as TRL's RLOOTrainer computes it."""
     model = trainer.model.train()
-    task = TaskConfig(name=TaskName.rloo, loss=PreferenceLoss.rloo, beta=0, temperature=1.3, generators=1)
+    task = TaskConfig(name=TaskName.rloo, loss=TaskLoss.rloo, beta=0, temperature=1.3, generators=1)
     ids, is_target, advantages, distances = make_answers(0.2)
     old = log_probabilities(model, ids, 1.3).detach() - distances[0]
     loss, found, _ = ours(model, task, ids, is_target, advantages, old, old)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfdist.config.task import TRAITS, PreferenceLoss, TaskConfig, TaskName
+from hfdist.config.task import TRAITS, TaskConfig, TaskLoss, TaskName
 from hfdist.topology import Topology
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.policy_loss import POLICY_LOSSES, Ratios, clipped, smooth, truncated
@@ -76,7 +76,7 @@ UNSCALED = [[-1.0, 1.0, 0.0], [0.0] * 3, [-4.0, 0.0, 4.0], [0.0] * 3]
     ],
 )
 def test_an_answer_is_compared_with_others(loss, scales, wanted):
-    task = TaskConfig(name=TaskName.grpo, loss=PreferenceLoss[loss], scale_rewards=scales)
+    task = TaskConfig(name=TaskName.grpo, loss=TaskLoss[loss], scale_rewards=scales)
     objective = PolicyGradient(task, SimpleNamespace(names=()))
     objective._training = SimpleNamespace(strategy=SimpleNamespace(topology=Topology()))
     is_answered = torch.tensor([True, True, True, False])[:, None].expand(4, 3)
@@ -97,4 +97,4 @@ def test_each_loss_of_a_policy_has_its_line():
 )
 def test_bounds_that_are_not_given_are_the_loss_s_own(loss, clip, clip_high, wanted):
     task = TaskConfig(name=TaskName.grpo, clip=clip, clip_high=clip_high)
-    assert POLICY_LOSSES[PreferenceLoss[loss]].bounds(task) == wanted
+    assert POLICY_LOSSES[TaskLoss[loss]].bounds(task) == wanted

@@ -9,14 +9,14 @@ from functools import reduce
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
-from hfdist.config.task import PRESETS, REWARD_MODEL, SCORE, PreferenceLoss, TaskConfig, TaskName
+from hfdist.config.task import PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
-_SMOOTHED = (PreferenceLoss.robust, PreferenceLoss.exo_pair)
-_WITHOUT_BOUND = {PreferenceLoss.cispo: ("clip",), PreferenceLoss.sapo: ("clip", "clip_high")}
+_SMOOTHED = (TaskLoss.robust, TaskLoss.exo_pair)
+_WITHOUT_BOUND = {TaskLoss.cispo: ("clip",), TaskLoss.sapo: ("clip", "clip_high")}
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
 
@@ -117,9 +117,9 @@ def _check_preference(config: RunConfig) -> None:
         if name is TaskName.dpo:
             error.hint = f"task.loss=robust, or {error.hint}"
         raise error
-    if task.loss is PreferenceLoss.exo_pair and not task.label_smoothing:
+    if task.loss is TaskLoss.exo_pair and not task.label_smoothing:
         raise _misfit(config, "task.label_smoothing", "0.001", "exo_pair compares with smoothed labels")
-    if task.margin and task.loss is not PreferenceLoss.simpo:
+    if task.margin and task.loss is not TaskLoss.simpo:
         raise _misfit(config, "task.margin", "0", "only simpo has a margin")
     if "beta" in name.traits.keys and not task.beta:
         raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
