@@ -1,6 +1,7 @@
 """Distillation: the loss is GKD's of transformers' own logits, and the same in every layout, without whole logits."""
 
 import json
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -153,6 +154,16 @@ def check_equal(run, reference):
 def test_a_layout_changes_nothing(single, folder, tmp_path, case, layout, num_ranks):
     run = distill(tmp_path, folder, num_ranks, *case, *f"strategy={layout}".split())
     check_equal(run, single[case])
+
+
+@pytest.mark.many
+def test_a_run_goes_on_in_another_layout(single, folder, tmp_path):
+    saves = ("checkpoint.every=2", "checkpoint.keep=9")
+    run = distill(tmp_path / "run", folder, 2, *saves, "strategy=fsdp2")
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
+    shutil.rmtree(run / "model")
+    distill(run, folder, 2, *saves, "strategy=pipeline")
+    check_equal(run, single[()])
 
 
 def test_a_teacher_that_does_not_fit_is_refused(folder, tmp_path):

@@ -1,15 +1,22 @@
 """The divergence from a teacher is GKD's, whole and by chunks, and no more logits exist than a chunk holds."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from trl.experimental.gkd import GKDTrainer
 
+from hfdist.config.task import TaskConfig, TaskName
+from hfdist.models.loss import LossHead
 from hfdist.models.loss.chunked import TENSORS_OF_DIVERGENCE, ChunkedLoss
 from hfdist.models.loss.divergence import divergences
 from hfdist.models.loss.lazy_logits import deferring, sum_divergences
+from hfdist.models.partitioning import Partitioning
+from hfdist.tune.distill import Distillation
+from hfdist.tune.teacher import Teacher
 
 ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
 TEACHER_WIDTH, TEACHER_VOCABULARY = 20, 44
@@ -138,3 +145,41 @@ def test_no_more_logits_exist_at_a_time_than_a_chunk_holds(evaluates):
         most.append(watch.most)
     assert most[1] == ROWS * TEACHER_VOCABULARY
     assert 0 < most[0] <= 3 * TEACHER_VOCABULARY
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+         "num_key_value_heads": 1, "vocab_size": VOCABULARY, "initializer_range": 0.5, "pad_token_id": 0}  # fmt: skip
+SCALED = {
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+    "gemma2": {"final_logit_softcapping": 3.0},
+}
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("cohere", "gemma2"), ("granite", "cohere"), ("gemma2", "granite")])
+def test_scales_and_caps_of_models_count(student, teacher):
+    """Of the model that is trained, and of its teacher: as transformers applies them to whole logits."""
+    torch.manual_seed(0)
+    models = []
+    for kind in (student, teacher):
+        config = AutoConfig.for_model(kind, **SIZES, **SCALED[kind])
+        models.append(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    trained, frozen = models[0], models[1].requires_grad_(False).eval()
+    batch = {"input_ids": torch.randint(VOCABULARY, (2, ROWS // 2)), "labels": make_targets()}
+    task = TaskConfig(name=TaskName.distill, divergence_beta=0.5, temperature=2.0)
+    taught = Teacher("", layout=Partitioning(), arguments=TrainingArguments(use_cpu=True))
+    taught._model = frozen
+    objective, found = Distillation(task, taught), []
+    for head in (LossHead(chunk_logits=5 * TENSORS_OF_DIVERGENCE * VOCABULARY), None):
+        trained.zero_grad()
+        objective._training = SimpleNamespace(head=head)
+        with Watch() as watch:
+            value = objective.loss(trained, batch)
+        value.backward()
+        found.append([value.detach(), *(p.grad.clone() for p in trained.parameters())])
+        assert (watch.most <= 5 * VOCABULARY) == (head is not None)
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+    logits = [model(batch["input_ids"]).logits[:, :-1] for model in models]
+    plain = GKDTrainer.generalized_jsd_loss(*logits, batch["labels"][:, 1:], 0.5, 2.0, reduction="sum")
+    assert found[0][0] == pytest.approx(float(plain.detach()), rel=1e-5)

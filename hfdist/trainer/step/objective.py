@@ -136,6 +136,8 @@ class Objective:
 
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Give the figures since the last call, and forget them. A collective."""
+        if not self.names:
+            return {}
         sums = self._sums.pop(trains, None)
         if sums is None:
             sums = self._zeros()

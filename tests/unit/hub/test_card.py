@@ -88,6 +88,15 @@ def test_a_run_by_rewards_names_them_and_not_its_loss(card):
     assert "0.015" not in text.text
 
 
+def test_a_student_names_its_teacher(card):
+    overrides = ["model.name=some/base", "data=some.jsonl", "task=distill", "task.teacher=runs/large/model"]
+    lines = [{"step": 9, "eval_loss": 0.5}]
+    text, _ = card(*overrides, "task.divergence_beta=0.3", primary="tune", lines=lines)
+    for words in ("(GKD, arXiv 2306.13649)", "Teacher: `runs/large/model`; divergence beta 0.3, temperature 1.",
+                  "| | loss (nats a token) |", "| held out, step 9 | 0.5000 |"):  # fmt: skip
+        assert words in text.text, words
+
+
 def test_its_config_makes_the_same_run_again(card, tmp_path):
     card, config = card("model.name=some/base", "optimizer.lr=3e-4", "data.sources.docstrings.weight=2")
     text = card.text.partition("```yaml\n")[2].partition("```")[0]
