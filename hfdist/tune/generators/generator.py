@@ -38,6 +38,7 @@ class Generator:
         if torch.cuda.is_available():
             self._device = torch.device("cuda", (settings.first_device + index) % torch.cuda.device_count())
         self._model = _build(settings).to(self._device).eval()  # type: ignore[arg-type]  # as of torch's stubs
+        self._uses_cache = can_generate(self._model, Topology())
         self._version_read: tuple[int, int] | None = None
         """Rollback and version of the policy that the model has."""
         task = self._config.task
@@ -64,15 +65,17 @@ class Generator:
             self._version_read = rollback, version
         rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
         drawn = TokenLogProbabilities(self._config.task.temperature)
-        score, extras = make_score([seed for prompt in prompts for seed in prompt["seeds"]], self._sampling)
+        seeds = [seed for prompt in prompts for seed in prompt["seeds"]]
+        score, extras = drawn.recording(*make_score(seeds, self._sampling))
         completions = continue_rows(
             rows,
             self._forward,
             self._limits,
-            score=drawn.recording(score),
+            score=score,
             extras=extras,
             topology=Topology(),
-            uses_cache=can_generate(self._model, Topology()),
+            rows_at_once=len(rows),
+            uses_cache=self._uses_cache,
         )
         log_probabilities = drawn.log_probabilities(completions)
         answers, first = [], 0
