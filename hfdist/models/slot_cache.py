@@ -42,21 +42,22 @@ class _Keys(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write after the columns that the cache has counted, and give all that the model sees."""
+        if not self.is_initialized:
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            return key_states, value_states
         own = self._cache
         stop = own.stop + key_states.shape[2]
-        if not self.is_initialized:
-            self._hold(key_states[:, :, :0], value_states[:, :, :0], stop=stop, rows=own.num_rows, room=0)
         self.keys[: own.num_rows, :, own.stop : stop] = key_states
         self.values[: own.num_rows, :, own.stop : stop] = value_states
         return self.keys[: own.num_rows, :, own.start : stop], self.values[: own.num_rows, :, own.start : stop]
 
-    def _hold(self, keys: torch.Tensor, values: torch.Tensor, *, stop: int, rows: int, room: int) -> None:
-        """Hold copies of these, up to column `stop`, in tensors for so many rows, with room for so many more columns.
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor, *, stop: int) -> None:
+        """Hold copies of these, up to column `stop`, in tensors with room for all rows and for more columns.
 
         All else is 0: what is masked must be finite.
         """
-        before, more = stop - keys.shape[2], rows - len(keys)
-        self.keys, self.values = (pad(held, (0, 0, before, room, 0, 0, 0, more)) for held in (keys, values))
+        before, more = stop - keys.shape[2], self._cache.num_rows - len(keys)
+        self.keys, self.values = (pad(held, (0, 0, before, _STEP_COLUMNS, 0, 0, 0, more)) for held in (keys, values))
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
@@ -68,7 +69,7 @@ class _Keys(DynamicLayer):
         if self.is_initialized:
             own = self._cache
             seen = [held[: own.num_rows, :, own.start : own.stop] for held in (self.keys, self.values)]
-            self._hold(*seen, stop=stop, rows=own.num_rows, room=_STEP_COLUMNS)
+            self._hold(*seen, stop=stop)
 
     def is_full(self) -> bool:
         """Whether there is no room for the rows, or for another token of each."""
@@ -88,7 +89,7 @@ class _Keys(DynamicLayer):
             own, of = self._cache, other._cache
             if not self.is_initialized:
                 none = (held[:0, :, :0] for held in (other.keys, other.values))
-                self._hold(*none, stop=own.stop, rows=own.num_rows, room=_STEP_COLUMNS)
+                self._hold(*none, stop=own.stop)
             columns = slice(own.stop - of.num_columns, own.stop)
             for held, given in ((self.keys, other.keys), (self.values, other.values)):
                 held[first : own.num_rows, :, columns] = given[rows, :, of.start : of.stop]
