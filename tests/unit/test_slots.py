@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig
 
 from hfdist.models.cache_check import find_cache_problem
-from hfdist.models.slot_cache import SlotCache
+from hfdist.models.slot_cache import SlotCache, _Keys
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
@@ -69,6 +69,11 @@ def test_models_that_read_what_pads_rows_or_keep_something_else_do_without(kind,
     assert find_cache_problem(model)
     assert not can_generate(model, Topology())
     assert "without a cache" in caplog.text
+
+
+def test_a_cache_that_mixes_rows_up_is_noticed(monkeypatch):
+    monkeypatch.setattr(_Keys, "move", lambda *_: None)
+    assert "logits differ" in find_cache_problem(make_model("llama"))
 
 
 def test_neither_the_order_nor_the_slots_change_an_answer():

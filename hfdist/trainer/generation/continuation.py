@@ -1,7 +1,7 @@
 """Continues rows of tokens in any layout; a function of the logits chooses each token.
 
-Rows have slots in a cache (`slots.py`); in a pipeline each stage has a cache of its own blocks. Context ranks, and models
-without such a cache, compute all tokens again for each new one.
+Rows have slots in a cache (`slots.py`); in a pipeline each stage has a cache of its own blocks. Context ranks, and
+models without such a cache, compute all tokens again for each new one.
 """
 
 from __future__ import annotations
