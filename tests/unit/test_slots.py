@@ -10,6 +10,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
+from hfdist.trainer.generation.score import likeliest
 from tests.unit.test_evaluators import make_model
 from tests.zoo.models import tiny_model
 
@@ -22,13 +23,7 @@ def answer(model, prompts=PROMPTS, seeds=None, slots=3, record=None, **limits):
         with torch.no_grad():
             return [function(model, batch)]
 
-    how = (
-        {}
-        if seeds is None
-        else dict(zip(("score", "extras"), make_score(seeds, Sampling(temperature=2.0)), strict=True))
-    )
-    if record is not None:
-        how = dict(zip(("score", "extras"), record.recording(*how.values()), strict=True))
+    score, extras = (likeliest, None) if seeds is None else make_score(seeds, Sampling(temperature=2.0))
     limits = {"max_new_tokens": NUM_TOKENS, "end_ids": frozenset(), "most_tokens": None} | limits
     return continue_rows(
         prompts,
@@ -37,7 +32,8 @@ def answer(model, prompts=PROMPTS, seeds=None, slots=3, record=None, **limits):
         topology=Topology(),
         rows_at_once=slots,
         uses_cache=True,
-        **how,
+        score=score if record is None else record.recording(score),
+        extras=extras,
     )
 
 

@@ -24,15 +24,13 @@ from hfdist.strategies.engine import Batch, Forward
 from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.score import Score, likeliest, logits_of
+from hfdist.trainer.generation.score import ROWS, Score, likeliest, logits_of
 from hfdist.trainer.generation.slots import Slots
 
 logger = logging.getLogger(__name__)
 
 _LENGTH_STEP_TOKENS = 64
 """Sequences are padded to a multiple of it, so that few shapes occur."""
-_PLACES = "places"
-"""Name in a batch of the numbers of its rows."""
 
 
 def continue_rows(
@@ -64,11 +62,12 @@ def continue_rows(
     room = limits.room()
     rows = [list(prompt if room is None else prompt[-room:]) for prompt in prompts]
     arguments = (forward, limits, score, topology)
-    written = _continue_in_slots(rows, extras or {}, *arguments, rows_at_once) if uses_cache else []
+    needed = {ROWS: torch.arange(len(rows)), **(extras or {})}
+    written = _continue_in_slots(rows, needed, *arguments, rows_at_once) if uses_cache else []
     # Also in a pipeline whose stages cannot have a cache each, which shows in the first call.
     for start in range(0 if not written else len(rows), len(rows), rows_at_once):
         some = slice(start, start + rows_at_once)
-        own = {name: values[some] for name, values in (extras or {}).items()}
+        own = {name: values[some] for name, values in needed.items()}
         written += [_up_to_end(tokens, limits) for tokens in _recompute_rows(rows[some], own, *arguments)]
     return written
 
@@ -135,12 +134,10 @@ def _continue_in_slots(
         is_collective = topology.expert > 1 or any(
             is_partitioned(p) or hasattr(p, "ds_status") for p in inner.parameters()
         )
-        places = part.pop(_PLACES)
         slots = Slots(
             inner,
             rows,
             part,
-            device=places.device,
             limits=limits,
             score=score,
             num_slots=rows_at_once,
@@ -151,8 +148,7 @@ def _continue_in_slots(
             # Tensor ranks have the same logits, so each knows the tokens without being told.
             written.extend(slots.run())
 
-    # For its device.
-    forward({_PLACES: torch.arange(len(rows)), **extras}, write, as_whole=True)
+    forward(extras, write, as_whole=True)
     return written
 
 

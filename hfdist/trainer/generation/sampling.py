@@ -19,12 +19,10 @@ from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.score import Score
+from hfdist.trainer.generation.score import ROWS, Score
 
 _KEYS = "keys"
 """Name among the extras of the keys of the rows' noise."""
-_ROWS = "rows"
-"""Name among the extras of the numbers of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,19 +118,18 @@ class TokenLogProbabilities:
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Rows and the log-probabilities of a token of each, in the order in which they are drawn; shapes [rows]."""
 
-    def recording(self, score: Score, extras: Batch) -> tuple[Score, Batch]:
-        """Give a score that records the log-probabilities of what it draws, and what it needs of each row."""
+    def recording(self, score: Score) -> Score:
+        """Give a score that records the log-probabilities of what it draws."""
 
         def record(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
             # Before: warpers may write into the logits.
             log_probabilities = (logits / self._temperature).log_softmax(-1)
             scores = score(logits, extras, num_before)
             drawn = log_probabilities.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
-            self._drawn.append((extras[_ROWS], drawn))
+            self._drawn.append((extras[ROWS], drawn))
             return scores
 
-        num_rows = len(next(iter(extras.values())))
-        return record, {**extras, _ROWS: torch.arange(num_rows)}
+        return record
 
     def log_probabilities(self, completions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Give the log-probability of each token of each row."""

@@ -9,6 +9,8 @@ import torch
 
 from hfdist.strategies.engine import Batch
 
+ROWS = "rows"
+"""Name among the extras of the rows' numbers, int64 of shape [rows], which are always there."""
 Score = Callable[[torch.Tensor, Batch, "int | torch.Tensor"], torch.Tensor]
 """(logits, extras, number of new tokens before) -> scores, of which the highest is the next token's.
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hfdist.models.slot_cache import SlotCache, next_logits
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.score import Score
+from hfdist.trainer.generation.score import ROWS, Score
 
 _REFILLED_SHARE = 1 / 8
 """The share of slots that must be free before prompts are read for them: reading costs a forward."""
@@ -38,8 +38,7 @@ class Slots:
     Args:
         model: with all blocks.
         prompts: tokens of each row.
-        extras: what `score` needs of each row, tensors of shape [rows, ...] on the model's device.
-        device: of the model.
+        extras: what `score` needs of each row, tensors of shape [rows, ...] on the model's device, and `ROWS`.
         limits: where a row ends.
         score: chooses the next token.
         num_slots: the most rows of a forward, >= 1.
@@ -52,13 +51,12 @@ class Slots:
         prompts: Sequence[Sequence[int]],
         extras: Batch,
         *,
-        device: torch.device,
         limits: GenerationLimits,
         score: Score,
         num_slots: int,
         waits: bool,
     ) -> None:
-        self._model, self._device, self._prompts, self._extras = model, device, prompts, extras
+        self._model, self._prompts, self._extras, self._device = model, prompts, extras, extras[ROWS].device
         self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
         numbers: dict[tuple[int, ...], int] = {}
         self._numbers = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]

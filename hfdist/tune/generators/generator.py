@@ -65,13 +65,12 @@ class Generator:
             self._version_read = rollback, version
         rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
         drawn = TokenLogProbabilities(self._config.task.temperature)
-        seeds = [seed for prompt in prompts for seed in prompt["seeds"]]
-        score, extras = drawn.recording(*make_score(seeds, self._sampling))
+        score, extras = make_score([seed for prompt in prompts for seed in prompt["seeds"]], self._sampling)
         completions = continue_rows(
             rows,
             self._forward,
             self._limits,
-            score=score,
+            score=drawn.recording(score),
             extras=extras,
             topology=Topology(),
             rows_at_once=len(rows),
