@@ -47,6 +47,7 @@ LINES = {
     "evaluation": "benchmarks.evaluation",
     "one GPU": "benchmarks.gpu",
     "rollouts": "benchmarks.rollouts",
+    "uneven answers": "benchmarks.answers",
     "start": "benchmarks.start",
     "growth": "benchmarks.growth",
     "fine-tuning": "benchmarks.finetune",

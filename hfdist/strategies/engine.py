@@ -288,7 +288,7 @@ class Engine:
             function: what is made of the model's outputs.
             hooks: how the Trainer does it.
             as_whole: whether the function is called once on each rank, with a model that has all blocks, so that it may
-                call `generate`. Where a pipeline has no such model, no rank calls the function.
+                keep a cache. Where a pipeline has no such model, no rank calls the function.
 
         Returns:
             On the one rank of each model replica that has logits: what `function` gave for each part, in order. A part

@@ -62,7 +62,7 @@ class Rollouts:
     _topology: Topology
     _limits: GenerationLimits
     _uses_cache: bool
-    """Whether `generate` continues rows: see `can_generate`."""
+    """Whether rows are continued with a cache: see `can_generate`."""
 
     def __init__(
         self,

@@ -38,11 +38,8 @@ REFUSED = {
 NEEDS_MORE_THAN_TEXT = ("git", "musicgen", "musicgen_melody")
 """Types that train on text with images, or on codebooks, which the batches of `tiny_batch` have."""
 
-RECOMPUTES = (
-    *("blt", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "hrm_text", "lfm2", "lfm2_moe", "lfm3", "minimax"),
-    *("mllama", "musicgen", "musicgen_melody"),
-)
-"""Types that write whole with a cache, and in stages without: blocks read others' keys, or keep more than keys."""
+RECOMPUTES = ("gemma3n_text", "gemma4", "gemma4_text", "hrm_text")
+"""Types that write whole with a cache, and in stages without: blocks read others' keys, or run several times."""
 
 CPU = torch.device("cpu")
 

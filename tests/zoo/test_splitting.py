@@ -9,7 +9,6 @@ from torch import nn
 
 from hfdist.config.strategy import Schedule
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline import whole_model
 from hfdist.pipeline.generation_check import find_generation_problem
 from hfdist.pipeline.infer_stage_io import infer_stage_io
 from hfdist.pipeline.split import split_at_blocks
@@ -195,14 +194,7 @@ def test_with_what_the_model_takes_besides_tokens(kind, change):
 def test_stages_with_caches_of_their_own_write_as_the_whole(model_type):
     model = tiny_model(model_type)
     if can_generate(model, Topology()):
-        model.set_attn_implementation("sdpa")
         assert bool(find_generation_problem(model)) == (model_type in RECOMPUTES)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_a_cache_that_does_not_count_for_other_blocks_is_noticed(kind, monkeypatch):
-    monkeypatch.setattr(whole_model, "_count", lambda *_: None)
-    assert "logits differ" in find_generation_problem(tiny_model(kind))
 
 
 @pytest.mark.parametrize("kind", ["blt", "gemma4_text", "zamba2", "zaya"])

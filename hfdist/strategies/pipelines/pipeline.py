@@ -202,7 +202,7 @@ class PipelineEngine(Engine):
 
     @cached_property
     def _writes_whole(self) -> bool:
-        """Whether `generate` can run through the stages. A collective over all ranks the first time."""
+        """Whether stages have caches of their own. A collective over all ranks the first time."""
         problem = None if self._io.carry == CARRIES[0] else f"{self._io.carry.describe()} travel between its stages"
         # Ranks of different machines must not disagree.
         problems = gather_json(problem or find_generation_problem(self._split.model))

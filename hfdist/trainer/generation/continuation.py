@@ -1,13 +1,14 @@
 """Continues rows of tokens in any layout; a function of the logits chooses each token.
 
-transformers' own `generate` continues rows, with a cache of keys and values; in a pipeline each stage has one, of its
-own blocks. Context ranks, and models without such a cache, compute all tokens again for each new one.
+Rows have slots in a cache (`slots.py`); in a pipeline each stage has a cache of its own blocks. Context ranks, and
+models without such a cache, compute all tokens again for each new one.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -15,27 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hfdist.collectives import device_of, world_size
+from hfdist.collectives import device_of, gather_json, world_size
+from hfdist.models.cache_check import find_cache_problem
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.score import ROWS, Score, likeliest, logits_of
+from hfdist.trainer.generation.slots import Slots
+
+logger = logging.getLogger(__name__)
 
 _LENGTH_STEP_TOKENS = 64
 """Sequences are padded to a multiple of it, so that few shapes occur."""
-
-Score = Callable[[torch.Tensor, Batch, int], torch.Tensor]
-"""(logits, batch, number of new tokens before) -> scores, of which the highest is the next token's.
-
-Logits and scores are of shape [rows, vocabulary], logits in float32. The batch has `input_ids`, and `extras`.
-"""
-
-
-def likeliest(logits: torch.Tensor, batch: Batch, num_before: int) -> torch.Tensor:
-    """Score tokens for greedy decoding."""
-    return logits
 
 
 def continue_rows(
@@ -46,9 +41,10 @@ def continue_rows(
     score: Score = likeliest,
     extras: Batch | None = None,
     topology: Topology,
+    rows_at_once: int,
     uses_cache: bool,
 ) -> list[list[int]]:
-    """Continue the rows of this data rank at once. All ranks call it, with equally many rows.
+    """Continue the rows of this data rank. All ranks call it, with equally many rows.
 
     Args:
         prompts: the same on all ranks of a model replica; the beginning of one that is too long is left out.
@@ -57,19 +53,23 @@ def continue_rows(
         score: chooses the next token.
         extras: what `score` needs of each row, tensors of shape [rows, ...].
         topology: the place of this rank.
-        uses_cache: whether `generate` continues them where the layout lets it; see `can_generate`.
+        rows_at_once: the most rows of this data rank in a forward.
+        uses_cache: whether they are continued with a cache where the layout lets it; see `can_generate`.
 
     Returns:
         The new tokens of each row, the one that ended it included, on all ranks of the model replica.
     """
     room = limits.room()
     rows = [list(prompt if room is None else prompt[-room:]) for prompt in prompts]
-    arguments = (rows, extras or {}, forward, limits, score, topology)
-    written = _generate_rows(*arguments) if uses_cache else []
-    if not written:
-        # Also in a pipeline whose stages cannot have a cache each, which shows in the first call.
-        written = _recompute_rows(*arguments)
-    return [_up_to_end(tokens, limits) for tokens in written]
+    arguments = (forward, limits, score, topology)
+    needed = {ROWS: torch.arange(len(rows)), **(extras or {})}
+    written = _continue_in_slots(rows, needed, *arguments, rows_at_once) if uses_cache else []
+    # Also in a pipeline whose stages cannot have a cache each, which shows in the first call.
+    for start in range(0 if not written else len(rows), len(rows), rows_at_once):
+        some = slice(start, start + rows_at_once)
+        own = {name: values[some] for name, values in needed.items()}
+        written += [_up_to_end(tokens, limits) for tokens in _recompute_rows(rows[some], own, *arguments)]
+    return written
 
 
 def _up_to_end(tokens: list[int], limits: GenerationLimits) -> list[int]:
@@ -100,86 +100,56 @@ def exchange(values: list[torch.Tensor], num_rows: int, num_tokens: int, topolog
 
 
 def can_generate(model: PreTrainedModel, topology: Topology) -> bool:
-    """Whether `generate` continues rows of different lengths: ranks read whole sequences.
+    """Whether rows are continued with a cache. A collective, if there is a process group.
 
-    Recurrent models may read what pads rows. Whether the stages of a pipeline can, it tries at the first generation.
+    Context ranks read parts of sequences. Stages of a pipeline are tried at the first generation.
     """
-    return bool(topology.context == 1 and model.can_generate() and model._supports_sdpa and not model._is_stateful)
+    if topology.context > 1 or topology.pipeline > 1:
+        return topology.context == 1
+    problem = find_cache_problem(model)
+    if dist.is_initialized():
+        # Ranks of different machines must not disagree.
+        problem = next((found for found in gather_json(problem) if found is not None), None)
+    if problem is not None and topology.is_main:
+        logger.warning("each new token is computed from all tokens before it, without a cache: %s", problem)
+    return problem is None
 
 
-def _generate_rows(
-    rows: list[list[int]], extras: Batch, forward: Forward, limits: GenerationLimits, score: Score, topology: Topology
+def _continue_in_slots(
+    rows: list[list[int]],
+    extras: Batch,
+    forward: Forward,
+    limits: GenerationLimits,
+    score: Score,
+    topology: Topology,
+    rows_at_once: int,
 ) -> list[list[int]]:
-    """Let `generate` continue them; nothing comes of it in a pipeline that cannot."""
-    longest = max(map(len, rows))
-    batch = {
-        "input_ids": torch.tensor([[0] * (longest - len(ids)) + ids for ids in rows]),
-        "attention_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in rows]),
-        **extras,
-    }
-    written: list[torch.Tensor] = []
+    """Continue them with a cache; nothing comes of it in a pipeline that cannot."""
+    written: list[list[int]] = []
 
     def write(model: nn.Module, part: Batch) -> None:
-        # Tensor ranks have the same logits, so each knows the tokens without being told.
-        written.append(generate(model, part, limits=limits, score=score, exchanges_tokens=topology.expert > 1))
-
-    forward(batch, write, as_whole=True)
-    return [tokens for part in written for tokens in part.tolist()]
-
-
-class _Scores(LogitsProcessor):
-    """A `Score` as `generate` calls it."""
-
-    def __init__(self, score: Score, batch: Batch) -> None:
-        self._score, self._batch = score, batch
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self._score(scores, self._batch, input_ids.shape[1] - self._batch["input_ids"].shape[1])
-
-
-def generate(
-    model: nn.Module, batch: Batch, *, limits: GenerationLimits, score: Score, exchanges_tokens: bool = False
-) -> torch.Tensor:
-    """Give the tokens that continue each sequence; what comes after a token of `end_ids` does not matter.
-
-    Ranks wait for each other at each token only where a forward is a collective over data ranks.
-
-    Args:
-        model: with all blocks.
-        batch: `input_ids` and `attention_mask`, padded on the left, and what `score` needs.
-        limits: where continuations end.
-        score: chooses the next token.
-        exchanges_tokens: whether data ranks send each other tokens in a forward, as experts that are spread over them.
-
-    Returns:
-        Tokens of shape [sequences, at most max_new_tokens].
-    """
-    inner: Any = getattr(model, "module", model)
-    ends = sorted(limits.end_ids)
-    # The model's own may sample, or punish what comes again.
-    own, inner.generation_config = inner.generation_config, GenerationConfig()
-    plain = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=limits.max_new_tokens,
-        use_cache=True,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-    )
-    # ZeRO-3's forward compares its order of modules between ranks until it knows it, also where all weights are whole.
-    is_collective = exchanges_tokens or any(is_partitioned(p) or hasattr(p, "ds_status") for p in inner.parameters())
-    try:
+        inner: Any = getattr(model, "module", model)
+        # ZeRO-3's forward compares its order of modules between ranks until it knows it, also where all weights are
+        # whole. Ranks that share experts send each other tokens.
+        is_collective = topology.expert > 1 or any(
+            is_partitioned(p) or hasattr(p, "ds_status") for p in inner.parameters()
+        )
+        slots = Slots(
+            inner,
+            rows,
+            part,
+            limits=limits,
+            score=score,
+            num_slots=rows_at_once,
+            waits=is_collective and world_size() > 1,
+        )
         # Each length would be compiled anew.
         with torch.compiler.set_stance("force_eager"):
-            whole: torch.Tensor = inner.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                generation_config=plain,
-                logits_processor=LogitsProcessorList([_Scores(score, batch)]),
-                synced_gpus=is_collective and world_size() > 1,
-            )
-    finally:
-        inner.generation_config = own
-    return whole[:, batch["input_ids"].shape[1] :]
+            # Tensor ranks have the same logits, so each knows the tokens without being told.
+            written.extend(slots.run())
+
+    forward(extras, write, as_whole=True)
+    return written
 
 
 def _recompute_rows(
@@ -223,12 +193,7 @@ def _next_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     if "logits_to_keep" in inspect.signature(getattr(model, "module", model).forward).parameters:
         # Logits of all places may be more than all else that the model keeps.
         places, column = torch.unique(last, return_inverse=True)
-        logits = _logits(model(input_ids=input_ids, logits_to_keep=places))
+        logits = logits_of(model(input_ids=input_ids, logits_to_keep=places))
         if logits.shape[1] == len(places):
             return logits[rows, column]
-    return _logits(model(input_ids=input_ids))[rows, last]
-
-
-def _logits(outputs: Any) -> torch.Tensor:
-    logits: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-    return logits
+    return logits_of(model(input_ids=input_ids))[rows, last]

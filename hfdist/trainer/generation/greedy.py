@@ -26,17 +26,14 @@ def continue_prompts(
     The beginning of a prompt that is too long for the model is left out. A forward continues at most `rows_at_once` of
     each data rank.
     """
-    at_once = rows_at_once * topology.data
-    continued: list[list[int]] = []
-    for start in range(0, len(prompts), at_once):
-        some = prompts[start : start + at_once]
-        share = -(-len(some) // topology.data)
-        places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
-        # Copies of the first one fill up the shares to equal sizes.
-        own = [some[place] if place < len(some) else some[0] for place in places]
-        written = continue_rows(own, forward, limits, topology=topology, uses_cache=uses_cache)
-        padded = torch.tensor([tokens + [-1] * (limits.max_new_tokens - len(tokens)) for tokens in written])
-        everyones = exchange([padded], share, limits.max_new_tokens, topology).flatten(0, 1)
-        for tokens in everyones[: len(some)].tolist():
-            continued.append([token for token in tokens if token >= 0 and token not in limits.end_ids])
-    return continued
+    share = -(-len(prompts) // topology.data)
+    places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
+    # Copies of the first one fill up the shares to equal sizes.
+    own = [prompts[place] if place < len(prompts) else prompts[0] for place in places]
+    written = continue_rows(own, forward, limits, topology=topology, rows_at_once=rows_at_once, uses_cache=uses_cache)
+    padded = torch.tensor([tokens + [-1] * (limits.max_new_tokens - len(tokens)) for tokens in written])
+    everyones = exchange([padded], share, limits.max_new_tokens, topology).flatten(0, 1)
+    return [
+        [token for token in tokens if token >= 0 and token not in limits.end_ids]
+        for tokens in everyones[: len(prompts)].tolist()
+    ]

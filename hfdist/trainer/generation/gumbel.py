@@ -52,12 +52,12 @@ def philox(even: torch.Tensor, odd: torch.Tensor, key: torch.Tensor) -> torch.Te
     return torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1)
 
 
-def gumbel_noise(keys: torch.Tensor, step: int, num_tokens: int) -> torch.Tensor:
+def gumbel_noise(keys: torch.Tensor, step: int | torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Give independent standard Gumbel numbers.
 
     Args:
         keys: of `split_seeds`, [rows, 2].
-        step: another one gives other numbers.
+        step: another one gives other numbers; one for all rows, or int64 of shape [rows, 1].
         num_tokens: numbers of each row; the first ones do not depend on how many there are.
 
     Returns:

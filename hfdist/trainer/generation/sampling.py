@@ -16,12 +16,13 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import Score, continue_rows
+from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
 from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.score import ROWS, Score
 
 _KEYS = "keys"
-"""Name in a batch of the keys of the rows' noise."""
+"""Name among the extras of the keys of the rows' noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def sample_completions(
         limits: where a completion ends.
         sampling: the distribution.
         topology: the place of this rank.
-        rows_at_once: prompts of a data rank in a forward.
+        rows_at_once: the most rows of a data rank in a forward.
         uses_cache: see `continue_rows`.
 
     Returns:
@@ -79,19 +80,16 @@ def sample_completions(
     # A single seed would be broadcast to all rows.
     assert len(seeds) == len(prompts), (len(seeds), len(prompts))
     score, extras = make_score(seeds, sampling)
-    completions: list[list[int]] = []
-    for start in range(0, len(prompts), rows_at_once):
-        some = slice(start, start + rows_at_once)
-        completions += continue_rows(
-            prompts[some],
-            forward,
-            limits,
-            score=score,
-            extras={name: values[some] for name, values in extras.items()},
-            topology=topology,
-            uses_cache=uses_cache,
-        )
-    return completions
+    return continue_rows(
+        prompts,
+        forward,
+        limits,
+        score=score,
+        extras=extras,
+        topology=topology,
+        rows_at_once=rows_at_once,
+        uses_cache=uses_cache,
+    )
 
 
 def make_score(seeds: Sequence[int], sampling: Sampling) -> tuple[Score, Batch]:
@@ -99,10 +97,13 @@ def make_score(seeds: Sequence[int], sampling: Sampling) -> tuple[Score, Batch]:
     return partial(perturb, warpers=sampling.warpers()), {_KEYS: split_seeds(seeds)}
 
 
-def perturb(logits: torch.Tensor, batch: Batch, num_before: int, *, warpers: LogitsProcessorList) -> torch.Tensor:
+def perturb(
+    logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor, *, warpers: LogitsProcessorList
+) -> torch.Tensor:
     """Add each row's noise to its warped logits, which are log-probabilities but for a constant; float32."""
-    ids: Any = batch["input_ids"]
-    return gumbel_noise(batch[_KEYS], num_before, logits.shape[-1]).add_(warpers(ids, logits))
+    # None of these warpers reads what has been written.
+    unread: Any = None
+    return gumbel_noise(extras[_KEYS], num_before, logits.shape[-1]).add_(warpers(unread, logits))
 
 
 class TokenLogProbabilities:
@@ -114,22 +115,26 @@ class TokenLogProbabilities:
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
-        self._drawn: list[torch.Tensor] = []
-        """Log-probabilities of the drawn tokens: one float32 tensor of shape [rows] for each new token of a row."""
+        self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Rows and the log-probabilities of a token of each, in the order in which they are drawn; shapes [rows]."""
 
     def recording(self, score: Score) -> Score:
         """Give a score that records the log-probabilities of what it draws."""
 
-        def record(logits: torch.Tensor, batch: Batch, num_before: int) -> torch.Tensor:
+        def record(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
             # Before: warpers may write into the logits.
             log_probabilities = (logits / self._temperature).log_softmax(-1)
-            scores = score(logits, batch, num_before)
-            self._drawn.append(log_probabilities.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1))
+            scores = score(logits, extras, num_before)
+            drawn = log_probabilities.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+            self._drawn.append((extras[ROWS], drawn))
             return scores
 
         return record
 
     def log_probabilities(self, completions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Give the log-probability of each token of each row."""
-        rows = torch.stack(self._drawn, dim=1).tolist() if self._drawn else [[] for _ in completions]
-        return [row[: len(tokens)] for row, tokens in zip(rows, completions, strict=True)]
+        found: list[list[float]] = [[] for _ in completions]
+        for rows, drawn in self._drawn:
+            for row, value in zip(rows.tolist(), drawn.tolist(), strict=True):
+                found[row].append(value)
+        return [values[: len(tokens)] for values, tokens in zip(found, completions, strict=True)]

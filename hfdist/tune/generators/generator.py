@@ -38,6 +38,7 @@ class Generator:
         if torch.cuda.is_available():
             self._device = torch.device("cuda", (settings.first_device + index) % torch.cuda.device_count())
         self._model = _build(settings).to(self._device).eval()  # type: ignore[arg-type]  # as of torch's stubs
+        self._uses_cache = can_generate(self._model, Topology())
         self._version_read: tuple[int, int] | None = None
         """Rollback and version of the policy that the model has."""
         task = self._config.task
@@ -72,7 +73,8 @@ class Generator:
             score=drawn.recording(score),
             extras=extras,
             topology=Topology(),
-            uses_cache=can_generate(self._model, Topology()),
+            rows_at_once=len(rows),
+            uses_cache=self._uses_cache,
         )
         log_probabilities = drawn.log_probabilities(completions)
         answers, first = [], 0

@@ -1,0 +1,30 @@
+"""What chooses the next token of a row: a score of each token, of which the highest wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfdist.strategies.engine import Batch
+
+ROWS = "rows"
+"""Name among the extras of the rows' numbers, int64 of shape [rows], which are always there."""
+Score = Callable[[torch.Tensor, Batch, "int | torch.Tensor"], torch.Tensor]
+"""(logits, extras, number of new tokens before) -> scores, of which the highest is the next token's.
+
+Logits and scores are of shape [rows, vocabulary], logits in float32. The extras are tensors of shape [rows, ...]. The
+number is one for all rows, or int64 of shape [rows, 1].
+"""
+
+
+def likeliest(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
+    """Score tokens for greedy decoding."""
+    return logits
+
+
+def logits_of(outputs: Any) -> torch.Tensor:
+    """Give the logits among a model's outputs, of shape [rows, tokens, vocabulary]."""
+    logits: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    return logits

@@ -1,0 +1,146 @@
+"""Continues rows in the slots of a cache: a row that has ended leaves at once, and the next prompt takes its slot.
+
+Rows with the same prompt read it once, and share copies of its keys and values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from hfdist.models.slot_cache import SlotCache, next_logits
+from hfdist.strategies.engine import Batch
+from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.score import ROWS, Score
+
+_REFILLED_SHARE = 1 / 8
+"""The share of slots that must be free before prompts are read for them: reading costs a forward."""
+
+
+class _Prompt(NamedTuple):
+    """A prompt that has been read."""
+
+    cache: SlotCache
+    row: int
+    logits: torch.Tensor
+    """Of the token after it; shape [vocabulary]."""
+
+
+class Slots:
+    """The rows of one data rank, and the slots in which they are continued.
+
+    Args:
+        model: with all blocks.
+        prompts: tokens of each row.
+        extras: what `score` needs of each row, tensors of shape [rows, ...] on the model's device, and `ROWS`.
+        limits: where a row ends.
+        score: chooses the next token.
+        num_slots: the most rows of a forward, >= 1.
+        waits: whether each forward is a collective over data ranks, so that all go on until all rows have ended.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        extras: Batch,
+        *,
+        limits: GenerationLimits,
+        score: Score,
+        num_slots: int,
+        waits: bool,
+    ) -> None:
+        self._model, self._prompts, self._extras, self._device = model, prompts, extras, extras[ROWS].device
+        self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
+        numbers: dict[tuple[int, ...], int] = {}
+        self._numbers = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        """A number for each row, the same for equal prompts."""
+        self._waiting = deque(range(len(prompts)))
+        self._read: dict[int, _Prompt] = {}
+        """Prompts that waiting rows need, by their number."""
+        self._cache = SlotCache(self._model.config)
+        self._live: list[int] = []
+        """The row in each slot."""
+        self._written: list[list[int]] = [[] for _ in prompts]
+        self._share = getattr(model, "share_tokens", None)
+        """Gives all ranks of a pipeline the tokens that the last stage has chosen."""
+
+    def run(self) -> list[list[int]]:
+        """Give the new tokens of each row, the one that ended it included."""
+        while self._waiting or self._live:
+            num_free = self._num_slots - len(self._live)
+            if self._waiting and (not self._live or num_free >= _REFILLED_SHARE * self._num_slots):
+                self._fill(num_free)
+            else:
+                self._step()
+        while self._waits and self._does_any_go_on(False):
+            # A forward that the others need.
+            next_logits(self._model, SlotCache(self._model.config, 1), self._tensor([[0]]), self._tensor([1]))
+        return self._written
+
+    def _fill(self, num_free: int) -> None:
+        """Give free slots to the next rows."""
+        rows = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+        unread = {self._numbers[row]: self._prompts[row] for row in rows if self._numbers[row] not in self._read}
+        if unread:
+            cache = SlotCache(self._model.config, len(unread))
+            logits = self._forward(cache, list(unread.values()))
+            self._read |= {number: _Prompt(cache, row, logits[row]) for row, number in enumerate(unread)}
+        read = [self._read[self._numbers[row]] for row in rows]
+        goes_on = self._choose(torch.stack([one.logits for one in read]), rows)
+        going = [place for place, own in enumerate(goes_on) if own]
+        for cache, places in groupby(going, key=lambda place: read[place].cache):
+            self._cache.add(cache, [read[place].row for place in places])
+        self._live += [rows[place] for place in going]
+        awaited = {self._numbers[row] for row in self._waiting}
+        self._read = {number: one for number, one in self._read.items() if number in awaited}
+
+    def _step(self) -> None:
+        """Continue each live row by a token."""
+        lengths = [len(self._prompts[row]) + len(self._written[row]) for row in self._live]
+        self._cache.narrow(max(lengths) - 1)
+        logits = self._forward(self._cache, [self._written[row][-1:] for row in self._live], lengths)
+        goes_on = self._choose(logits, self._live)
+        if not all(goes_on):
+            order = self._cache.keep([place for place, own in enumerate(goes_on) if own])
+            self._live = [self._live[place] for place in order]
+
+    def _choose(self, logits: torch.Tensor, rows: Sequence[int]) -> list[bool]:
+        """Write the next token of each of these rows; give for each whether it goes on."""
+        own, before = self._tensor([list(rows), [len(self._written[row]) for row in rows]])
+        extras = {name: values[own] for name, values in self._extras.items()}
+        tokens = self._score(logits.float(), extras, before[:, None]).argmax(-1)
+        if self._share is not None:
+            tokens = self._share(tokens)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            self._written[row].append(token)
+        return [
+            self._written[row][-1] not in self._limits.end_ids and len(self._written[row]) < self._limits.max_new_tokens
+            for row in rows
+        ]
+
+    def _forward(
+        self, cache: SlotCache, tokens: Sequence[Sequence[int]], lengths: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """See `next_logits`; without `lengths` the rows have no tokens before."""
+        if self._waits:
+            self._does_any_go_on(True)
+        num_tokens = max(map(len, tokens))
+        ids = [[0] * (num_tokens - len(own)) + list(own) for own in tokens]
+        known = list(map(len, tokens)) if lengths is None else list(lengths)
+        return next_logits(self._model, cache, self._tensor(ids), self._tensor(known))
+
+    def _tensor(self, values: Sequence[object]) -> torch.Tensor:
+        return torch.tensor(values, device=self._device)
+
+    def _does_any_go_on(self, this_one: bool) -> bool:
+        """Tell all ranks whether this one runs a forward of its own, and give whether any does. A collective."""
+        number = torch.tensor(int(this_one), device=self._device)
+        dist.all_reduce(number)
+        return bool(number)
