@@ -115,7 +115,8 @@ class IslandServer:
                 self._free_shards.remove(link)
                 self._say(f"the shard at {link.address} has left")
             elif link in self._shards:
-                why = f"shard {1 + self._shards.index(link)} of the server, at {link.address}, has ended"
+                # The first is this server.
+                why = f"shard {2 + self._shards.index(link)} of the server, at {link.address}, has ended"
                 for island in list(self._islands.values()):
                     self._end(island, why)
 
