@@ -37,6 +37,7 @@ class ShardProcess:
         """None: there is no job."""
         self._connections: dict[str, dict[int, Connection]] = {}
         """Connections of an island's ranks, by its ticket and by rank."""
+        self._is_cancelled = False
 
     async def serve(self) -> None:
         """Serve until it is cancelled; PeerError: the server does not answer for a minute."""
@@ -54,6 +55,8 @@ class ShardProcess:
                         self._close(ticket)
             finally:
                 beats.cancel()
+                self._is_cancelled = True
+                self._server.close()
 
     async def _beat(self) -> None:
         while True:
@@ -66,6 +69,8 @@ class ShardProcess:
     def _serve_job(self) -> None:
         """Obey the server until it ends the connection, as it does when a job has ended."""
         self._server.connect()
+        if self._is_cancelled:
+            return
         while (message := self._server.wait_for("do")) is not None:
             command, answer = message.mapping("do"), dict[str, object]()
             if "job" in command:
