@@ -48,7 +48,8 @@ def _serve(arguments: list[str]) -> None:
     """Listen, say where, and serve until a signal ends the process; ConfigError: it cannot listen there."""
     values = read_arguments(arguments, _KEYS)
     of = values.get("of")
-    port = read_number(values, "port", "29600" if of is None else "0")
+    # A shard says where it is.
+    port = read_number(values, "port", "29600") if of is None or "port" in values else 0
     secret = os.environ.get(SECRET, "")
     host = values.get("host", "" if secret else LOOPBACK)
     if of is not None:
@@ -83,7 +84,7 @@ def _serve(arguments: list[str]) -> None:
 
 
 def _check_shard(of: str, values: dict[str, str]) -> None:
-    if re.fullmatch(r".+:\d{1,5}", of) is None:
+    if re.fullmatch(r"([^:]+|\[.+\]):\d{1,5}", of) is None:
         what = "the server of a shard has no address"
         raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=of, allowed="HOST:PORT", hint="of=HOST:29600")
     for key in ("least", "silent_seconds"):

@@ -3,17 +3,22 @@
 import math
 import re
 import socket
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
 
+from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.plain_values import plain
 from hfdist.errors import ConfigError, PeerError
+from hfdist.islands import server, shard_process
+from hfdist.islands.membership import Connection
 from hfdist.islands.shard_members import ShardMembers
 from hfdist.islands.shard_process import ShardProcess
 from hfdist.messages.door import knock
+from hfdist.planning.island_traffic import island_traffic
 from tests.unit.islands.servers import in_thread, member, served, together, until
 from tests.unit.islands.test_parameter_server import job
 
@@ -221,14 +226,55 @@ def test_a_shard_that_ends_ends_all_islands_and_another_job_begins_without_it():
 def test_what_no_rank_sends_to_a_shard_ends_its_island(message, content, why):
     with sharded(3) as (address, lines, _):
         one, two = begin_both(address, 3)
+        host, port = one.first.welcome["shards"][1].split(":")
+        hello = {"rank": 1}, {"ticket": one.first.welcome["ticket"]}
+        _, answers = knock((host, int(port)), "", *hello, 10.0)
         one.members._others[0].send(message, content)
         with pytest.raises(PeerError) as error:
             one.members.connect()
         assert why in error.value.found
-        found = two.push(numbers(1))
-        assert found.keys() == TENSORS.keys()
+        assert two.push(numbers(1)).keys() == TENSORS.keys()
+        # No shard keeps what is of the island.
+        until(lambda: not answers.readline())
         two.members.leave()
         assert not [line for line in lines if "Traceback" in line]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_what_travels_is_what_a_plan_says(shards, monkeypatch):
+    counted = Counter()
+
+    def count(kind, name):
+        original = getattr(kind, name)
+
+        async def read(reader, num_bytes, heard):
+            counted[kind.__name__, "takes"] += num_bytes
+            return await original(reader, num_bytes, heard)
+
+        monkeypatch.setattr(kind, name, read)
+
+    send = Connection.send
+
+    def counting_send(connection, message, payload=b""):
+        counted[connection.writer.get_extra_info("sockname")[1]] += len(payload)
+        send(connection, message, payload)
+
+    with sharded(shards) as (address, _, _ends):
+        islands = begin_both(address, shards)
+        for kind in (server, shard_process):
+            count(kind, "read_bytes")
+        monkeypatch.setattr(Connection, "send", counting_send)
+        together(*(lambda one=one: one.push(numbers(1)) for one in islands))
+        for island in islands:
+            island.members.leave()
+    config = IslandsConfig(method=IslandMethod.parameter_server, count=2, server_shards=shards)
+    plan = island_traffic(config, sum(TENSORS.values()), largest=max(TENSORS.values()))
+    # The server has the largest tensor.
+    assert counted["hfdist.islands.server", "takes"] == plan.server_taken_bytes
+    assert counted[int(address.split(":")[1])] == plan.server_sent_bytes
+    others = 8 * sum(TENSORS.values()) - plan.server_taken_bytes
+    assert counted["hfdist.islands.shard_process", "takes"] == others
+    assert sum(sent for place, sent in counted.items() if type(place) is int) == 8 * sum(TENSORS.values())
 
 
 def test_a_shard_asks_for_the_secret_of_its_server():
