@@ -122,9 +122,7 @@ class Member:
         """
         deadline = time.monotonic() + self._timeout_seconds
         while self._connection is None or (self._ends_with is None and self._connection.is_broken.is_set()):
-            if self._connection is not None and self._connection.ended is not None:
-                what, hint = "the server has ended this island", "the same command goes on from its last checkpoint"
-                raise PeerError(what, where="islands.index", found=self._connection.ended, hint=hint)
+            (self._ends_with or self).raise_if_ended()
             self.close()
             try:
                 where = self._address, self._secret, self._hello, self._more, self._timeout_seconds
@@ -158,6 +156,12 @@ class Member:
         """Beat no more, and hear the server until it ends the connection: its last words say why."""
         if self._connection is not None:
             self._connection.hear_out()
+
+    def raise_if_ended(self) -> None:
+        """Raise a PeerError if the server has ended this island, as far as this rank knows."""
+        if self._connection is not None and self._connection.ended is not None:
+            what, hint = "the server has ended this island", "the same command goes on from its last checkpoint"
+            raise PeerError(what, where="islands.index", found=self._connection.ended, hint=hint)
 
     def arrive(self, arrival: Arrival) -> Message | None:
         """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended.

@@ -160,6 +160,8 @@ class ParameterClient:
         """
         answers = self._ask({"pull": 1})
         if answers is None:
+            assert self._members is not None
+            self._members.hear_why()
             what, hint = "the server has ended the connection before a save", "the same command goes on from the last"
             raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
         self._take(answers, with_slots=True)

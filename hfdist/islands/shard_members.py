@@ -50,6 +50,11 @@ class ShardMembers:
         is_whole = len(found) == len(members) and len({answer.integer("weights") for answer in found}) == 1
         return found if all(gather_json(is_whole)) else None
 
+    def hear_why(self) -> None:
+        """Hear the server out once a connection has ended; PeerError: it says that it has ended this island."""
+        self._first.hear_out()
+        on_all_ranks(self._first.raise_if_ended)
+
     def leave(self) -> None:
         """Take part no more."""
         if rank() == 0:

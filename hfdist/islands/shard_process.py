@@ -104,6 +104,8 @@ class ShardProcess:
         finally:
             if own.get(rank) is connection:
                 del own[rank]
+            if not own and self._connections.get(ticket) is own:
+                del self._connections[ticket]
 
     def _send(self, ticket: str, rank: int, message: Mapping[str, object], payload: bytes) -> None:
         self._loop.call_soon_threadsafe(self._send_now, ticket, rank, message, payload)

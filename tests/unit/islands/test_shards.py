@@ -199,9 +199,9 @@ def test_a_shard_that_ends_ends_all_islands_and_another_job_begins_without_it():
     with sharded(2) as (address, lines, (end,)):
         one, two = begin_both(address, 2)
         end()
-        for island in (one, two):
+        for notice in (one.members.connect, two.members.hear_why):
             with pytest.raises(PeerError, match="has ended this island") as error:
-                island.members.connect()
+                notice()
             assert re.fullmatch(r"shard 2 of the server, at 127.0.0.1:\d+, has ended", error.value.found)
         with pytest.raises(ConfigError) as refused:
             member(address, 0, job=job(0, **{"islands.server_shards": 2}), seconds=0.1)
