@@ -116,6 +116,11 @@ class IslandsConfig:
 
     0: all push, then there is one step with the mean of all.
     """
+    server_shards: int = limited(1, at_least=1)
+    """parameter_server: processes that share out the tensors; each steps its own.
+
+    The first is `hfdist serve`, each other one `hfdist serve of=HOST:PORT`.
+    """
     codec: Codec = Codec.fp32
     """How changes travel: fp32 | bf16 | int8 | fp4, always added up in float32."""
     timeout_seconds: float = limited(60.0, above=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
+import re
 import signal
 import socket
 import time
@@ -13,9 +15,11 @@ from hfdist.config.cli.process_end import print_at_once
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError
 from hfdist.islands.server import IslandServer
-from hfdist.launch.address import LOOPBACK, listen
+from hfdist.launch.address import LOOPBACK, find_route, listen
 from hfdist.messages.door import SECRET
 from hfdist.processes.stop_signals import heard_signals
+
+_ROUTE_SECONDS = 60.0
 
 _HELP = f"""\
 Serve islands: launches of their own, on machines of their own, that train one model together and speak once in many
@@ -26,27 +30,30 @@ hfdist serve port=29600
 hfdist pretrain islands=diloco islands.count=2 islands.index=0 islands.address=HOST:29600 run.name=island-0 ...
 hfdist pretrain islands=diloco islands.count=2 islands.index=1 islands.address=HOST:29600 run.name=island-1 ...
 
-port=N              to listen at; default: 29600
+port=N              to listen at; default: 29600, and any free port for a shard
 host=ADDRESS        to listen at; default: all of this machine with a secret, and 127.0.0.1 without one
+of=HOST:PORT        be another shard of the parameter server there: islands.server_shards counts it
 least=N             islands with which the first round begins; default: islands.count
 silent_seconds=N    after which an island is lost that says nothing; default: 10
 
 Islands on other machines need a secret: the same {SECRET} in the environment of the
 server and of all islands. It never travels. Without one, anybody may join who reaches the server.
 
-Exit codes: 0 it was told to end, 2 a wrong argument.
+Exit codes: 0 it was told to end, 2 a wrong argument, 6 the server of a shard does not answer for a minute.
 """
-_KEYS = {"port": "N", "host": "ADDRESS", "least": "N", "silent_seconds": "N"}
+_KEYS = {"port": "N", "host": "ADDRESS", "of": "HOST:PORT", "least": "N", "silent_seconds": "N"}
 
 
 def _serve(arguments: list[str]) -> None:
     """Listen, say where, and serve until a signal ends the process; ConfigError: it cannot listen there."""
     values = read_arguments(arguments, _KEYS)
-    port = read_number(values, "port", "29600")
-    least = read_number(values, "least", "1") if "least" in values else None
-    silent = read_number(values, "silent_seconds", "10")
+    of = values.get("of")
+    # A shard says where it is.
+    port = read_number(values, "port", "29600") if of is None or "port" in values else 0
     secret = os.environ.get(SECRET, "")
     host = values.get("host", "" if secret else LOOPBACK)
+    if of is not None:
+        _check_shard(of, values)
     try:
         listener = listen(host, port)
     except (OSError, OverflowError) as error:
@@ -56,15 +63,46 @@ def _serve(arguments: list[str]) -> None:
             found=f"{host or 'all addresses'}, {port}: {error}",
             hint="port=29600",
         ) from error
-    server = IslandServer(listener, secret=secret, least=least, silent_seconds=silent, say=_say)
     for number in heard_signals():
         # At once, whatever its threads are at: it has nothing to save.
         signal.signal(number, lambda *_: os._exit(0))
+    if of is not None:
+        address = f"{_host_beside(of, host)}:{listener.getsockname()[1]}"
+        _say(f"a shard of the server at {of}, reached at {address}")
+        # It loads torch, which a server of rounds does not.
+        made = importlib.import_module("hfdist.islands.shard_process").ShardProcess
+        asyncio.run(made(listener, address, server=of, secret=secret, say=_say).serve())
+        return
+    least = read_number(values, "least", "1") if "least" in values else None
+    silent = read_number(values, "silent_seconds", "10")
+    server = IslandServer(listener, secret=secret, least=least, silent_seconds=silent, say=_say)
     name = reached_at(host)
     _say(f"islands.address={name}:{listener.getsockname()[1]}")
     if not secret:
         _say(f"there is no {SECRET}: anybody may join who reaches {name}")
     asyncio.run(server.serve())
+
+
+def _check_shard(of: str, values: dict[str, str]) -> None:
+    if re.fullmatch(r"([^:]+|\[.+\]):\d{1,5}", of) is None:
+        what = "the server of a shard has no address"
+        raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=of, allowed="HOST:PORT", hint="of=HOST:29600")
+    for key in ("least", "silent_seconds"):
+        if key in values:
+            what = "this is for the server, and not for another shard of it"
+            raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=values[key], hint=f"without {key}")
+
+
+def _host_beside(server: str, host: str) -> str:
+    """Give the own address from which the server is reached, if this shard listens at all of them."""
+    if host in ("", "0.0.0.0", "::"):
+        peer = server.rpartition(":")[0].strip("[]")
+        try:
+            host = find_route(peer, wait_seconds=_ROUTE_SECONDS)[1]
+        except OSError as error:
+            what = "there is no way to the server"
+            raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=f"{server}: {error}") from error
+    return f"[{host}]" if ":" in host else host
 
 
 def reached_at(host: str) -> str:

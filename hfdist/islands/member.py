@@ -23,6 +23,11 @@ from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, Refus
 
 _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
+_HINTS = {
+    SECRET: f"the same {SECRET} in the environment of all islands and of the server",
+    "islands.server_shards": "hfdist serve of=HOST:29600, once for each shard but the first",
+}
+"""What helps one that is refused, by the key of the refusal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +97,21 @@ class Member:
         self._hello, self._more = dict(hello), dict(more)
         self._timeout_seconds = timeout_seconds
         self._connection: _Connection | None = None
+        self._ends_with: Member | None = None
         self.nonce = ""
         """Nonce of the server; it marks what islands send each other."""
+
+    def beside(self, address: str, hello: Mapping[str, object], more: Mapping[str, object]) -> Member:
+        """Make a connection to another address, which ends once this one does, and this one once it does."""
+        made = Member(address, self._secret, hello, more, self._timeout_seconds)
+        made._ends_with = self
+        return made
+
+    @property
+    def welcome(self) -> Message:
+        """What the server has said when it let this rank in."""
+        assert self._connection is not None
+        return self._connection.welcome
 
     def connect(self) -> None:
         """Connect, if there is no connection.
@@ -103,14 +121,12 @@ class Member:
             ConfigError: it refuses this rank.
         """
         deadline = time.monotonic() + self._timeout_seconds
-        while self._connection is None or self._connection.is_broken.is_set():
-            if self._connection is not None and self._connection.ended is not None:
-                what, hint = "the server has ended this island", "the same command goes on from its last checkpoint"
-                raise PeerError(what, where="islands.index", found=self._connection.ended, hint=hint)
+        while self._connection is None or (self._ends_with is None and self._connection.is_broken.is_set()):
+            (self._ends_with or self).raise_if_ended()
             self.close()
             try:
                 where = self._address, self._secret, self._hello, self._more, self._timeout_seconds
-                self._connection = _Connection(*where)
+                self._connection = _Connection(*where, self._is_broken())
                 # Whoever only sees what travels does not know it.
                 self.nonce = prove(self._secret, "islands", self._connection.nonce)
             except RefusedError as error:
@@ -129,6 +145,23 @@ class Member:
                 time.sleep(_RETRY_SECONDS)
         # Of earlier rendezvous.
         self._connection.forget()
+
+    def _is_broken(self) -> threading.Event:
+        if self._ends_with is None:
+            return threading.Event()
+        assert self._ends_with._connection is not None
+        return self._ends_with._connection.is_broken
+
+    def hear_out(self) -> None:
+        """Beat no more, and hear the server until it ends the connection: its last words say why."""
+        if self._connection is not None:
+            self._connection.hear_out()
+
+    def raise_if_ended(self) -> None:
+        """Raise a PeerError if the server has ended this island, as far as this rank knows."""
+        if self._connection is not None and self._connection.ended is not None:
+            what, hint = "the server has ended this island", "the same command goes on from its last checkpoint"
+            raise PeerError(what, where="islands.index", found=self._connection.ended, hint=hint)
 
     def arrive(self, arrival: Arrival) -> Message | None:
         """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended.
@@ -202,7 +235,7 @@ def _refusal(answer: Mapping[str, object]) -> ConfigError:
         where=None if key is None else str(key),
         found=answer.get("found"),
         allowed=None if allowed is None else str(allowed),
-        hint=f"the same {SECRET} in the environment of all islands and of the server" if key == SECRET else None,
+        hint=_HINTS.get(str(key)),
     )
 
 
@@ -216,10 +249,11 @@ class _Connection:
         hello: Mapping[str, object],
         more: Mapping[str, object],
         timeout_seconds: float,
+        is_broken: threading.Event,
     ) -> None:
         self._lock = threading.Lock()
         self._messages: queue.Queue[Message] = queue.Queue()
-        self.is_broken = threading.Event()
+        self.is_broken = is_broken
         self.aborted: set[int] = set()
         """Meetings that do not count."""
         self.addresses: dict[int, object] = {}
@@ -232,7 +266,7 @@ class _Connection:
             answer = hear_answer(self._answers)
             if "challenge" in answer:
                 raise RefusedError(refused="the server asks for a secret, and this island has none", key=SECRET)
-            self.nonce = answer.text("welcome")
+            self.welcome, self.nonce = answer, answer.text("welcome")
         except BaseException:
             self._socket.close()
             raise
@@ -270,6 +304,11 @@ class _Connection:
         with suppress(queue.Empty):
             while True:
                 self._messages.get_nowait()
+
+    def hear_out(self) -> None:
+        """Beat no more, and hear the server until it ends the connection."""
+        self.is_broken.set()
+        self._threads[0].join()
 
     def close(self) -> None:
         """End the connection, and with it the threads."""

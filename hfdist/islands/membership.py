@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class Island:
     start: str
     """Text that is chosen anew at each start of the launch."""
     job: Message = field(default_factory=Message)
+    ticket: str = field(default_factory=lambda: secrets.token_hex(16))
+    """What its connections to the shards of a parameter server show; another each time that it is there."""
     addresses: list[str] = field(default_factory=list)
     """Addresses of the island's ranks, for other islands."""
     connections: dict[int, Connection] = field(default_factory=dict)

@@ -5,22 +5,24 @@ What the server's optimizer keeps is fetched for checkpoints, under the names th
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict
 
 import torch
 
 from hfdist.checkpoint.piece import MASTER, STEP, TRAINED, WEIGHT, Piece
-from hfdist.collectives import gather_json, on_all_ranks, rank
+from hfdist.collectives import gather_json, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig
-from hfdist.errors import PeerError
+from hfdist.errors import ConfigError, PeerError
 from hfdist.islands.codec import encode
-from hfdist.islands.member import Member, make_member
-from hfdist.islands.owned_pieces import OwnedPieces, join, place_of, to_host
+from hfdist.islands.member import make_member
+from hfdist.islands.owned_pieces import OwnedPieces, join, place_of, share_out, to_host
 from hfdist.islands.parameter_store import find_slots
+from hfdist.islands.shard_members import ShardMembers
 from hfdist.messages.message import Message
 
 _GRADIENT = "gradient"
@@ -78,8 +80,10 @@ class ParameterClient:
         self._kept = {key: [torch.zeros(piece.view.numel()) for piece in own] for key in self._slots.tensors}
         """What the server's optimizer keeps of each own piece, by slot, as the last answer or a checkpoint has it."""
         self._sizes = [piece.view.numel() for piece in own]
-        self._member: Member | None = None
-        """The connection to the server; None before and after a training."""
+        self._places = _share_out(own, config.server_shards)
+        """Places in `own` of what each shard of the server has."""
+        self._members: ShardMembers | None = None
+        """The connections to the server; None before and after a training."""
         self._figures: dict[str, float] = {}
 
     @property
@@ -114,7 +118,7 @@ class ParameterClient:
             PeerError: the server does not answer.
             ConfigError: the server refuses this island.
         """
-        self._member = make_member(self._config, job, gather_json(f"rank {rank()}"))
+        self._members = ShardMembers(make_member(self._config, job, gather_json(f"rank {rank()}")))
         return self._join(step, state, may_begin=True)
 
     def exchange(self, step: int, recorder: GradientRecorder, targets: float, state: object) -> Place | None:
@@ -130,18 +134,20 @@ class ParameterClient:
             None; or, if the connection had ended, what `connect` gives.
         """
         begin = time.monotonic()
-        content = encode(self._config.codec, join(to_host(piece.view) for piece in self._owned.own_state(_GRADIENT)))
+        # Tensor by tensor: what one travels as has nothing to do with what is beside it.
+        coded = [encode(self._config.codec, to_host(piece.view)) for piece in self._owned.own_state(_GRADIENT)]
+        contents = [b"".join(coded[place] for place in places) for places in self._places]
         # A step that was skipped counts nothing; one rank's parameters may have no part in a step.
         has_taken = any(gather_json(recorder.has_taken))
-        message = {"push": step, "targets": targets if has_taken else 0.0}
+        message = {"push": step, "targets": targets if has_taken else 0.0, "state": state if rank() == 0 else None}
         recorder.has_taken = False
         found = None
-        answer = self._ask(message | {"state": state if rank() == 0 else None}, content)
-        if answer is not None:
-            self._take(answer, with_slots=False)
+        answers = self._ask(message, [{"push": step}] * (len(contents) - 1), contents)
+        if answers is not None:
+            self._take(answers, with_slots=False)
         else:
             found = self._join(step, state, may_begin=False)
-        self._figures["islands/sent_bytes"] = self._figures.get("islands/sent_bytes", 0) + len(content)
+        self._figures["islands/sent_bytes"] = self._figures.get("islands/sent_bytes", 0) + sum(map(len, contents))
         waited = self._figures.get("islands/wait_seconds", 0.0) + time.monotonic() - begin
         self._figures |= {"islands/wait_seconds": waited, "islands/updates": float(self._updates)}
         return found
@@ -152,11 +158,13 @@ class ParameterClient:
         Raises:
             PeerError: the connection has ended.
         """
-        answer = self._ask({"pull": 1})
-        if answer is None:
+        answers = self._ask({"pull": 1})
+        if answers is None:
+            assert self._members is not None
+            self._members.hear_why()
             what, hint = "the server has ended the connection before a save", "the same command goes on from the last"
             raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
-        self._take(answer, with_slots=True)
+        self._take(answers, with_slots=True)
 
     def figures(self) -> dict[str, float]:
         """Give what a training line says of exchanges since the last line, of this rank."""
@@ -165,47 +173,68 @@ class ParameterClient:
 
     def leave(self) -> None:
         """Take part no more."""
-        assert self._member is not None
-        if rank() == 0:
-            self._member.leave()
-        self._member.close()
-        self._member = None
+        assert self._members is not None
+        self._members.leave()
+        self._members = None
 
     def _join(self, step: int, state: object, *, may_begin: bool) -> Place:
         """Bring what this island has, to begin with it or to be given what the others have.
 
         `may_begin` is False after a step: what the optimizer keeps is then older than the weights.
         """
-        assert self._member is not None
+        assert self._members is not None
         for _ in range(_MOST_CONNECTIONS):
-            on_all_ranks(self._member.connect)
+            self._members.connect()
             own = self._owned.own()
-            message = {"segments": list(map(place_of, own)), "step": step, "updates": int(self._updates)}
-            message["may_begin"] = may_begin
-            kept = (value for values in self._kept.values() for value in values)
-            content = join([*(to_host(piece.view) for piece in own), *kept]).numpy().tobytes()
-            answer = self._ask(message | {"state": state if rank() == 0 else None}, content)
-            if answer is not None:
-                self._take(answer, with_slots=True)
-                found: Place = gather_json({"step": answer["step"], "state": answer["state"]})[0]
+            kept = [[to_host(piece.view) for piece in own], *self._kept.values()]
+            contents = [
+                join(row[place] for row in kept for place in places).numpy().tobytes() for places in self._places
+            ]
+            first, *others = [{"segments": [place_of(own[place]) for place in places]} for places in self._places]
+            message = {"step": step, "updates": int(self._updates), "may_begin": may_begin}
+            answers = self._ask(first | message | {"state": state if rank() == 0 else None}, others, contents)
+            if answers is not None:
+                self._take(answers, with_slots=True)
+                found: Place = gather_json({"step": answers[0]["step"], "state": answers[0]["state"]})[0]
                 return found
         what = "the server of the islands has ended each connection, or was started anew and has no weights"
         hint = "its own lines say why; the same command goes on from the last checkpoint"
         raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
 
-    def _ask(self, message: Mapping[str, object], content: bytes = b"") -> Message | None:
+    def _ask(
+        self,
+        first: Mapping[str, object],
+        others: Sequence[Mapping[str, object]] = (),
+        contents: Sequence[bytes] = (b"",),
+    ) -> list[Message] | None:
         """Send on all ranks, and wait for weights; None: the connection of some rank has ended."""
-        assert self._member is not None
-        self._member.send(message, content)
-        answer = self._member.wait_for("weights")
-        return answer if all(gather_json(answer is not None)) else None
+        assert self._members is not None
+        return self._members.ask([first, *others], contents)
 
-    def _take(self, answer: Message, *, with_slots: bool) -> None:
-        content = answer.get("payload", b"")
-        values = torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.empty(0)
-        rows = values.view(1 + (len(self._slots.tensors) if with_slots else 0), -1).split(self._sizes, 1)
-        for place, row in enumerate(rows if self._sizes else ()):
-            for kept, value in zip(self._kept.values(), row[1:], strict=False):
-                kept[place].copy_(value)
-        self._updates.fill_(int(answer["weights"]))
-        self._owned.spread([row[0] for row in rows] if self._sizes else [])
+    def _take(self, answers: Sequence[Message], *, with_slots: bool) -> None:
+        weights = [torch.empty(0) for _ in self._sizes]
+        for answer, places in zip(answers, self._places, strict=True):
+            content = answer.get("payload", b"")
+            values = torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.empty(0)
+            sizes = [self._sizes[place] for place in places]
+            rows = values.view(1 + (len(self._slots.tensors) if with_slots else 0), -1).split(sizes, 1)
+            for place, row in zip(places, rows if places else (), strict=True):
+                weights[place] = row[0]
+                for kept, value in zip(self._kept.values(), row[1:], strict=False):
+                    kept[place].copy_(value)
+        self._updates.fill_(int(answers[0]["weights"]))
+        self._owned.spread(weights)
+
+
+def _share_out(own: Sequence[Piece], num_shards: int) -> list[list[int]]:
+    """Give the places in `own` of what each shard has: whole tensors, alike on all ranks. A collective."""
+    if num_shards == 1:
+        return [list(range(len(own)))]
+    told = gather_json({piece.name: math.prod(piece.shape) for piece in own})
+    sizes = {name: size for of_rank in told for name, size in of_rank.items()}
+    names = sorted(sizes)
+    if len(names) < num_shards:
+        what, allowed = "the server has more shards than there are trained tensors", f"1 to {len(names)}"
+        raise ConfigError(what, where="islands.server_shards", found=num_shards, allowed=allowed)
+    shard_of = dict(zip(names, share_out([sizes[name] for name in names], num_shards), strict=True))
+    return [[place for place, piece in enumerate(own) if shard_of[piece.name] == shard] for shard in range(num_shards)]

@@ -9,36 +9,24 @@ and leaves out what is not finite.
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
-import psutil
-import torch
-
-from hfdist.config.islands import Codec
-from hfdist.config.optimizer import OptimizerConfig
-from hfdist.config.plain_values import from_plain
-from hfdist.errors import ConfigError
-from hfdist.islands.codec import decode
 from hfdist.islands.membership import Island
-from hfdist.islands.outer import is_finite
-from hfdist.islands.parameter_store import OptimizerSlots, ParameterStore, Segment, find_slots
+from hfdist.islands.parameter_shard import ParameterShard, optimizer_of
+from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.message import Message, NotAMessageError
 from hfdist.optim.schedule import rate_at
 
 _MOST_STEPS = 2**40
 _MOST_BAD = 5
 """Number of pushes in a row that are left out before the island itself is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Push:
-    """What one rank pushes after a step."""
-
-    gradients: bytes
-    targets: float
+_Place = tuple[int, int]
+"""Number of a shard, and a rank."""
 
 
 @dataclass
@@ -46,37 +34,28 @@ class _Worker:
     """An island."""
 
     island: Island
-    segments: dict[int, list[Segment]] = field(default_factory=dict)
-    """Segments of the island's ranks, by rank."""
-    contents: dict[int, bytes] = field(default_factory=dict)
-    """Weights and optimizer as a rank brings them, by rank; empty once the island trains."""
+    num_shards: int
+    layout: dict[_Place, str] = field(default_factory=dict)
+    """Digests of the segments that each rank has brought to each shard."""
+    pushed: set[_Place] = field(default_factory=set)
+    """Ranks that have pushed, and to which shards."""
     updates: int = 0
     step: int = 0
+    next_step: int = 0
+    """Step of what is being pushed."""
+    targets: float = 0.0
+    """Targets of the step that is being pushed."""
     state: object = None
     """What others need besides tensors to go on from its step."""
-    pushes: dict[int, _Push] = field(default_factory=dict)
-    """Pushes of the island's ranks, by rank."""
     pulls: set[int] = field(default_factory=set)
     """Ranks that ask for weights and slots."""
     trains: bool = False
     waits: bool = False
     """Whether it has pushed, and waits for weights."""
 
-    def has_all(self, of_ranks: Mapping[int, object]) -> bool:
-        """Whether there is something of each rank."""
-        return self.island.is_complete and len(of_ranks) == len(self.island.addresses)
-
-
-def check_job(job: Message) -> OptimizerSlots:
-    """Give what its optimizer keeps; ConfigError: it cannot be stepped here."""
-    return find_slots(_optimizer_of(job))
-
-
-def _optimizer_of(job: Message) -> OptimizerConfig:
-    made: OptimizerConfig = from_plain(OptimizerConfig, job.get("optimizer"), "optimizer")
-    if made.lr is None:
-        raise ConfigError("the optimizer has no rate", where="optimizer.lr", found="null", allowed="a number > 0")
-    return made
+    def has_all(self, places: Mapping[_Place, str] | set[_Place]) -> bool:
+        """Whether there is something of each rank at each shard."""
+        return self.island.is_complete and len(places) == self.num_shards * len(self.island.addresses)
 
 
 class ParameterServer:
@@ -88,6 +67,7 @@ class ParameterServer:
         least: islands with which the training begins; None: as many as they say.
         end: ends an island that cannot take part, and tells it why.
         say: takes a line for people.
+        links: to the other shards, of which each has a part of the tensors; this process has the first.
 
     Raises:
         NotAMessageError: a job that no island would have.
@@ -100,58 +80,51 @@ class ParameterServer:
         least: int | None,
         end: Callable[[Island, str], None],
         say: Callable[[str], None],
+        links: Sequence[ShardLink],
     ) -> None:
-        self._islands, self._end, self._say = islands, end, say
+        self._islands, self._end, self._say, self._links = islands, end, say, links
         count = job.integer("islands.count", least=1)
         self._least = count if least is None else least
-        codec = job.text("islands.codec")
-        if codec not in Codec.__members__:
-            raise NotAMessageError("there is no such codec")
-        self._codec = Codec[codec]
         self._staleness = None if job.get("islands.staleness") is None else job.integer("islands.staleness")
         """Steps that an island may be ahead of the slowest; None: no island waits for another."""
-        self._optimizer, self._slots = _optimizer_of(job), check_job(job)
         self._max_norm = job.number("train.max_grad_norm")
         self._max_steps = job.integer("train.max_steps", least=1, default=_MOST_STEPS)
-        self._rate_at = rate_at(self._optimizer, self._max_steps)
+        self._rate_at = rate_at(optimizer_of(job), self._max_steps)
         self._bad: Counter[int] = Counter()
         """Number of pushes in a row that were left out, by island."""
         self._workers: dict[int, _Worker] = {}
-        self._store: ParameterStore | None = None
+        self._layout: dict[_Place, str] | None = None
+        """Layout of the weights that all train; None: there are no weights yet."""
         self._step = 0
         """Step of the island that is ahead of all others."""
         self._state: object = None
         """State of the island that is ahead of all others, without tensors."""
         self._order = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._own = ParameterShard(job, self._send)
+        for number, link in enumerate(links, 1):
+            link.report = functools.partial(self._hear_shard, number)
+            self._do(functools.partial(link.ask, {"job": dict(job)}))
 
     # ---- messages ----
 
     def most_bytes(self, rank: int, message: Message) -> int:
         """Give what follows a message: what a rank brings as it comes, or its gradients."""
-        if "segments" in message:
-            num_bytes = 4 * (1 + len(self._slots.tensors)) * sum(one.num_elements for one in _read_segments(message))
-            return min(num_bytes, psutil.virtual_memory().total)
-        if "push" in message and self._store is not None and rank in self._store.segments:
-            return self._codec.num_bytes(self._store.num_elements(rank))
-        return 0
+        return self._own.most_bytes(rank, message)
 
     def take(self, island: Island, rank: int, message: Message, payload: bytes) -> None:
         """Take what a rank has sent."""
-        if len(payload) != self.most_bytes(rank, message):
-            raise NotAMessageError(f"{len(payload)} bytes follow, and {self.most_bytes(rank, message)} should")
-        worker = self._workers.get(island.index)
+        worker = self._worker_of(island)
         if "segments" in message:
-            if worker is None or worker.island is not island:
-                worker = self._workers[island.index] = _Worker(island)
-            self._add(worker, rank, message, payload)
-        elif worker is None or not worker.trains:
+            self._bring(worker, rank, message, payload)
+        elif not worker.trains:
             raise NotAMessageError("no rank says that before it trains")
         elif "push" in message:
             self._push(worker, rank, message, payload)
         elif "pull" in message:
             worker.pulls.add(rank)
-            if len(worker.pulls) == len(worker.segments):
+            if len(worker.pulls) == len(island.addresses):
                 worker.pulls = set()
                 self._answer([worker], with_slots=True)
         else:
@@ -162,62 +135,93 @@ class ParameterServer:
 
     def lose(self, index: int) -> None:
         """Go on without an island."""
-        self._workers.pop(index, None)
+        worker = self._workers.pop(index, None)
         self._bad.pop(index, None)
+        if worker is not None and self._islands:
+            # Without islands there is no server, and a shard keeps nothing.
+            self._drop(worker.island.ticket)
         self._go_on()
 
-    def _add(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
+    def _hear_shard(self, shard: int, message: Message) -> None:
+        """Take what another shard says of a rank."""
+        ticket = message.text("ticket")
+        island = next((one for one in self._islands.values() if one.ticket == ticket), None)
+        if island is None:
+            # It was lost meanwhile.
+            self._drop(ticket)
+        elif "bad" in message:
+            self._end(island, message.text("bad"))
+        else:
+            self._note(self._worker_of(island), shard, message.integer("rank"), message)
+
+    def _worker_of(self, island: Island) -> _Worker:
+        worker = self._workers.get(island.index)
+        if worker is None or worker.island is not island:
+            worker = self._workers[island.index] = _Worker(island, 1 + len(self._links))
+        return worker
+
+    def _bring(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
         step, updates = message.integer("step", most=self._max_steps), message.integer("updates")
         if rank == 0:
             worker.step, worker.updates, worker.state = step, updates, dict(message.mapping("state"))
-        worker.segments[rank] = _read_segments(message)
-        if self._store is None:
-            if not message.flag("may_begin"):
-                # What its optimizer had kept was at a server that is gone.
-                self._say(f"island {worker.island.index} must go on from its checkpoint: this server has no weights")
-                raise ConnectionResetError
-            if not np.isfinite(np.frombuffer(payload, np.float32)).all():
-                raise NotAMessageError("the weights are not finite")
-            worker.contents[rank] = payload
-        if not worker.has_all(worker.segments):
+        if self._layout is None and not message.flag("may_begin"):
+            # What its optimizer had kept was at a server that is gone.
+            self._say(f"island {worker.island.index} must go on from its checkpoint: this server has no weights")
+            raise ConnectionResetError
+        self._note(worker, 0, rank, Message(self._own.keep(worker.island.ticket, rank, message, payload)))
+
+    def _push(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
+        step = message.integer("push", least=1, most=min(self._max_steps, worker.step + 1))
+        targets = message.number("targets")
+        kept = self._own.keep(worker.island.ticket, rank, message, payload)
+        worker.next_step = step
+        if rank == 0:
+            worker.targets = targets
+            if step > self._step:
+                self._step, self._state = step, dict(message.mapping("state"))
+        self._note(worker, 0, rank, Message(kept))
+
+    def _note(self, worker: _Worker, shard: int, rank: int, kept: Message) -> None:
+        """Note what a shard keeps of a rank, and go on once each has all of the island's."""
+        if "segments" in kept:
+            worker.layout[shard, rank] = kept.text("segments")
+            if worker.has_all(worker.layout):
+                self._begin_or_admit(worker)
             return
-        if self._store is not None:
+        worker.pushed.add((shard, rank))
+        if not worker.has_all(worker.pushed):
+            return
+        worker.step, worker.waits = worker.next_step, True
+        if self._staleness != 0:
+            self._update([worker])
+        self._go_on()
+
+    def _begin_or_admit(self, worker: _Worker) -> None:
+        if self._layout is not None:
             self._admit([worker])
             return
-        there = [one for one in self._workers.values() if one.has_all(one.contents)]
+        there = [one for one in self._workers.values() if one.has_all(one.layout)]
         if len(there) < self._least:
             self._say(f"{len(there)} of {self._least} islands are there")
             return
         newest = max(there, key=lambda one: one.step)
-        self._step, self._state = newest.step, newest.state
-        self._store = ParameterStore(self._optimizer, self._max_norm, newest.segments, newest.contents, newest.updates)
+        self._step, self._state, self._layout = newest.step, newest.state, dict(newest.layout)
+        begin = {"begin": newest.island.ticket, "updates": newest.updates}
+        self._do(lambda: self._ask(begin))
         admitted = self._admit(there)
         self._say(f"islands {', '.join(str(one.island.index) for one in admitted)} train from step {newest.step}")
 
     def _admit(self, workers: Sequence[_Worker]) -> list[_Worker]:
         """Let islands train that have the parameters of the store, and end the others; give those that train."""
-        assert self._store is not None
         admitted = []
         for worker in workers:
-            if {rank: tuple(own) for rank, own in worker.segments.items()} != self._store.segments:
+            if worker.layout != self._layout:
                 self._end(worker.island, "it has other parameters")
                 continue
-            worker.trains, worker.contents, worker.step = True, {}, self._step
+            worker.trains, worker.step = True, self._step
             admitted.append(worker)
         self._answer(admitted, with_slots=True)
         return admitted
-
-    def _push(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
-        step = message.integer("push", least=1, most=min(self._max_steps, worker.step + 1))
-        worker.pushes[rank] = _Push(gradients=payload, targets=message.number("targets"))
-        if rank == 0 and step > self._step:
-            self._step, self._state = step, dict(message.mapping("state"))
-        if not worker.has_all(worker.pushes):
-            return
-        worker.step, worker.waits = step, True
-        if self._staleness != 0:
-            self._update([worker])
-        self._go_on()
 
     # ---- who waits for whom ----
 
@@ -239,25 +243,37 @@ class ParameterServer:
             worker.waits = False
         self._answer(workers, with_slots=False)
 
-    # ---- the store, one call after another, beside the beats ----
+    # ---- the shards, one call after another, beside the beats ----
 
     def _update(self, workers: Sequence[_Worker]) -> None:
         # In one order, so that the same sums are made whoever has connected first.
-        pushes = {one.island: one.pushes for one in sorted(workers, key=lambda worker: worker.island.index)}
+        targets = {one.island: one.targets for one in sorted(workers, key=lambda worker: worker.island.index)}
         lr = self._rate_at(max(worker.step for worker in workers) - 1)
         for worker in workers:
-            worker.pushes = {}
-        store = self._store
-        assert store is not None
-        self._do(lambda: self._step_with(store, pushes, lr))
+            worker.pushed = set()
+        self._do(lambda: self._step_with(targets, lr))
 
-    async def _step_with(self, store: ParameterStore, pushes: Mapping[Island, Mapping[int, _Push]], lr: float) -> None:
-        bad = await asyncio.to_thread(self._step_store, store, pushes, lr)
-        for island in pushes:
+    async def _step_with(self, targets: Mapping[Island, float], lr: float) -> None:
+        """Step with what is finite of the pushes of islands, weighted by their targets."""
+        answers = await self._ask({"take": [island.ticket for island in targets]})
+        finite = [all(of_shards) for of_shards in zip(*(answer.list("finite") for answer in answers), strict=True)]
+        good = {one: number for (one, number), ok in zip(targets.items(), finite, strict=True) if ok or number == 0}
+        total = sum(good.values())
+        if total > 0:
+            weights = {island.ticket: number / total for island, number in good.items() if number > 0}
+            norms = [norm for answer in await self._ask({"add": weights}) for norm in answer.list("norms")]
+            # The sum is the same in any order, and so for any number of shards.
+            norm = math.sqrt(math.fsum(norm**2 for norm in norms))
+            if math.isfinite(norm):
+                # As torch.nn.utils.clip_grad_norm_.
+                await self._ask({"step": min(1.0, self._max_norm / (norm + 1e-6)), "lr": lr})
+            else:
+                self._say("a step is left out: the sum of what islands have pushed is not finite")
+        for island in targets:
             if self._islands.get(island.index) is not island:
                 # It has left meanwhile: who comes back under its index begins anew.
                 continue
-            if island.index not in bad:
+            if island in good:
                 self._bad.pop(island.index, None)
                 continue
             self._bad[island.index] += 1
@@ -265,63 +281,42 @@ class ParameterServer:
             if self._bad[island.index] >= _MOST_BAD:
                 self._end(island, f"what it has pushed is not finite, {_MOST_BAD} times in a row")
 
-    def _step_store(self, store: ParameterStore, pushes: Mapping[Island, Mapping[int, _Push]], lr: float) -> list[int]:
-        """Step with all pushes that are finite; give the islands whose own are not."""
-
-        def decoded(push: _Push, rank: int) -> torch.Tensor:
-            return decode(self._codec, push.gradients, store.num_elements(rank))
-
-        good = {
-            island.index: push
-            for island, push in pushes.items()
-            if push[0].targets == 0 or all(is_finite(decoded(own, rank)) for rank, own in push.items())
-        }
-        total_targets = sum(push[0].targets for push in good.values())
-        if total_targets > 0:
-            gradients: dict[int, torch.Tensor] = {}
-            for rank in store.segments:
-                gradients[rank] = torch.zeros(store.num_elements(rank))
-                for push in good.values():
-                    if push[0].targets > 0:
-                        gradients[rank].add_(decoded(push[rank], rank), alpha=push[0].targets / total_targets)
-            store.step(gradients, lr)
-        return [island.index for island in pushes if island.index not in good]
-
     def _answer(self, workers: Sequence[_Worker], *, with_slots: bool) -> None:
-        told = {"step": self._step, "state": self._state}
         if workers:
-            islands = [worker.island for worker in workers]
-            self._do(lambda: self._give(islands, told, with_slots=with_slots))
+            give = {"give": [worker.island.ticket for worker in workers], "with_slots": with_slots}
+            told = {"step": self._step, "state": self._state}
+            self._do(lambda: self._ask(give | {"told": {}}, of_first={"told": told}))
 
-    def _do(self, call: Callable[[], Awaitable[None]]) -> None:
+    def _drop(self, ticket: str) -> None:
+        self._do(lambda: self._ask({"drop": ticket}))
+
+    async def _ask(
+        self, command: Mapping[str, object], *, of_first: Mapping[str, object] | None = None
+    ) -> list[Message]:
+        """Say the same to all shards, and give their answers; `of_first`: what the first is told besides."""
+
+        async def ask_own() -> Message:
+            return Message(await asyncio.to_thread(self._own.obey, Message({**command, **(of_first or {})})))
+
+        return await asyncio.gather(ask_own(), *(link.ask(command) for link in self._links))
+
+    def _do(self, call: Callable[[], Coroutine[None, None, object]]) -> None:
         """Let a call run after all earlier ones."""
 
         async def run() -> None:
-            # It wakes who waits in their order.
-            async with self._order:
-                await call()
+            # It wakes who waits in their order. A shard that has ended ends all islands.
+            with suppress(ConnectionResetError):
+                async with self._order:
+                    await call()
 
-        task = asyncio.get_running_loop().create_task(run())
+        task = self._loop.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _give(self, islands: Sequence[Island], told: Mapping[str, object], *, with_slots: bool) -> None:
-        store = self._store
-        assert store is not None
-        for rank in store.segments:
-            content = await asyncio.to_thread(store.content, rank, with_slots=with_slots)
-            for island in islands:
-                if self._islands.get(island.index) is island:
-                    island.connections[rank].send({"weights": store.updates, **told}, content)
+    def _send(self, ticket: str, rank: int, message: Mapping[str, object], payload: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._send_now, ticket, rank, message, payload)
 
-
-def _read_segments(message: Message) -> list[Segment]:
-    found = []
-    for one in message.list("segments"):
-        if not isinstance(one, list) or len(one) != len(Segment._fields) or not isinstance(one[1], list):
-            raise NotAMessageError("a segment has a name, a shape, and four numbers")
-        name, shape, *place = one
-        given = Message({"name": name} | {f"{number}": value for number, value in enumerate([*shape, *place])})
-        numbers = [given.integer(f"{number}") for number in range(len(given) - 1)]
-        found.append(Segment(given.text("name"), tuple(numbers[:-4]), *numbers[-4:]))
-    return found
+    def _send_now(self, ticket: str, rank: int, message: Mapping[str, object], payload: bytes) -> None:
+        for island in self._islands.values():
+            if island.ticket == ticket:
+                island.connections[rank].send(message, payload)

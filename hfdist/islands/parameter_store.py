@@ -1,4 +1,7 @@
-"""Weights and optimizer of a parameter server, in float32 on the CPU, as the ranks of an island exchange them."""
+"""Weights and optimizer of a parameter server, in float32 on the CPU, as the ranks of an island exchange them.
+
+All is computed tensor by tensor, so that a tensor comes to the same bits whichever others are beside it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,6 @@ class ParameterStore:
 
     Args:
         optimizer: whose rate comes with each step.
-        max_norm: to which gradients are clipped.
         segments: by rank.
         contents: by rank: float32 weights, and then each slot of the optimizer.
         updates: steps so far.
@@ -75,12 +77,11 @@ class ParameterStore:
     def __init__(
         self,
         optimizer: OptimizerConfig,
-        max_norm: float,
         segments: Mapping[int, Sequence[Segment]],
         contents: Mapping[int, bytes],
         updates: int,
     ) -> None:
-        self._max_norm, self.updates = max_norm, updates
+        self.updates = updates
         self.segments = {rank: tuple(own) for rank, own in segments.items()}
         slots = find_slots(optimizer)
         self._values = {
@@ -124,29 +125,46 @@ class ParameterStore:
         """Count the weights of a rank."""
         return self._values[rank].shape[1]
 
+    def begin_step(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad()
+
     @torch.no_grad()
-    def step(self, gradients: Mapping[int, torch.Tensor], lr: float) -> None:
-        """Step once.
+    def add(self, rank: int, gradients: Sequence[torch.Tensor], weight: float) -> None:
+        """Add to the gradients of the step that has begun.
 
         Args:
-            gradients: by rank, finite float32 of shape [elements]; they are overwritten.
+            rank: whose segments they belong to.
+            gradients: finite float32 of shape [elements], one for each segment.
+            weight: by which they are multiplied.
+        """
+        for parameter, gradient in zip(self._parameters[rank], gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.add_(gradient, alpha=weight)
+
+    def norms(self) -> list[float]:
+        """Give the norm of the gradient of each tensor, or of each part of one that a rank has."""
+        gradients = (parameter.grad for parameter in self._counted if parameter.grad is not None)
+        return [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
+
+    @torch.no_grad()
+    def step(self, scale: float, lr: float) -> None:
+        """Step once with the gradients that were added, and forget them.
+
+        Args:
+            scale: by which the gradients are multiplied.
             lr: of this step.
         """
-        for rank, parameters in self._parameters.items():
-            sizes = [parameter.numel() for parameter in parameters]
-            for parameter, gradient in zip(parameters, gradients[rank].split(sizes) if sizes else (), strict=True):
-                parameter.grad = gradient
-        norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in self._counted]
-        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
-        # As torch.nn.utils.clip_grad_norm_.
-        scale = min(1.0, self._max_norm / (norm + 1e-6))
-        for gradient in gradients.values() if scale < 1 else ():
-            gradient.mul_(scale)
+        for parameters in self._parameters.values() if scale < 1 else ():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self.updates += 1
-        self._optimizer.zero_grad()
+        self.begin_step()
 
     def content(self, rank: int, *, with_slots: bool) -> bytes:
         """Give the weights of a rank, and what the optimizer keeps of them."""

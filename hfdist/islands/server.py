@@ -1,4 +1,7 @@
-"""The server of islands: all ranks of all islands are connected to it. Lost is who ends its connection or is silent."""
+"""The server of islands: all ranks of all islands are connected to it, and the shards of a parameter server.
+
+Lost is who ends its connection or is silent.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,17 @@ from hfdist.config.islands import IslandMethod
 from hfdist.errors import ConfigError, first_line, printable
 from hfdist.islands.membership import BEAT_SECONDS, Connection, Coordinator, Island
 from hfdist.islands.rendezvous import Rendezvous
+from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.door import Door, read_bytes, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message
 
-_PARAMETER_SERVER = "hfdist.islands.parameter_server"
-
-
+_PARAMETER_SERVER, _PARAMETER_SHARD = "hfdist.islands.parameter_server", "hfdist.islands.parameter_shard"
 _MOST_PLACES = 2**20
 """Islands, and ranks of one."""
 _MOST_SAID = 200
 """Characters of what an island has sent, in a line."""
 _COMPLETE_SECONDS = 60.0
-"""Seconds in which all ranks of an island must have come: it loads torch for rank 0 (see `_hear`)."""
+"""Seconds in which all ranks of an island must have come: it loads torch for rank 0 (see `_hear_rank`)."""
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.%\w]{2,64}\]|[\w.-]{1,255}):(\d{1,5})", re.ASCII)
 
 
@@ -55,6 +57,10 @@ class IslandServer:
         self._islands: dict[int, Island] = {}
         self._coordinator: Coordinator | None = None
         """Coordinator of the job whose islands are connected; None: no island is connected."""
+        self._free_shards: list[ShardLink] = []
+        """Shards that serve no job."""
+        self._shards: list[ShardLink] = []
+        """Shards of the job whose islands are connected."""
         self._nonce = secrets.token_hex(16)
         """Nonce that only connected ranks know: it marks what islands send each other."""
 
@@ -81,12 +87,41 @@ class IslandServer:
                     connection.send({"beat": 1})
             if not island.is_complete and now - island.since > max(_COMPLETE_SECONDS, self._silent_seconds):
                 self._lose(island, "not all of its ranks have come")
+        for link in self._free_shards + self._shards:
+            if now - link.connection.heard_seconds > self._silent_seconds:
+                link.connection.writer.transport.abort()
+            elif link.connection.writer.transport.get_write_buffer_size() == 0:
+                link.connection.send({"beat": 1})
         if self._coordinator is not None:
             self._coordinator.tick()
 
     async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        island: Island | None = None
         connection = Connection(writer, time.monotonic())
+        if "shard" in hello:
+            await self._hear_shard(hello, reader, connection)
+        else:
+            await self._hear_rank(hello, reader, connection)
+
+    async def _hear_shard(self, hello: Message, reader: asyncio.StreamReader, connection: Connection) -> None:
+        link = ShardLink(connection, hello.text("shard"))
+        _check_address(f"tcp://{link.address}", "shard")
+        self._free_shards.append(link)
+        connection.send({"welcome": self._nonce})
+        self._say(f"a shard is there, at {link.address}")
+        try:
+            await link.hear(reader)
+        finally:
+            if link in self._free_shards:
+                self._free_shards.remove(link)
+                self._say(f"the shard at {link.address} has left")
+            elif link in self._shards:
+                # The first is this server.
+                why = f"shard {2 + self._shards.index(link)} of the server, at {link.address}, has ended"
+                for island in list(self._islands.values()):
+                    self._end(island, why)
+
+    async def _hear_rank(self, hello: Message, reader: asyncio.StreamReader, connection: Connection) -> None:
+        island: Island | None = None
         try:
             if _has_parameter_server(hello):
                 # It loads torch, which takes seconds: not in this thread, which hears beats.
@@ -134,7 +169,7 @@ class IslandServer:
             # It has lost the other end, and this server has not noticed yet.
             self._lose(island, "it has connected anew")
             island = None
-        job, addresses = Message(), list[str]()
+        job, addresses, more = Message(), list[str](), dict[str, object]()
         if rank == 0:
             job = hello.mapping("job")
             addresses = _read_addresses(hello, are_used=not _has_parameter_server(hello))
@@ -144,10 +179,11 @@ class IslandServer:
             island = self._islands[index] = Island(index, start)
         if rank == 0:
             island.job, island.addresses = job, addresses
+            more = {"ticket": island.ticket, "shards": [link.address for link in self._shards]}
         if island.addresses and rank >= len(island.addresses):
             raise NotAMessageError(f"rank {rank} of {len(island.addresses)}")
         island.connections[rank] = connection
-        connection.send({"welcome": self._nonce})
+        connection.send({"welcome": self._nonce} | more)
         if island.is_complete:
             self._say(f"island {index} is there, with {len(island.addresses)} ranks")
         return island, rank
@@ -166,9 +202,16 @@ class IslandServer:
     def _make_coordinator(self, job: Message) -> Coordinator:
         if not _is_of_parameter_server(job):
             return Rendezvous(job, self._islands, self._least, self._end, self._say)
+        wanted = job.integer("islands.server_shards", least=1, most=_MOST_PLACES, default=1) - 1
+        if wanted > len(self._free_shards):
+            what = f"the server has {1 + len(self._free_shards)} of the shards of this job"
+            # Others may be on their way.
+            raise RefusedError(refused=what, key="islands.server_shards", found=1 + wanted, may_pass=True)
+        links = self._free_shards[:wanted]
         made: Coordinator = importlib.import_module(_PARAMETER_SERVER).ParameterServer(
-            job, self._islands, self._least, self._end, self._say
+            job, self._islands, self._least, self._end, self._say, links
         )
+        self._free_shards, self._shards = self._free_shards[wanted:], links
         return made
 
     def _end(self, island: Island, why: str) -> None:
@@ -188,6 +231,10 @@ class IslandServer:
         if not self._islands:
             # The next one counts exchanges anew: what is still under way must not pass for one of these.
             self._coordinator, self._nonce = None, secrets.token_hex(16)
+            for link in self._shards:
+                # It comes back, with nothing of this job.
+                link.connection.writer.close()
+            self._shards = []
 
 
 def _has_parameter_server(hello: Message) -> bool:
@@ -200,7 +247,7 @@ def _is_of_parameter_server(job: Message) -> bool:
 
 def _check_parameter_server(job: Message) -> None:
     try:
-        importlib.import_module(_PARAMETER_SERVER).check_job(job)
+        importlib.import_module(_PARAMETER_SHARD).check_job(job)
     except ConfigError as error:
         refused = f"the server cannot serve this: {error.what}"
         raise RefusedError(refused=refused, key=error.where, found=f"{error.found}") from error
@@ -213,11 +260,15 @@ def _check_parameter_server(job: Message) -> None:
 def _read_addresses(hello: Message, *, are_used: bool) -> list[str]:
     """Give one for each rank of an island; RefusedError: others cannot use them."""
     found = hello.list("addresses")
-    for one in found:
-        matched = _ADDRESS.fullmatch(one) if isinstance(one, str) else None
-        if are_used and (matched is None or not 0 < int(matched[1]) < 2**16):
-            what, allowed = "an address of a rank is none", "tcp://HOST:PORT"
-            raise RefusedError(refused=what, key="addresses", found=printable(f"{one}", _MOST_SAID), allowed=allowed)
+    for one in found if are_used else ():
+        _check_address(one, "addresses")
     if not 0 < len(found) <= _MOST_PLACES:
         raise RefusedError(refused="an island has an address for each rank", key="addresses", found=len(found))
     return found
+
+
+def _check_address(found: object, key: str) -> None:
+    matched = _ADDRESS.fullmatch(found) if isinstance(found, str) else None
+    if matched is None or not 0 < int(matched[1]) < 2**16:
+        what, allowed = "an address of a rank is none", "tcp://HOST:PORT"
+        raise RefusedError(refused=what, key=key, found=printable(f"{found}", _MOST_SAID), allowed=allowed)

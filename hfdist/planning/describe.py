@@ -120,8 +120,9 @@ def _island_rows(islands: IslandTraffic) -> Iterator[tuple[str, str, str]]:
     yield "an island sends", size(islands.sent_bytes), ""
     yield "an island takes", size(islands.taken_bytes), ""
     if islands.server_taken_bytes:
-        yield "the server sends", size(islands.server_sent_bytes), ""
-        yield "the server takes", size(islands.server_taken_bytes), ""
+        server = "the server" if islands.server_shards == 1 else "a shard of the server"
+        yield f"{server} sends", size(islands.server_sent_bytes), ""
+        yield f"{server} takes", size(islands.server_taken_bytes), ""
 
 
 def _where(own: Sequence[AxisTraffic]) -> str:

@@ -21,8 +21,9 @@ class IslandTraffic:
     """Bytes that one island sends, over all its ranks."""
     taken_bytes: float
     server_taken_bytes: float
-    """Bytes that a parameter server takes of all islands; 0: weights do not come to the server."""
+    """Bytes that a parameter server takes of all islands, or its shard with most; 0: weights do not come to it."""
     server_sent_bytes: float
+    server_shards: int
 
 
 def exchanged_elements(sizes: StepSizes, *, pipeline: int, expert: int, is_sharded: bool) -> int:
@@ -47,25 +48,29 @@ def exchanged_elements(sizes: StepSizes, *, pipeline: int, expert: int, is_shard
     return trained
 
 
-def island_traffic(config: IslandsConfig, num_elements: int) -> IslandTraffic | None:
+def island_traffic(config: IslandsConfig, num_elements: int, largest: int = 0) -> IslandTraffic | None:
     """Give what islands exchange; None: there are no islands.
 
     Args:
         config: `islands.*`.
         num_elements: see `exchanged_elements`.
+        largest: elements of the largest tensor, which one shard of a server has whole.
     """
     if not config.is_used:
         return None
     coded = config.codec.num_bytes(num_elements)
     if config.method is IslandMethod.parameter_server:
+        # The largest tensors are shared out first, so that others fill up what they leave.
+        share = max(num_elements / config.server_shards, largest) / num_elements
         weights = 4 * num_elements
         return IslandTraffic(
             steps=1,
             members=config.count,
             sent_bytes=coded,
             taken_bytes=weights,
-            server_taken_bytes=config.count * coded,
-            server_sent_bytes=config.count * weights,
+            server_taken_bytes=config.count * coded * share,
+            server_sent_bytes=config.count * weights * share,
+            server_shards=config.server_shards,
         )
     members = math.ceil(config.participation * config.count)
     # Each gives its parts to the others, and then each the mean of its own part.
@@ -77,4 +82,5 @@ def island_traffic(config: IslandsConfig, num_elements: int) -> IslandTraffic | 
         taken_bytes=mean,
         server_taken_bytes=0,
         server_sent_bytes=0,
+        server_shards=1,
     )

@@ -131,7 +131,7 @@ def make_plan(
         adapter=beside,
         mfu=hardware.mfu(flops / parts.time.seconds / processes),
         traffic=sent,
-        islands=island_traffic(config.islands, exchanged),
+        islands=island_traffic(config.islands, exchanged, largest=sizes.embedding if sizes.trained_share == 1 else 0),
         max_steps=None,
         currency=config.cost.currency,
         is_traced=by_formulas is None,

@@ -17,6 +17,7 @@ from typing import Any
 
 from hfdist.islands.member import Member
 from hfdist.islands.server import IslandServer
+from hfdist.islands.shard_process import ShardProcess
 from hfdist.run.builder import Run
 from tests.distributed.runs import losses, pretrain, weights
 
@@ -86,6 +87,28 @@ def _serve(listener: socket.socket, log: Path | None, options: dict[str, Any]) -
                 file.write(f"{time.monotonic()} {line}\n")
 
     asyncio.run(IslandServer(listener, say=say, **options).serve())
+
+
+@contextmanager
+def shards_beside(address: str, number: int) -> Iterator[list[multiprocessing.process.BaseProcess]]:
+    """Run further shards of the server meanwhile; gives their processes."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    processes = [_FORK.Process(target=_serve_shard, args=(address, listener)) for listener in listeners]
+    for process in processes:
+        process.start()
+    for listener in listeners:
+        listener.close()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _serve_shard(address: str, listener: socket.socket) -> None:
+    own = f"127.0.0.1:{listener.getsockname()[1]}"
+    asyncio.run(ShardProcess(listener, own, server=address, say=lambda line: None).serve())
 
 
 def overrides_of(address: str, index: int, count: int, *more: str) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """A parameter server: islands push gradients, it steps, and they take weights."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed
 from tests.distributed.island_runs import (
     Island,
+    before_steps,
     die_at,
     difference,
     goes_on_as_if_nothing_had_been,
     overrides_of,
     run_islands,
     served,
+    shards_beside,
     shows,
     wait_at,
 )
@@ -56,6 +59,39 @@ SAVING = ("checkpoint=default", "checkpoint.every=3", "checkpoint.background=fal
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "zero1")])
 def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
     goes_on_as_if_nothing_had_been(tmp_path, num_ranks, die_at(5), f"strategy={layout}", *EACH, *SAVING)
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "fsdp2"), many(2, "tensor")])
+def test_shards_step_as_one_server_and_a_killed_one_ends_all_islands(tmp_path, num_ranks, layout):
+    """They end with one message, and others go on from what they have saved with another number of shards."""
+    keys = (*EACH, *SAVING, f"strategy={layout}")
+    whole = run_islands(tmp_path / "whole", 2, num_ranks, *keys)
+    folders = [tmp_path / f"island-{index}" for index in range(2)]
+
+    def run(address, num_shards, *at_starts):
+        more = (*keys, f"islands.server_shards={num_shards}")
+        islands = [
+            Island(folder, num_ranks, *overrides_of(address, index, 2, *more), at_start=at_start)
+            for index, (folder, at_start) in enumerate(zip(folders, at_starts, strict=True))
+        ]
+        ends = [island.wait() for island in islands]
+        for island in islands:
+            island.kill()
+        return ends
+
+    with served() as address, shards_beside(address, 2) as shards:
+        kills = before_steps(lambda now: shards[0].kill() if now == 5 else None)
+        for end in run(address, 3, kills, lambda: None):
+            assert "the server has ended this island" in end
+            assert re.search(r"shard [23] of the server, at 127\.0\.0\.1:\d+, has ended", end)
+    for folder, of_whole in zip(folders, whole, strict=True):
+        assert len(losses(folder)) >= 4
+        assert losses(folder) == losses(of_whole)[: len(losses(folder))]
+    with served() as address, shards_beside(address, 1):
+        assert run(address, 2, lambda: None, lambda: None) == [None, None]
+    for folder, of_whole in zip(folders, whole, strict=True):
+        assert losses(folder)[-3:] == losses(of_whole)[-3:]
+        assert difference(weights(folder), weights(of_whole)) == 0
 
 
 def state_of(run):

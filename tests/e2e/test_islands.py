@@ -3,6 +3,7 @@
 import re
 import shlex
 import socket
+import time
 
 import pytest
 
@@ -40,6 +41,37 @@ def test_the_commands_of_the_page_train_one_model(tmp_path, cache_dir):
     ]
     one, two = [weights(tmp_path / "runs" / f"island-{place}") for place in range(2)]
     assert all(bool((one[name] == two[name]).all()) for name in one)
+
+
+def test_a_shard_comes_to_its_server_and_both_end_when_they_are_told(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def start(log, *words):
+        said = (tmp_path / log, tmp_path / log)
+        return start_forked(run_script, command.__file__, "serve", *words, cwd=tmp_path, said=said)
+
+    shard = start("shard", f"of={address}")
+    server = start("server", f"port={address.split(':')[1]}")
+    deadline = time.monotonic() + 60
+    while "a shard is there" not in (said := log.read_text() if (log := tmp_path / "server").exists() else ""):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+    (place,) = re.findall(r"a shard is there, at (127\.0\.0\.1:\d+)\n", said)
+    assert f"a shard of the server at {address}, reached at {place}\n" in (tmp_path / "shard").read_text()
+    for process in (shard, server):
+        process.terminate()
+        assert end(process) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "where"), [(["of=here"], "of"), (["of=here:1", "least=2"], "least"), (["of=here:1:x"], "of")]
+)
+def test_a_mistake_at_a_shard_is_one_message(words, where, tmp_path):
+    done = run_forked("serve", *words, cwd=tmp_path, script=command.__file__)
+    assert done.returncode == 2
+    assert f"where:   {where} (" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

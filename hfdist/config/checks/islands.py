@@ -20,7 +20,7 @@ _METHODS_OF_KEYS = (
     )
     | dict.fromkeys(("fragments", "overlap", "mix"), _ROUNDS[:1])
     | dict.fromkeys(("participation", "proximal"), _ROUNDS[1:])
-    | {"staleness": (IslandMethod.parameter_server,)}
+    | dict.fromkeys(("staleness", "server_shards"), (IslandMethod.parameter_server,))
 )
 """Keys of `islands`: the methods that read them."""
 

@@ -23,7 +23,7 @@ _SAFE = (
     *("train.eval_*", "data.eval_sources*", "data.eval_sequences", "task.answer_seconds"),
     *("train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps"),
     *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.port"),
-    "islands.timeout_seconds",
+    *("islands.timeout_seconds", "islands.server_shards"),
     # The layout, and how a step is computed.
     *("launch.*", "strategy.*", "model.loss", "model.attention", "optimizer.fused", "train.micro_batch_size"),
     *("train.compile", "train.gradient_checkpointing", "train.recompute", "train.activation_offload"),

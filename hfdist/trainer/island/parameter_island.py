@@ -55,7 +55,7 @@ class ParameterIsland(IslandCallback):
         server = self._server
         # The server has the schedule, and neither the size of a batch nor what the warm-up was written as.
         warmup = {"warmup_steps": self._training.args.get_warmup_steps(state.max_steps), "warmup_tokens": None}
-        job = self._job(self._client.layout, "staleness") | {
+        job = self._job(self._client.layout, "staleness", "server_shards") | {
             "optimizer": plain(replace(server.config, **warmup, warmup_fraction=None)),
             "train.max_grad_norm": server.max_grad_norm,
         }

@@ -55,7 +55,7 @@ class RoundIsland(IslandCallback):
         """Meet the others, to begin together or where they are."""
         assert self._outer is not None
         self._outer.begin(state.global_step)
-        own = ("index", "address", "port", "timeout_seconds", "staleness", "method", "count", "codec")
+        own = ("index", "address", "port", "timeout_seconds", "staleness", "server_shards", "method", "count", "codec")
         job = self._job(self._outer.layout, *(name for name in plain(self._config) if name not in own))
         stream, keeper, share = self._training.stream, self._checkpointer, None
         if stream is not None and stream.shares is not None:

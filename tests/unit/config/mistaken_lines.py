@@ -326,6 +326,7 @@ LINES = [
     "pretrain islands=diloco islands.address=localhost:29600 islands.fragments=7",
     "pretrain islands=diloco islands.address=localhost:29600 islands.overlap=1000",
     "pretrain islands=diloco islands.address=localhost:29600 islands.index=5",
+    "pretrain islands=diloco islands.address=localhost:29600 islands.server_shards=2",
     # names of other trainers
     "pretrain eval_strategy=steps",
     "pretrain train.arguments.learning_rate=1e-3",

@@ -14,28 +14,40 @@ JOB = {"islands.count": 2, "islands.every": 10}
 
 
 @contextmanager
-def served(**options):
-    """The address of a server in a thread, and its lines."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    lines, started = [], queue.Queue()
+def in_thread(make):
+    """Let a server, or what serves beside one, serve in a thread; `make` is called there."""
+    started = queue.Queue()
 
     async def serve():
-        server = IslandServer(listener, say=lines.append, **options)
-        # What nobody expects is a line, so that a test sees it.
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: lines.append(f"Traceback: {context}"))
+        made = make()
         started.put((asyncio.get_running_loop(), asyncio.current_task()))
         with suppress(asyncio.CancelledError):
-            await server.serve()
+            await made.serve()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     loop, task = started.get()
     try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}", lines
+        yield
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
+
+
+@contextmanager
+def served(**options):
+    """The address of a server in a thread, and its lines."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    lines = []
+
+    def make():
+        # What nobody expects is a line, so that a test sees it.
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: lines.append(f"Traceback: {context}"))
+        return IslandServer(listener, say=lines.append, **options)
+
+    with in_thread(make):
+        yield f"127.0.0.1:{listener.getsockname()[1]}", lines
 
 
 def at(island, rank=0):

@@ -8,7 +8,7 @@ from hfdist.config.optimizer import OptimizerConfig, OptimizerName, Schedule
 from hfdist.config.plain_values import plain
 from hfdist.errors import ConfigError, PeerError
 from hfdist.islands.parameter_client import GradientRecorder
-from hfdist.islands.parameter_server import check_job
+from hfdist.islands.parameter_shard import check_job
 from hfdist.islands.parameter_store import find_slots
 from hfdist.messages.message import Message
 from tests.unit.islands.servers import member, served, together, until

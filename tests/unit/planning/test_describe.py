@@ -51,6 +51,8 @@ def test_what_travels_between_islands_is_said_for_its_period():
     assert "between 3 islands and their server, in a step" in server
     assert "the server sends  3.0 GiB" in server
     assert "the server takes  1.5 GiB" in server
+    shards = words(method=IslandMethod.parameter_server, count=3, codec=Codec.bf16, server_shards=4)
+    assert "a shard of the server sends  768 MiB" in shards
     # Half of the clients train in a round.
     assert "between 2 islands" in words(method=IslandMethod.federated, count=4, participation=0.5)
     assert words() == describe_plan(PLAN)
