@@ -44,7 +44,7 @@ class Plans:
     @property
     def without(self) -> list[str]:
         """Overrides that ask for less."""
-        if self.tensor is not None and self.tensor.readers is not None:
+        if self.tensor is not None and self.tensor.regions is not None:
             return ["strategy.sequence=false"]
         return [f"strategy.{axis}=1" for axis in self.axes]
 

@@ -1,6 +1,8 @@
 """Tensor parallelism beyond the numbers of test_layouts.py: families under accumulation, and what is refused."""
 
+import copy
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from hfdist.trainer.run_options import RunOptions
 from tests.distributed.test_optimizers import saved
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, history, uneven_items
 from tests.marks import many
+from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.sharding import tensor_types, try_types
 
 pytestmark = pytest.mark.distributed
@@ -233,43 +236,81 @@ def train_with_shared_tokens(folder, layout, max_steps=STEPS, resume=None):
     return history(trainer), trainer.evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(4, {"tensor": 2}), many(4, {"tensor": 2, "sharding": "fsdp2"})])
-def test_ranks_that_share_tokens_train_as_one_process_and_resume_in_another_layout(single, tmp_path, num_ranks, layout):
+@pytest.mark.parametrize("layout", [{"tensor": 4}, many({"tensor": 2, "sharding": "fsdp2"})])
+def test_ranks_that_share_tokens_train_as_one_process_and_resume_in_another_layout(single, tmp_path, layout):
     folder, reference = single
-    run_ranks(train_with_shared_tokens, 2, tmp_path, {"tensor": 2}, 2)
-    found = run_ranks(train_with_shared_tokens, num_ranks, tmp_path, layout, STEPS, tmp_path / "checkpoint-2")[0]
+    run_ranks(train_with_shared_tokens, 4, tmp_path, {"tensor": 2}, 2)
+    found = run_ranks(train_with_shared_tokens, 4, tmp_path, layout, STEPS, tmp_path / "checkpoint-2")[0]
     check(found, reference, tmp_path, folder)
 
 
+WITH_DROPOUT = [
+    ("phi", {"resid_pdrop": 0.5}),
+    ("starcoder2", {"residual_dropout": 0.5}),
+    ("starcoder2", {"residual_dropout": 0.5, "attention_dropout": 0.5}),
+]
+"""By a module, and by functions; of attention's each tensor rank draws the mask of its heads."""
+
+
+def two_forwards(model):
+    """Give the states of two batches of other lengths, and their loss, with blocks that are computed again."""
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(1)
+    outputs = [model(**tiny_batch(model, 2, tokens), output_hidden_states=True) for tokens in (15, 8)]
+    loss = outputs[0].loss + outputs[1].loss
+    loss.backward()
+    return [state.detach() for output in outputs for state in output.hidden_states], loss.item()
+
+
+def differences_without_shares(model_type, fields):
+    """From one process, or from tensor ranks that draw as many numbers."""
+    model = tiny_model(model_type, 2, **fields)
+    engine = make_strategy(sequence=True).build(copy.deepcopy(model))
+    reference = make_strategy().build(model) if "attention_dropout" in fields else None
+    (states, loss), (own_states, own_loss) = two_forwards(model), two_forwards(engine.model)
+    whole_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    norm = whole_norm if reference is None else reference.clip_grad_norm(0)
+    is_alike = [torch.allclose(own, whole, atol=1e-5) for own, whole in zip(own_states, states, strict=True)]
+    return is_alike, own_loss / loss - 1, float(engine.clip_grad_norm(0) / norm) - 1
+
+
 def held_by_blocks(layout):
-    """Count the bytes that blocks keep for their backward, each once, without parameters."""
+    """Count the bytes of tensors as wide as the states after a forward of blocks that are computed again, or are not.
+
+    Each tensor once, and no parameter.
+    """
     model = make_model()
     make_strategy(**layout).build(model)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held = {}
-
-    def keep(tensor):
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    hidden, positions = torch.randn(2, 16, 32, requires_grad=True), torch.arange(16)[None]
-    embedded = model.model.rotary_emb(hidden, positions)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = hidden
-        for block in model.model.layers:
-            output = block(output, position_ids=positions, position_embeddings=embedded)
-    return sum(size for place, size in held.items() if place not in own)
-
-
-def held_with_and_without_shares():
-    return [held_by_blocks({"sequence": is_shared}) for is_shared in (True, False)]
+    hidden, found = torch.randn(2, 16, 32, requires_grad=True), []
+    for recomputes in (True, False):
+        if not recomputes:
+            model.gradient_checkpointing_disable()
+        else:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        output = model.model(inputs_embeds=hidden * 1, use_cache=False)
+        gc.collect()
+        tensors = [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]
+        wide = {value.data_ptr(): value.nbytes for value in tensors if value.dim() == 3 and value.shape[-1] == 32}
+        found.append(sum(wide.values()))
+        del output
+    return found
 
 
-def test_blocks_whose_tokens_are_shared_keep_less():
-    num_blocks, share = SIZES["num_hidden_layers"], 2 * 16 * 32 * 4 // 2
-    for shared, whole in run_ranks(held_with_and_without_shares, 2):
-        # The inputs of two norms, half of each on the other rank; the rest is smaller.
-        assert whole - shared >= 2 * num_blocks * share
+def beside_the_whole_and_without_shares():
+    held = [held_by_blocks({"sequence": is_shared}) for is_shared in (True, False)]
+    return held, [differences_without_shares(*case) for case in WITH_DROPOUT]
+
+
+def test_ranks_that_share_tokens_keep_less_and_drop_what_one_process_drops():
+    half_of_states = SIZES["num_hidden_layers"] * 2 * 16 * 32 * 4 // 2
+    for (shared, whole), differences in run_ranks(beside_the_whole_and_without_shares, 2):
+        of_recomputed, of_kept = (more - less for more, less in zip(whole, shared, strict=True))
+        # The input of each block; else what two norms keep, too.
+        assert of_recomputed == half_of_states
+        assert of_kept >= 3 * half_of_states
+        for states_are_alike, *relative in differences:
+            assert states_are_alike == [True] * 6
+            assert relative == pytest.approx([0, 0], abs=1e-5)
 
 
 def with_shared_tokens(model_types):

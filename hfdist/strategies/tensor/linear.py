@@ -30,7 +30,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hfdist.collectives import all_gather_single
 from hfdist.errors import first_line
-from hfdist.strategies.tensor.sequence import TokenShares
 
 logger = logging.getLogger(__name__)
 
@@ -109,18 +108,26 @@ class SharedInputs:
 
 
 def run_locally(
-    module: Any, style: str, group: dist.ProcessGroup, inputs: SharedInputs, tokens: TokenShares | None = None
+    module: Any,
+    style: str,
+    group: dist.ProcessGroup,
+    inputs: SharedInputs,
+    reduce_scatter: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Let a layer that has only its rank's part give what `style` says; `tokens`: of blocks that share sequences."""
+    """Let a layer that has only its rank's part give what `style` says.
+
+    With `reduce_scatter` `colwise` reads what was gathered along the sequence, and of the sum that `rowwise` gives a
+    rank has a part of each sequence.
+    """
 
     def colwise(value: torch.Tensor) -> torch.Tensor:
         weight = module.weight.T if type(module) is Conv1D else module.weight
-        # Where tokens were gathered, their gradient is added up there.
-        return functional.linear(inputs(value) if tokens is None else value, weight, module.bias)
+        # What was gathered has its gradient added up there.
+        return functional.linear(inputs(value) if reduce_scatter is None else value, weight, module.bias)
 
     def rowwise(value: torch.Tensor) -> torch.Tensor:
         product = functional.linear(value, module.weight)
-        total: torch.Tensor = _Sum.apply(product, group) if tokens is None else tokens.sum_up(product)
+        total: torch.Tensor = _Sum.apply(product, group) if reduce_scatter is None else reduce_scatter(product)
         return total if module.bias is None else total + module.bias
 
     def gather(value: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,7 +50,13 @@ from hfdist.strategies.tensor.linear import (
     shard_range,
     split_dimensions,
 )
-from hfdist.strategies.tensor.sequence import SEQUENCE, TokenShares, find_readers, whole_in_blocks
+from hfdist.strategies.tensor.sequence import (
+    SEQUENCE,
+    SequenceParallel,
+    find_tensor_regions,
+    no_regions_error,
+    partial_in_blocks,
+)
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -94,8 +100,8 @@ class TensorPlan:
     """Names of other modules and parameters, and the style of transformers for each."""
     partial: frozenset[str]
     """Parameters that are whole on each rank, and whose gradient is the sum of those of the ranks."""
-    readers: list[str] | None = None
-    """Names of the modules that need all tokens, where each rank has a part of them between; None: it has all."""
+    regions: list[str] | None = None
+    """Names of the modules that need whole sequences, where a rank has a part of each between; None: it has all."""
 
 
 def list_plans(model: PreTrainedModel, num_ranks: int, *, splits_tokens: bool = False) -> list[TensorPlan]:
@@ -170,11 +176,13 @@ def _make_plan(model: PreTrainedModel, num_ranks: int, kind: PlanKind) -> Tensor
     if not layers and not rules:
         what = "no layer of this model can be divided"
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT)
-    readers = None
+    regions = None
     if kind.splits_tokens:
-        readers = find_readers(model, layers, rules)
-        partial |= set(whole_in_blocks(model, layers))
-    return TensorPlan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial, readers=readers)
+        if rules:
+            raise no_regions_error(*next(iter(rules.items())))
+        regions = find_tensor_regions(model, layers)
+        partial |= set(partial_in_blocks(model, layers))
+    return TensorPlan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial, regions=regions)
 
 
 def _resolve(
@@ -282,18 +290,16 @@ def apply_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: TensorPlan) -> di
         if placed or module_name in plan.rules:
             # A compiler cannot follow DTensors that come and go.
             module.forward = torch.compiler.disable(module.forward)
-    tokens, readers = TokenShares(mesh.get_group()), plan.readers or []
-    if readers:
-        tokens.split_blocks(model, readers)
-    return shards | _split_layers(model, mesh.get_group(), plan.layers, tokens, readers)
+    group = mesh.get_group()
+    sequence = None if plan.regions is None else SequenceParallel(model, group, plan.regions)
+    return shards | _split_layers(model, group, plan.layers, sequence)
 
 
 def _split_layers(
     model: PreTrainedModel,
     group: dist.ProcessGroup,
     layers: dict[str, str],
-    tokens: TokenShares | None = None,
-    readers: Sequence[str] = (),
+    sequence: SequenceParallel | None = None,
 ) -> dict[str, ParameterShard]:
     modules = dict(model.named_modules())
     # A tied parameter is one here, too, whatever modules have it.
@@ -317,7 +323,8 @@ def _split_layers(
             shards[part] = ParameterShard(shape=tuple(whole.shape), dim=dim, parts=((start, stop),))
             for owner, of_owner in owners.pop(whole):
                 owner._parameters[of_owner] = part
-        run_locally(modules[name], style, group, inputs, tokens if name.rpartition(".")[0] in readers else None)
+        reduce_scatter = sequence.reduce_scatter if sequence is not None and sequence.has(name) else None
+        run_locally(modules[name], style, group, inputs, reduce_scatter)
     head = model.get_output_embeddings()
     if any(modules[name] is head for name in here):
         start, stop = shard_range(head.out_features, group.size(), group.rank())
