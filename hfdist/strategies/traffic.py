@@ -270,8 +270,9 @@ class Axes:
         if self.config.sequence:
             # A module's input is gathered, of its sum a rank keeps its tokens; gradients go the other way. The last
             # block's output is gathered, too, and so is the gradient by the first one's input.
-            ends = 2 * sizes.hidden * sizes.weight_bytes
-            yield from add(ALL_GATHER, tokens * (read * sizes.forwards + written + ends), num_sums)
+            ranks = self._rank_of_stage()
+            ends = self.tokens * (2 if ranks[0] == ranks[-1] else 1) * sizes.hidden * sizes.weight_bytes
+            yield from add(ALL_GATHER, tokens * (read * sizes.forwards + written) + ends, num_sums)
             yield from add(REDUCE_SCATTER, tokens * (written * sizes.forwards + read), num_sums)
             # What is looked up, and the gradient by the last states.
             num_sums = 2 * self.batch.num_microbatches
@@ -332,7 +333,8 @@ class Axes:
         topology, sizes = self.topology, self.sizes
         stride = topology.data * topology.context * topology.tensor
         crossed = self._crossed_boundaries()
-        num_bytes = crossed * self.tokens * sizes.hidden * sizes.weight_bytes
+        sent_tokens = self.tokens / (topology.tensor if self.config.sequence else 1)
+        num_bytes = crossed * sent_tokens * sizes.hidden * sizes.weight_bytes
         calls = crossed * self.batch.num_microbatches
         yield from self._send(SEND, "pipeline", topology.pipeline, stride, num_bytes, calls)
         if sizes.is_tied:

@@ -36,6 +36,7 @@ FSDP = {"sharding": "fsdp2"}
 HSDP = FSDP | {"replicate": 2}
 TENSOR, CONTEXT, EXPERT = {"tensor": 2}, {"context": 2}, {"expert": 2}
 GATHER = CONTEXT | {"context_method": "gather"}
+SEQUENCE = TENSOR | {"sequence": True}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ CASES = {
         "mixtral", "interleaved_zero_bubble", FSDP | EXPERT, checkpointing=True
     ),
     "context by gathering, recomputed": Case("llama", layout=GATHER, fields=TIED, checkpointing=True),
+    "tokens of tensor ranks, tied, in a V": Case("llama", "zbv", SEQUENCE, fields=TIED),
     "a rank with nothing to train": Case("llama", frozen=("embed_tokens", *(f"layers.{i}." for i in range(3)))),
 }
 MORE_CASES = {
@@ -79,6 +81,14 @@ MORE_CASES = {
     "3d, experts": Case("mixtral", "interleaved_zero_bubble", FSDP | TENSOR, num_ranks=8),
     "experts, in a V": Case("mixtral", "zbv", EXPERT),
     "experts, shared ones, over and over": Case("deepseek_v3", "interleaved_1f1b", FSDP | EXPERT, num_ranks=8),
+    "tokens of tensor ranks, uneven, recomputed": Case(
+        "qwen3", "gpipe", SEQUENCE | {"blocks_per_stage": [5, 1]}, checkpointing=True
+    ),
+    "tokens of tensor ranks, recomputed": Case("llama", layout=SEQUENCE, fields=UNTIED, checkpointing=True),
+    "tokens of tensor ranks, over and over": Case("qwen3", "interleaved_1f1b", SEQUENCE),
+    "tokens of tensor ranks, backwards in halves": Case("llama", "interleaved_zero_bubble", SEQUENCE),
+    "tokens of tensor ranks, in a V of two": Case("llama", "dualpipev", SEQUENCE, fields=TIED),
+    "3d, tokens of tensor ranks": Case("llama", "zbv", FSDP | SEQUENCE, num_ranks=8, checkpointing=True),
     "hsdp and context, uneven": Case("llama", "gpipe", HSDP | CONTEXT | {"blocks_per_stage": [4, 2]}, num_ranks=8),
 }
 """For `make mesh`."""

@@ -66,6 +66,7 @@ CASES = {
     "pipeline of 4": Case(keys={"pipeline": 4}, num_ranks=4, microbatches=4),
     "expert, fsdp2": Case(keys=FSDP | {"expert": 2}, sizes=MIXTRAL, num_ranks=4),
     "pipeline x tensor": Case(keys={"pipeline": 2, "tensor": 2}, num_ranks=4),
+    "pipeline x tensor, tokens shared": Case(keys={"pipeline": 2, "tensor": 2, "sequence": True}, num_ranks=4),
     "fsdp2 x tensor": Case(keys=FSDP | {"tensor": 2}, num_ranks=4),
     "fsdp2, muon": Case(keys=FSDP, optimizer=MUON),
     "zero1, muon": Case(keys={"sharding": "zero1"}, sizes=LLAMA | {"num_hidden_layers": 3}, optimizer=MUON),

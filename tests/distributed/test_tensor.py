@@ -236,7 +236,9 @@ def train_with_shared_tokens(folder, layout, max_steps=STEPS, resume=None):
     return history(trainer), trainer.evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 4}, many({"tensor": 2, "sharding": "fsdp2"})])
+@pytest.mark.parametrize(
+    "layout", [{"tensor": 4}, many({"tensor": 2, "sharding": "fsdp2"}), many({"tensor": 2, "pipeline": 2})]
+)
 def test_ranks_that_share_tokens_train_as_one_process_and_resume_in_another_layout(single, tmp_path, layout):
     folder, reference = single
     run_ranks(train_with_shared_tokens, 4, tmp_path, {"tensor": 2}, 2)

@@ -35,7 +35,7 @@ def _check_sequence(config: RunConfig) -> None:
     if strategy.tensor == 1:
         what, hint = "tensor ranks share the tokens, and there are none", f"strategy.tensor=2, or {keep}"
         raise conflict(config, "strategy.sequence strategy.tensor", what, allowed="false", hint=hint)
-    for axis in ("pipeline", "context", "expert"):
+    for axis in ("context", "expert"):
         if getattr(strategy, axis) > 1:
             what = f"tensor ranks share no tokens beside {axis} ranks in this version"
             hint = f"strategy.{axis}=1, or {keep}"

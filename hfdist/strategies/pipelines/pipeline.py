@@ -131,13 +131,14 @@ class PipelineEngine(Engine):
         strategy, group = self._strategy, self._pipeline_group
         if strategy.planned is None:
             return P2PChannel(strategy.rank_of_stage, group, self._device)
+        num_parts = strategy.topology.tensor if strategy.config.sequence else strategy.topology.context
         return PlannedChannel(
             strategy.rank_of_stage,
             group,
             self._device,
             planned=strategy.planned,
             stages=self._split.stages,
-            shape=(strategy.batch.micro_batch_size, strategy.batch.sequence_length // strategy.topology.context),
+            shape=(strategy.batch.micro_batch_size, -(-strategy.batch.sequence_length // num_parts)),
         )
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:

@@ -211,7 +211,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, value: torch.Tensor, there: Exchange, back: Exchange, num_tokens: int, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.back = back, num_tokens, group
-        return there(value, num_tokens, group)
+        # No view, as one sequence is of its tokens in another order: a writer in place would take FSDP2's hooks off it.
+        return there(value, num_tokens, group).detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:

@@ -192,7 +192,7 @@ LINES = [
     f"pretrain {TWO} strategy=long_context strategy.context_method=gather model.attention=varlen",
     f"pretrain {TWO} strategy=zero1 strategy.tensor=2",
     f"pretrain {TWO} strategy.sequence=true",
-    "pretrain launch.processes=4 strategy.tensor=2 strategy.sequence=true strategy.pipeline=2",
+    "pretrain launch.processes=4 strategy.tensor=2 strategy.sequence=true strategy.context=2",
     f"pretrain {TWO} strategy.tensor=2 strategy.sequence=true train.compile=blocks",
     f"finetune model=tiny data=chats.jsonl adapter=lora {TWO} strategy.tensor=2 strategy.sequence=true",
     f"pretrain {TWO} strategy.expert=2 train.compile=blocks model=qwen3_30b_a3b",
