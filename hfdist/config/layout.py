@@ -15,6 +15,8 @@ from hfdist.topology import MODEL_AXES, Mesh
 class Layout(Mesh):
     """How so many processes train one model."""
 
+    sequence: bool = False
+    """Whether tensor ranks share the tokens between attention and MLP."""
     sharding: Sharding = Sharding.none
     offload: Offload = Offload.none
     schedule: Schedule = ONE_F_ONE_B
@@ -45,7 +47,7 @@ class Layout(Mesh):
             data=None if strategy.data is None else self.data,
             min_data=min(strategy.min_data, self.data),
             **{axis: getattr(self, axis) for axis in ("replicate", *MODEL_AXES)},
-            sequence=False,
+            sequence=self.sequence,
             context_method=strategy.context_method if self.context > 1 else ContextMethod.auto,
             schedule=self.schedule if has_pipeline else strategy.schedule,
             stages_per_rank=self.stages_per_rank if has_pipeline and self.schedule is not Schedule.auto else None,
@@ -83,6 +85,7 @@ class Layout(Mesh):
         topology = strategy.topology(processes)
         return cls(
             **{axis: getattr(topology, axis) for axis in ("data", "replicate", *MODEL_AXES)},
+            sequence=strategy.sequence,
             sharding=strategy.sharding,
             offload=strategy.offload,
             schedule=strategy.schedule,

@@ -102,7 +102,8 @@ def _row(one: Candidate, request: PlanRequest) -> tuple[str, ...]:
     recompute = "" if layout.recompute is None else f", recompute {layout.recompute.value}"
     schedule = f", {layout.schedule.value} of {layout.stages_per_rank} stages a rank" if layout.pipeline > 1 else ""
     offload = ", offload" if layout.offload.value != "none" else ""
-    words = f"{layout.describe().partition(': ')[2] or 'one process'}; {layout.sharding.value}"
+    sequence = ", tokens shared" if layout.sequence else ""
+    words = f"{layout.describe().partition(': ')[2] or 'one process'}{sequence}; {layout.sharding.value}"
     micro = f", micro batch {layout.micro_batch_size}"
     return (
         duration(seconds),
@@ -120,7 +121,7 @@ def _tokens(request: PlanRequest) -> int:
 def _to_json(one: Candidate, request: PlanRequest) -> dict[str, object]:
     return {
         "processes": one.layout.world_size,
-        "layout": one.layout.degrees | {"sharding": one.layout.sharding.value},
+        "layout": one.layout.degrees | {"sequence": one.layout.sequence, "sharding": one.layout.sharding.value},
         "overrides": list(one.overrides),
         "step_seconds": one.time.seconds,
         "tokens_per_second": _tokens(request) / one.time.seconds,
@@ -221,6 +222,8 @@ def _neighbours(layout: Layout) -> Iterator[Layout]:
             yield replace(layout, sharding=sharding)
     if layout.offload is Offload.none:
         yield replace(layout, offload=Offload.cpu)
+    if layout.tensor > 1:
+        yield replace(layout, sequence=not layout.sequence)
     sequences = layout.micro_batch_size * layout.num_microbatches
     for micro in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
         if micro and sequences % micro == 0:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hfdist.config.train import Recompute
 from hfdist.pipeline.costs import Costs
@@ -106,6 +107,8 @@ class ModelConstants:
     """Bytes of one element in the type of the arithmetic, where that is not the weights' type."""
     shares: Mapping[tuple[int, int], ShareOfParts]
     """Shares by (tensor, expert) degree; degrees that are missing do not go with this model."""
+    sequence_degrees: frozenset[int] = frozenset()
+    """Tensor degrees with which ranks can share the tokens between attention and MLP."""
     shares_tokens: bool = True
     """Whether ranks can share its sequences: what a token needs of others comes through attention."""
     balance: Costs
@@ -120,6 +123,13 @@ class ModelConstants:
         """Number of blocks of the whole model."""
         return len(self.kind_of_block)
 
+    @cached_property
+    def kinds_of_parts(self) -> tuple[PartCosts, ...]:
+        """`kinds` where tensor ranks share the tokens between attention and MLP, which read whole sequences."""
+        sizes = self.sizes[min(self.sequence_degrees)]
+        read = sizes.tensor.summed_backward / sizes.num_blocks * self.sequence_length * sizes.compute_bytes
+        return tuple(_of_parts(kind, read) for kind in self.kinds)
+
     @property
     def parameters(self) -> float:
         """Elements of the whole model, tied ones once."""
@@ -128,3 +138,21 @@ class ModelConstants:
             + self.prologue.parameters
             + self.epilogue.parameters
         )
+
+
+def _of_parts(block: PartCosts, read: float) -> PartCosts:
+    """Give the costs of a block of which `read` bytes of a sequence stay whole on each tensor rank."""
+    share = min(1.0, read / max(block.kept[None].whole, 1.0))
+    # Computed again: its input, of which a rank has a part, and products that are summed over the ranks.
+    shares = {None: share, Recompute.cheap: 1.0, Recompute.all: 0.0}
+
+    def cut(growth: Growth, share: float) -> Growth:
+        return replace(growth, whole=growth.whole * share, divided=growth.divided + growth.whole * (1 - share))
+
+    return replace(
+        block,
+        forward=replace(block.forward, moved=cut(block.forward.moved, share)),
+        backward={mode: replace(work, moved=cut(work.moved, share)) for mode, work in block.backward.items()},
+        kept={mode: cut(grown, shares[mode]) for mode, grown in block.kept.items()},
+        working={mode: cut(grown, share) for mode, grown in block.working.items()},
+    )

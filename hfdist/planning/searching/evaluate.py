@@ -131,6 +131,8 @@ class Evaluator:
         model = self.model
         if (layout.tensor, layout.expert) not in model.shares or (layout.context > 1 and not model.shares_tokens):
             return None
+        if layout.sequence and layout.tensor not in model.sequence_degrees:
+            return None
         config = layout.apply(self.config)
         try:
             strategy = self.strategy(layout, config)

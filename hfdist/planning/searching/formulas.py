@@ -98,10 +98,12 @@ def peak(strategy: Ways, sizes: RankSizes) -> tuple[Phase, MemoryUse]:
     return max(strategy.held(sizes), key=lambda held: held[1].total)
 
 
-def parts_of(model: ModelConstants, shares: ShareOfParts, load: Load) -> list[tuple[PartCosts, float, float]]:
+def parts_of(
+    model: ModelConstants, shares: ShareOfParts, load: Load, *, sequence: bool = False
+) -> list[tuple[PartCosts, float, float]]:
     """Each part of the model, with the share of its parameters that a rank has, and how many the stage runs."""
     return [
-        *zip(model.kinds, shares.kinds, load.blocks, strict=True),
+        *zip(model.kinds_of_parts if sequence else model.kinds, shares.kinds, load.blocks, strict=True),
         (model.prologue, shares.prologue, load.prologue),
         (model.epilogue, shares.epilogue, load.epilogue),
     ]
@@ -128,13 +130,14 @@ def _activations(
 ) -> tuple[float, float, float, float]:
     """Bytes as `RankSizes` has them: kept, copies, working and of_head."""
     sequences, tensor, mode = layout.shares_of_sequences, layout.tensor, layout.recompute
+    kinds = model.kinds_of_parts if layout.sequence else model.kinds
 
     def grown(growth: Growth, held: float) -> float:
         return growth.of(sequences, tensor, held)
 
     kept = copies = working = of_head = 0.0
     for load in loads:
-        for kind, held, number in zip(model.kinds, shares.kinds, load.blocks, strict=True):
+        for kind, held, number in zip(kinds, shares.kinds, load.blocks, strict=True):
             if number:
                 kept += number * grown(kind.kept[mode], 0.0)
                 # What a block keeps for any number of sequences.
@@ -146,7 +149,8 @@ def _activations(
     if layout.pipeline > 1:
         times = live_microbatches(layout, rank) / len(loads)
         # What arrives from other stages while this one computes.
-        return kept * times, copies * times, working + 2 * model.boundary_bytes * sequences, of_head
+        arriving = 2 * model.boundary_bytes * sequences / (tensor if layout.sequence else 1)
+        return kept * times, copies * times, working + arriving, of_head
     return kept, copies, working, of_head
 
 
@@ -164,7 +168,7 @@ def rank_costs(model: ModelConstants, strategy: Ways, sizes: RankSizes, loads: S
 def _stage_costs(model: ModelConstants, layout: Layout, shares: ShareOfParts, load: Load) -> StageCosts:
     sequences, tensor, mode = layout.shares_of_sequences, layout.tensor, layout.recompute
     forward = backward = OpCosts()
-    for part, held, number in parts_of(model, shares, load):
+    for part, held, number in parts_of(model, shares, load, sequence=layout.sequence):
         if number:
             forward += part.forward.of(sequences, tensor, held) * number
             backward += part.backward[mode].of(sequences, tensor, held) * number

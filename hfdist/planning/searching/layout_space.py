@@ -52,13 +52,10 @@ class Space:
                         continue
                     for expert in divisors(data):
                         if (tensor, expert) in self.model.shares:
-                            yield Layout(
-                                data=data,
-                                pipeline=pipeline,
-                                context=context,
-                                tensor=tensor,
-                                expert=expert,
-                            )
+                            one = Layout(data=data, pipeline=pipeline, context=context, tensor=tensor, expert=expert)
+                            yield one
+                            if tensor in self.model.sequence_degrees and context * expert == 1:
+                                yield replace(one, sequence=True)
 
     def _shares_sequences(self, context: int) -> bool:
         length = self.model.sequence_length
@@ -105,7 +102,7 @@ class Space:
     def _is_allowed(self, layout: Layout) -> bool:
         # Checks ask whether a degree is more than one, not how much it is.
         like = tuple(getattr(layout, axis) > 1 for axis in ("replicate", *MODEL_AXES))
-        key = (*like, layout.sharding, layout.offload, layout.recompute, layout.micro_batch_size > 1)
+        key = (*like, layout.sequence, layout.sharding, layout.offload, layout.recompute, layout.micro_batch_size > 1)
         if key not in self._answers:
             self._answers[key] = passes_checks(layout.apply(self.config))
         return self._answers[key]

@@ -48,13 +48,15 @@ def find_shares(
     }
 
 
-def find_tensor_plans(model: PreTrainedModel, degrees: Iterable[int]) -> dict[int, TensorPlan]:
+def find_tensor_plans(
+    model: PreTrainedModel, degrees: Iterable[int], *, splits_tokens: bool = False
+) -> dict[int, TensorPlan]:
     """Give the plan that a run tries first, by degree, of those degrees that go with the model."""
     plans: dict[int, TensorPlan] = {}
     for degree in degrees:
         if degree > 1:
             with suppress(ConfigError):
-                plans[degree] = first_plan(model, degree)
+                plans[degree] = first_plan(model, degree, splits_tokens=splits_tokens)
     return plans
 
 

@@ -126,6 +126,7 @@ def _of_whole(
         balance=costs_by_flops(model, blocks, length),
         flops_per_token=flops_per_token(model.config, measure_size(model), length),
         sizes={tensor: size(tensor=tensor, plan=plans.get(tensor)) for tensor in (1, *plans)},
+        sequence_degrees=frozenset(find_tensor_plans(model, plans, splits_tokens=True)),
     )
 
 

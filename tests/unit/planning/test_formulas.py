@@ -101,6 +101,12 @@ def test_memory_falls_with_each_degree(axis):
     assert len(set(found)) == 3
 
 
+@pytest.mark.parametrize("recompute", [None, Recompute.all])
+def test_memory_falls_where_tensor_ranks_share_tokens(recompute):
+    whole = Layout(tensor=4, micro_batch_size=4, recompute=recompute)
+    assert bytes_of(replace(whole, sequence=True)) < bytes_of(whole)
+
+
 def test_offloaded_state_is_not_on_the_device():
     model, layout = make_constants(), Layout(data=8, num_microbatches=2, sharding=Sharding.fsdp2)
     share = ShardFractions(weights=1 / 8, gradients=1 / 8, optimizer=1 / 8)
@@ -157,6 +163,8 @@ LAYOUTS = {
     "strategy=fsdp2": 0.12,
     "strategy=fsdp2 train.gradient_checkpointing=true": 0.15,
     "strategy=fsdp2 strategy.tensor=2": 0.12,
+    "strategy=fsdp2 strategy.tensor=2 strategy.sequence=true": 0.12,
+    "strategy=fsdp2 strategy.tensor=4 strategy.sequence=true train.gradient_checkpointing=true": 0.12,
     "strategy=fsdp2 strategy.context=2": 0.12,
 }
 
@@ -239,6 +247,9 @@ DEEP = (
 def test_degrees_that_are_asked_for_are_measured_on_any_machine(measured):
     architecture, model, machines = measured
     assert (2, 1) in model.shares
+    # Eight ranks have four heads of keys in another way.
+    assert (8, 1) in model.shares
+    assert model.sequence_degrees == {2, 4}
     alone = replace(machines, hardware=replace(machines.hardware, devices_per_machine=1))
     config = compose_config([*FP32, "strategy.tensor=2"])
     assert (2, 1) in measure(config, architecture, alone, as_asked=True).shares

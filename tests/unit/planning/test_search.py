@@ -205,6 +205,15 @@ def test_a_layout_that_the_model_does_not_go_with_is_none():
     assert [evaluator.evaluate(layout) is not None for layout in layouts] == [True, False, False, False]
 
 
+def test_tensor_ranks_share_tokens_where_the_plan_for_the_model_divides_them():
+    config, where = compose_config(BASE), machines(60.0)
+    for degrees in (frozenset({2, 4}), frozenset({2}), frozenset()):
+        model = replace(make_constants(4), sequence_degrees=degrees)
+        assert {one.tensor for one in Space(config, model, 4, where.per_machine).layouts() if one.sequence} == degrees
+        shared = Evaluator(config, model, where).evaluate(Layout(tensor=4, sequence=True, num_microbatches=64))
+        assert (shared is not None) == (4 in degrees)
+
+
 def test_advice_is_faster_also_where_a_trace_alone_says_that_the_layout_fits(monkeypatch):
     monkeypatch.setattr(answer, "measure", lambda *_, **__: MODEL)
     config = compose_config([*BASE, "strategy=ddp", "train.micro_batch_size=1"])
