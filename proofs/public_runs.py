@@ -2,7 +2,7 @@
 
 Time and memory are those of the search's formulas, which need a few CPU seconds a model and no network. Where hfdist
 lacks a part of a layout, the row names it in place of a ratio, and what is planned is the nearest layout that there is.
-Sequence parallelism is the exception: formulas tell what it would give, and such a row says that it has it.
+Sequence parallelism in compiled blocks is the exception: formulas tell what it would give, and such a row says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hfdist.config.layout import Layout
 from hfdist.config.run import RunConfig
 from hfdist.pipeline.schedule import stages_per_rank
 from hfdist.planning.make_plan import find_planned_architecture
-from hfdist.planning.searching.constants import Growth, ModelConstants, PartCosts, Work
+from hfdist.planning.searching.constants import ModelConstants
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure
 from hfdist.units import share, short, size
@@ -84,7 +84,7 @@ class Run:
     lacks: str = ""
     """What of its layout hfdist does not have; empty: nothing."""
     divides_sequences: bool = False
-    """Whether its tensor ranks share all activations between layers, which hfdist's do not."""
+    """Whether its tensor ranks share the tokens between layers in compiled blocks; hfdist's do one of the two."""
 
 
 TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
@@ -192,32 +192,11 @@ def constants(run: Run, config: RunConfig) -> ModelConstants:
         return measure(config, architecture, machines, processes=run.devices, as_asked=True)
 
 
-def with_divided_sequences(model: ModelConstants) -> ModelConstants:
-    """The constants of a model whose tensor ranks share what is whole on each of hfdist's."""
-
-    def divided(growth: Growth) -> Growth:
-        return replace(growth, whole=0.0, divided=growth.whole + growth.divided)
-
-    def of_work(work: Work) -> Work:
-        return replace(work, moved=divided(work.moved))
-
-    def of_part(part: PartCosts) -> PartCosts:
-        return replace(
-            part,
-            forward=of_work(part.forward),
-            backward={mode: of_work(work) for mode, work in part.backward.items()},
-            kept={mode: divided(growth) for mode, growth in part.kept.items()},
-            working={mode: divided(growth) for mode, growth in part.working.items()},
-        )
-
-    return replace(model, kinds=tuple(map(of_part, model.kinds)))
-
-
 def plan(run: Run, config: RunConfig, model: ModelConstants) -> Planned:
     """Plan a run in its own layout."""
     strategy = config.strategy
     per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank) if strategy.pipeline > 1 else 1
-    layout = Layout.of(config, run.devices, per_rank)
+    layout = replace(Layout.of(config, run.devices, per_rank), sequence=run.divides_sequences)
     found = Evaluator(config, model, machines_of(run)).evaluate(layout, is_exact=True)
     if found is None:
         return Planned(run, None)
@@ -250,7 +229,7 @@ def main(page: Path) -> None:
     for run in RUNS:
         config = config_of(run)
         model = constants(run, config)
-        found.append(plan(run, config, with_divided_sequences(model) if run.divides_sequences else model))
+        found.append(plan(run, config, model))
     told = [one for one in found if not one.run.lacks and one.plan is not None]
     close = sum(abs(one.ratio - 1) <= CLOSE for one in told)
     write(page, f"\n{close} of {len(told)} lie within {share(CLOSE)}.\n\n{table(found)}\n", BEGIN, END)

@@ -142,9 +142,11 @@ class ModelConstants:
 
 def _of_parts(block: PartCosts, read: float) -> PartCosts:
     """Give the costs of a block of which `read` bytes of a sequence stay whole on each tensor rank."""
-    share = min(1.0, read / max(block.kept[None].whole, 1.0))
-    # Computed again: its input, of which a rank has a part, and products that are summed over the ranks.
-    shares = {None: share, Recompute.cheap: 1.0, Recompute.all: 0.0}
+    whole = {mode: max(grown.whole, 1.0) for mode, grown in block.kept.items()}
+    share = min(1.0, read / whole[None])
+    # Computed again: its input, of which a rank has a part, and beside it products that are not yet summed.
+    products = max(0.0, 1 - whole[Recompute.all] / whole[Recompute.cheap])
+    shares = {None: share, Recompute.cheap: products, Recompute.all: 0.0}
 
     def cut(growth: Growth, share: float) -> Growth:
         return replace(growth, whole=growth.whole * share, divided=growth.divided + growth.whole * (1 - share))
