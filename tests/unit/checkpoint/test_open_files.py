@@ -4,13 +4,15 @@ import os
 import resource
 import shutil
 import time
+from collections import Counter
 from itertools import count, islice
+from pathlib import Path
 
 import pytest
 import torch
 
-from hfdist.checkpoint import Replicas, Saver, find_newest, read_checkpoint, save_plan
-from hfdist.checkpoint.piece import WEIGHT
+from hfdist.checkpoint import Replicas, Saver, find_newest, read_checkpoint, safetensors_io, save_plan
+from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import on_all_ranks, rank
 from hfdist.errors import ResourceError
 from hfdist.open_files import raise_limit
@@ -58,6 +60,41 @@ def save_and_read(folder):
 
 def test_files_are_opened_one_after_the_other(tmp_path):
     assert run_ranks(save_and_read, 2, tmp_path) == [(FILES, [True] * 4)] * 2
+
+
+def count_calls(folder):
+    save_plan.MAX_MODEL_FILE_BYTES = 8
+    tensor, half = torch.arange(4.0), slice(2 * rank(), 2 * rank() + 2)
+    pieces = [
+        *(whole(f"w{number}", WEIGHT, torch.full((2,), float(number))) for number in range(4)),
+        Piece(name="divided", key=WEIGHT, shape=(4,), start=half.start, view=tensor[half].clone()),
+    ]
+    synced, headers = Counter(), Counter()
+    fsync, read_header = os.fsync, safetensors_io.read_header
+
+    def sync(descriptor):
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] += 1
+        fsync(descriptor)
+
+    def read(path):
+        headers[path.name] += 1
+        return read_header(path)
+
+    os.fsync, safetensors_io.read_header = sync, read
+    write_checkpoint(folder, step=1, pieces=pieces, state={}, write_model_files=lambda path: None)
+    path = find_newest(folder)
+    loaded = blank(pieces)
+    headers.clear()
+    read_checkpoint(path, loaded)
+    return synced, headers, sorted(file.name for file in path.rglob("*") if file.is_file())
+
+
+def test_a_rank_syncs_what_it_has_laid_out_or_written_once_and_one_rank_reads_each_header_once(tmp_path):
+    (first, headers, files), (second, other_headers, _) = run_ranks(count_calls, 2, tmp_path)
+    assert {*files} <= {*first, *second}
+    assert all(synced[name] == 1 for synced in (first, second) for name in synced if name in files)
+    assert headers == Counter(name for name in files if name.endswith(".safetensors"))
+    assert other_headers == Counter()
 
 
 def save_with_none_left(folder):
