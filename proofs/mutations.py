@@ -182,8 +182,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a loss is divided by the exponentials of one rank's part of the vocabulary",
-        "    dist.all_reduce(sums, group=shard.group)\n",
-        "    dist.all_reduce(sums[1:], group=shard.group)\n",
+        "    dist.all_reduce(sums, group=shard.group)\n    exponentials",
+        "    dist.all_reduce(sums[1:], group=shard.group)\n    exponentials",
         f"{DISTRIBUTED}/test_shared_vocabulary.py::test_the_loss_and_all_gradients_are_those_of_one_process",
     ),
     Mutation(
