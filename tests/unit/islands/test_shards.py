@@ -229,6 +229,8 @@ def test_what_no_rank_sends_to_a_shard_ends_its_island(message, content, why):
         host, port = one.first.welcome["shards"][1].split(":")
         hello = {"rank": 1}, {"ticket": one.first.welcome["ticket"]}
         _, answers = knock((host, int(port)), "", *hello, 10.0)
+        # Before it is let in, nothing of it could be closed.
+        assert b"welcome" in answers.readline()
         one.members._others[0].send(message, content)
         with pytest.raises(PeerError) as error:
             one.members.connect()
