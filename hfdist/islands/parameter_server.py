@@ -13,9 +13,9 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
+from hfdist.errors import first_line
 from hfdist.islands.membership import Island
 from hfdist.islands.parameter_shard import ParameterShard, optimizer_of
 from hfdist.islands.shard_link import ShardLink
@@ -305,9 +305,15 @@ class ParameterServer:
 
         async def run() -> None:
             # It wakes who waits in their order. A shard that has ended ends all islands.
-            with suppress(ConnectionResetError):
+            try:
                 async with self._order:
                     await call()
+            except ConnectionResetError:
+                pass
+            except Exception as error:
+                # Such as memory that is not there: else islands would wait for weights that never come.
+                for island in list(self._islands.values()):
+                    self._end(island, f"the server has failed: {type(error).__name__}: {first_line(error)}")
 
         task = self._loop.create_task(run())
         self._tasks.add(task)

@@ -5,6 +5,7 @@ All is computed tensor by tensor, so that a tensor comes to the same bits whiche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -92,8 +93,8 @@ class ParameterStore:
         }
         """Weights and slots by rank, of shape [weights and slots, elements]."""
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._counted: list[nn.Parameter] = []
-        """Each element of the model once: tensor ranks hold some of them alike."""
+        self._counted: list[tuple[str, nn.Parameter]] = []
+        """Each element of the model once, with its tensor's name: tensor ranks hold some of them alike."""
         states, known = {}, set()
         for rank, own in self.segments.items():
             sizes = [segment.num_elements for segment in own]
@@ -107,7 +108,7 @@ class ParameterStore:
                     states[parameter][STEP] = torch.tensor(float(updates))
                 if segment not in known:
                     known.add(segment)
-                    self._counted.append(parameter)
+                    self._counted.append((segment.name, parameter))
         kind, settings = find_optimizer(optimizer, warmup_steps=0)
         # As the Trainer has it: weight decay on matrices only.
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -144,9 +145,13 @@ class ParameterStore:
             parameter.grad.add_(gradient, alpha=weight)
 
     def norms(self) -> list[float]:
-        """Give the norm of the gradient of each tensor, or of each part of one that a rank has."""
-        gradients = (parameter.grad for parameter in self._counted if parameter.grad is not None)
-        return [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
+        """Give the norm of the gradient of each tensor: of thousands of ranks the norms of all parts fill no line."""
+        norms: dict[str, list[float]] = {}
+        for name, parameter in self._counted:
+            if parameter.grad is not None:
+                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                norms.setdefault(name, []).append(float(norm))
+        return [math.sqrt(math.fsum(norm**2 for norm in of_parts)) for of_parts in norms.values()]
 
     @torch.no_grad()
     def step(self, scale: float, lr: float) -> None:

@@ -202,6 +202,8 @@ class Mirror:
     def _complete(self, name: str, sent: ListedCheckpoint) -> None:
         """Write the list, if all contents are there: rules of a bucket or another run may have removed some."""
         there = self._objects.list()
+        # An upload may take longer than the start of another process, which has chosen its checkpoint by then.
+        self._check_writer(there)
         if not sent.is_whole(there):
             what = "the mirror has lost a part of what was sent"
             hint = "no rule that removes objects, and no other run with this checkpoint.mirror and run.name"

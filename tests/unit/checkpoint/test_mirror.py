@@ -91,11 +91,13 @@ def test_a_checkpoint_comes_back_as_it_was_and_equal_contents_are_sent_once(addr
     ]
     needed = {content.name for found in lists for content in found.contents()}
     assert there.keys() == needed | {"mirror.json", "writer", *(f"{name}.json" for name in again.open())}
-    # A process that begins is the only one that writes from there on.
-    again.claim()
+    # A process that begins is the only one that writes from there on, also where another is sending.
+    with pytest.raises(CheckpointError, match="another run has begun"):
+        mirror.send(saved[4], lambda sent: again.claim())
     for write in (lambda: mirror.send(saved[4]), lambda: mirror.prune(Keep(newest=1))):
         with pytest.raises(CheckpointError, match="another run has begun"):
             write()
+    again.prune(Keep(newest=2))
     assert Objects(address).list().keys() == there.keys()
     send(again, saved[4])
     assert mirror.open() == [step_name(3), step_name(4)]

@@ -9,7 +9,7 @@ from hfdist.config.plain_values import plain
 from hfdist.errors import ConfigError, PeerError
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_shard import check_job
-from hfdist.islands.parameter_store import find_slots
+from hfdist.islands.parameter_store import ParameterStore, Segment, find_slots
 from hfdist.messages.message import Message
 from tests.unit.islands.servers import member, served, together, until
 
@@ -289,3 +289,29 @@ def test_who_has_other_parameters_does_not_begin_with_the_others():
         one.step = 1
         one.push(1.0)
         assert one.take() == [0.0, 1.0]
+
+
+def test_a_server_that_fails_ends_its_islands(monkeypatch):
+    def fail(*_):
+        raise MemoryError("no room\nfor it")
+
+    with served() as (address, _):
+        one, two = begin_both(address, 0)
+        monkeypatch.setattr(ParameterStore, "step", fail)
+        one.push(1.0)
+        two.push(1.0)
+        for worker in (one, two):
+            until(worker._member._connection.is_broken.is_set)
+            with pytest.raises(PeerError, match="has ended this island") as error:
+                worker._member.raise_if_ended()
+            assert error.value.found == "the server has failed: MemoryError: no room"
+
+
+def test_norms_are_those_of_tensors_and_not_of_the_parts_that_ranks_have():
+    """A shard says them in one line, and ranks are many."""
+    optimizer = OptimizerConfig(name=OptimizerName.sgd, lr=1.0, schedule=Schedule.constant)
+    segments = {rank: [Segment("a", (4, 1), rank, 0, 0, 1), Segment("b", (2,), 0, 0, 0, 2)] for rank in range(4)}
+    store = ParameterStore(optimizer, segments, dict.fromkeys(range(4), bytes(12)), 0)
+    for rank in range(4):
+        store.add(rank, [torch.tensor([1.0]), torch.tensor([3.0, 4.0])], 1.0)
+    assert store.norms() == [2.0, 5.0]
