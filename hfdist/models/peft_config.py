@@ -104,10 +104,10 @@ def make_peft_config(config: AdapterConfig) -> Any:
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind = _find_type(str(config.type))
-    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    config_class, word = PEFT_TYPE_TO_CONFIG_MAPPING[kind], kind.value.lower()
     fields = {field.name for field in dataclasses.fields(config_class) if field.init}
-    _check_arguments(config, config_class.__name__, fields)
-    values = {**_translate(config, kind.value.lower(), fields), **config.arguments}
+    _check_arguments(config, word, config_class.__name__, fields)
+    values = {**_translate(config, word, fields), **config.arguments}
     is_all = config.target_pattern is None and config.targets == [ALL_LINEAR]
     if config.target_parts is not None:
         # The model says which layers these are: `aim_at_parts`.
@@ -183,8 +183,8 @@ def _reason_against(kind: PeftType) -> str | None:
     return None
 
 
-def _check_arguments(config: AdapterConfig, class_name: str, fields: set[str]) -> None:
-    ours = {name.format(type=config.type): key for key, names in _FIELDS.items() for name in names}
+def _check_arguments(config: AdapterConfig, kind: str, class_name: str, fields: set[str]) -> None:
+    ours = {name.format(type=kind): key for key, names in _FIELDS.items() for name in names}
     for name, value in config.arguments.items():
         where = f"adapter.arguments.{name}"
         if name in ours or name in _SET_HERE:
@@ -239,7 +239,8 @@ def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, 
         value = getattr(config, key)
         if value == getattr(default, key):
             continue
-        name = next((name for name in (n.format(type=kind) for n in names) if name in fields), None)
+        of_type = [name.format(type=kind) for name in names]
+        name = next((name for name in of_type if name in fields), None)
         if name is None:
             raise ConfigError(
                 "this type of adapter has nothing of the kind",

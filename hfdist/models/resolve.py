@@ -137,7 +137,7 @@ def _find_here(
         allowed = "a Hub id, a folder, or a .gguf file"
         raise ConfigError("there is no such folder", where=key, found=path, allowed=allowed)
     if is_model:
-        _check_model(config, {file.name for file in path.iterdir() if file.is_file()}, path, str(path), True)
+        _check_model(config, {one.name for one in path.iterdir() if one.is_file()}, path, str(path), True)
     return path
 
 
@@ -213,14 +213,15 @@ def _without_weights(names: Set[str], found: str, is_complete: bool) -> ConfigEr
 
 
 def _refuse_code(config_file: Path, found: str) -> None:
-    """A config may name Python files of its repository; where transformers has the type itself, they are not needed."""
+    """Refuse a config that names Python files of its repository, unless transformers has the type itself."""
     try:
         values = json.loads(config_file.read_bytes())
-        own_code, kind = "auto_map" in values, values.get("model_type")
+        kind = values.get("model_type")
+        needs_code = "auto_map" in values and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         # Told where it is read as a config.
         return
-    if own_code and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if needs_code:
         raise ConfigError(
             "the model brings Python code of its own, which is not run",
             where="model.name",

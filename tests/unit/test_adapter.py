@@ -296,6 +296,7 @@ def test_only_weights_that_are_read_must_be_there_in_their_type(base):
         (["adapter.type=ia3", "adapter.rank=4"], "adapter.rank", "nothing of the kind"),
         (["adapter=lora", "+adapter.arguments.lora_bais=true"], "adapter.arguments.lora_bais", "lora_bias"),
         (["adapter=lora", "+adapter.arguments.r=4"], "adapter.arguments.r", "adapter=lora adapter.rank=4"),
+        (["adapter.type=BOFT", "+adapter.arguments.boft_dropout=0.1"], "adapter.arguments.boft", "set adapter.dropout"),
         (["adapter=lora", "+adapter.arguments.init_lora_weights=eva"], "adapter.arguments.init_lora_weights", "pissa"),
         (["adapter=lora", "+adapter.arguments.bias=some"], "adapter.*", "PEFT refuses"),
         (["adapter=lora", "adapter.targets=[q_prj]"], "adapter.targets", "adapter.targets=[q_proj]"),

@@ -125,6 +125,12 @@ def test_a_damaged_file_is_one_message(tmp_path, whole, file, times, monkeypatch
     assert found["refused"] or file == "model/generation_config.json"
 
 
+def test_a_config_of_code_whose_type_is_no_word_is_one_message(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": [], "auto_map": {"AutoConfig": "their.Config"}}')
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find_architecture(resolve_model(ModelConfig(name=str(tmp_path)), cache_dir=tmp_path).model, sequence_length=8)
+
+
 def test_a_damaged_gguf_file_is_one_message(tmp_path):
     file, choose = tmp_path / "model.gguf", random.Random(1)
     writer = gguf.GGUFWriter(file, "llama")

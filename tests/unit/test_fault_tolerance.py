@@ -57,6 +57,20 @@ def test_three_ranks_find_the_one_that_is_wrong():
     assert re.fullmatch(r"b: rank 1 on \S+ differs from the majority", line)
 
 
+def _compare_shared():
+    own = f"a of tensor rank {dist.get_rank()}"
+    parameters = {own: torch.full((3,), float(dist.get_rank())), "norm": torch.ones(3)}
+    equal = find_differences(parameters.items())
+    parameters["norm"][1] += dist.get_rank()
+    return equal, find_differences(parameters.items())
+
+
+def test_ranks_that_share_only_some_parameters_compare_these():
+    equal, (line,) = run_ranks(_compare_shared, 2)[0]
+    assert equal == []
+    assert re.fullmatch(r"norm: rank 0 on \S+ and rank 1 on \S+ differ, and no majority says which is wrong", line)
+
+
 def test_any_flipped_bit_changes_the_sum():
     for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float64, torch.int64)):
         tensor = torch.randn(5, 7).to(dtype).T

@@ -51,7 +51,7 @@ class Uploader:
         self._now: Path | None = None
         self._is_over = False
         self._failed: Path | None = None
-        """What the upload before has not sent; None: it has sent all."""
+        """The checkpoint that the last upload has not sent whole; None: it has."""
         self._num_failures = 0
         self._uploads: deque[Upload] = deque()
         # A daemon: a process that ends takes it along at any moment, and the mirror is whole at every moment.
@@ -120,8 +120,7 @@ class Uploader:
             self._num_failures += 1
         seconds, step = time.monotonic() - begin, step_of(path.name)
         if error is not None:
-            has_it = self.newest_step == step
-            what = "cannot be tidied" if has_it else f"has not got {path.name}"
+            what = "cannot be tidied" if self._failed is None else f"has not got {path.name}"
             said = error if isinstance(error, HfdistError) else f"{type(error).__name__}: {first_line(error)}"
             logger.warning("the mirror %s: %s", what, said)
         self._uploads.append(

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NoReturn
 
 import hydra
@@ -243,7 +244,8 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     flags, rest = parser.parse_known_args(as_config_flags(arguments))
     for text in rest:
         if text.startswith("-"):
-            following = [*arguments, ""][[*arguments].index(text) + 1]
+            # Python 3.13 leaves `-q` of `-hq`, which is no argument.
+            following = next((after for one, after in pairwise([*arguments, ""]) if one == text), "")
             raise _unknown_flag(text, value_after(following), parser)
     flags.overrides = [*flags.overrides, *rest]
     given = [name for name in _PRINTING_FLAGS if getattr(flags, name)]

@@ -33,12 +33,27 @@ def find_differences(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str
     All ranks get the same lines, one for each group of ranks that differs. A collective, of a few bytes if all is well.
     """
     own = sum_bits(parameters)
-    digests = (hashlib.blake2b(json.dumps(part).encode(), digest_size=16) for part in (list(own), list(own.values())))
-    every = gather_json([digest.hexdigest() for digest in digests])
-    if len({tuple(digests) for digests in every}) == len({names for names, _ in every}):
+    pairs = {(names, values) for of_rank in gather_json(_digests(own)) for names, values in of_rank}
+    if len(pairs) == len({names for names, _ in pairs}):
         return []
     held, hosts = zip(*gather_json([own, socket.gethostname()]), strict=True)
     return [_describe(difference, hosts) for difference in vote(held)]
+
+
+def _digests(sums: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Give digests of names and of sums: of the whole parameters, and of the parts of each axis (`name_part`).
+
+    Ranks of a tensor or expert group have other parts, and hold the same whole parameters.
+    """
+    by_part: dict[str, dict[str, int]] = defaultdict(dict)
+    for name, value in sums.items():
+        # No parameter's own name has a space.
+        by_part[name.partition(" ")[2]][name] = value
+    return [(_digest([*part]), _digest([*part.values()])) for part in by_part.values()]
+
+
+def _digest(values: Sequence[str | int]) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
 
 
 def sum_bits(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:

@@ -619,6 +619,18 @@ def test_a_failure_is_counted_and_the_next_upload_makes_it_good(saved, tmp_path,
     assert all("has not got step-" in warning and "HTTP 403" in warning for warning in warnings)
 
 
+def test_a_step_that_is_there_from_before_does_not_hide_a_failure(saved, tmp_path, caplog):
+    """A run that went back may save a step anew."""
+    store = Gate(f"file://{tmp_path}/mirror")
+    store.is_open.set()
+    store.refuses = True
+    uploader = Uploader(Mirror(store), TWO, newest_step=4)
+    with caplog.at_level(logging.WARNING, "hfdist"):
+        uploader.put(saved[4])
+        assert uploader.wait(60)
+    assert "has not got step-00000004" in caplog.text
+
+
 class Small(Gate):
     """A store with room for so many bytes."""
 

@@ -48,6 +48,8 @@ def test_flags_and_overrides_in_any_order():
         (["--train.max_steps=3"], "no such flag", "train.max_steps=3"),
         (["--config-nam", "x", "--confg-dir", "y"], "no such flag", "--config-dir"),
         (["--cfg", "jobs"], "cannot be read", "--help"),
+        # Python 3.13 reads it as -h and -q.
+        (["-hq"], "", "--help"),
         (["--help", "--cfg", "job"], "only one of these flags", None),
     ],
 )
