@@ -84,7 +84,8 @@ def _serve(arguments: list[str]) -> None:
 
 
 def _check_shard(of: str, values: dict[str, str]) -> None:
-    if re.fullmatch(r"([^:]+|\[.+\]):\d{1,5}", of) is None:
+    found = re.fullmatch(r"(?:[^:]+|\[.+\]):(\d{1,5})", of)
+    if found is None or not 1 <= int(found[1]) <= 65535:
         what = "the server of a shard has no address"
         raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=of, allowed="HOST:PORT", hint="of=HOST:29600")
     for key in ("least", "silent_seconds"):

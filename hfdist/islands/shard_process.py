@@ -97,15 +97,19 @@ class ShardProcess:
                     num_bytes = message.integer("bytes", most=shard.most_bytes(rank, message))
                     payload = await read_bytes(reader, num_bytes, connection.hear)
                 if "beat" not in message:
-                    kept = shard.keep(ticket, rank, message, payload)
-                    self._server.send({"ticket": ticket, "rank": rank, **kept})
+                    self._report(shard, {"ticket": ticket, "rank": rank, **shard.keep(ticket, rank, message, payload)})
         except NotAMessageError as error:
-            self._server.send({"ticket": ticket, "bad": f"rank {rank} has sent what is {error}"})
+            self._report(shard, {"ticket": ticket, "bad": f"rank {rank} has sent what is {error}"})
         finally:
             if own.get(rank) is connection:
                 del own[rank]
             if not own and self._connections.get(ticket) is own:
                 del self._connections[ticket]
+
+    def _report(self, shard: ParameterShard, message: Mapping[str, object]) -> None:
+        # Once the job has ended, the connection is closed, or is that of another one.
+        if shard is self._shard:
+            self._server.send(message)
 
     def _send(self, ticket: str, rank: int, message: Mapping[str, object], payload: bytes) -> None:
         self._loop.call_soon_threadsafe(self._send_now, ticket, rank, message, payload)

@@ -65,7 +65,7 @@ def test_a_shard_comes_to_its_server_and_both_end_when_they_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "where"), [(["of=here"], "of"), (["of=here:1", "least=2"], "least"), (["of=here:1:x"], "of")]
+    ("words", "where"), [(["of=here:99999"], "of"), (["of=here:1", "least=2"], "least"), (["of=here:1:x"], "of")]
 )
 def test_a_mistake_at_a_shard_is_one_message(words, where, tmp_path):
     done = run_forked("serve", *words, cwd=tmp_path, script=command.__file__)

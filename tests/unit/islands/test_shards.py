@@ -1,5 +1,6 @@
 """A parameter server in shards does what one alone does, bit for bit, whatever comes or goes between two shards."""
 
+import asyncio
 import math
 import re
 import socket
@@ -16,9 +17,11 @@ from hfdist.errors import ConfigError, PeerError
 from hfdist.islands import member as of_member
 from hfdist.islands import server, shard_process
 from hfdist.islands.membership import Connection
+from hfdist.islands.parameter_shard import ParameterShard
 from hfdist.islands.shard_members import ShardMembers
 from hfdist.islands.shard_process import ShardProcess
 from hfdist.messages.door import knock
+from hfdist.messages.message import Message, write_message
 from hfdist.planning.island_traffic import island_traffic
 from tests.unit.islands.servers import in_thread, member, served, together, until
 from tests.unit.islands.test_parameter_server import job
@@ -295,3 +298,23 @@ def test_a_shard_asks_for_the_secret_of_its_server():
         _, answers = knock((host, int(port)), "known", {"rank": 0}, {"ticket": "none of any island"}, 5.0)
         assert b"welcome" in answers.readline()
         island.members.leave()
+
+
+def test_what_a_rank_still_says_once_the_job_has_ended_is_not_reported():
+    """The connection to the server is closed by then."""
+
+    async def hear():
+        process = ShardProcess(socket.socket(), "127.0.0.1:1", server="127.0.0.1:1", say=print)
+        process._shard = ParameterShard(Message(job(0)), lambda *_: None)
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        heard = asyncio.create_task(process._hear(Message({"ticket": "1", "rank": 0}), reader, writer))
+        theirs.sendall(write_message({"segments": [["a", [1], 0, 0, 0, 1]]}, 4))
+        theirs.setblocking(False)
+        assert b"welcome" in await asyncio.get_running_loop().sock_recv(theirs, 100)
+        process._shard = None
+        theirs.sendall(bytes(4))
+        theirs.close()
+        await heard
+
+    asyncio.run(hear())
