@@ -70,9 +70,13 @@ def watching(share):
 
     def counted(*args, **kwargs):
         model = read(*args, **kwargs)
-        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.1)
+        # Before FSDP2 gathers for a forward: what the last one has left.
+        model.register_forward_pre_hook(lambda *_: check_share(model), prepend=True)
         return model
+
+    def check_share(model):
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.01)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunked.CHUNK_LOGITS, "cpu", CHUNK_ROWS * VOCABULARY * chunked.TENSORS_OF_DIVERGENCE)
@@ -143,7 +147,7 @@ def check_equal(run, reference):
         many((), "zero1", 2),
         ((), "zero3 train.micro_batch_size=1", 2),
         (LORA, "fsdp2", 2),
-        many((), "fsdp2", 2),
+        many((), "fsdp2 strategy.reshard=false", 2),
         many((), "pipeline", 2),
         ((), "pipeline strategy.schedule=zbv train.micro_batch_size=1", 2),
         ((), "tensor", 2),
