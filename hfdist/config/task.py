@@ -285,10 +285,10 @@ class TaskConfig:
     """grpo, rloo: folder of the model that the reward `reward_model` is the score of."""
     scale_rewards: bool = True
     """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so."""
-    clip: float | None = limited(None, above=0)
+    clip: float | None = limited(0.2, above=0)
     """grpo, rloo: how far a ratio of new to old probabilities may lie from 1 and count fully; null: the loss's own.
 
-    They are 0.2; gspo: 3e-4.
+    The options of these tasks say null. Bounds of losses are 0.2; gspo: 3e-4.
     """
     clip_high: float | None = limited(None, above=0)
     """grpo, rloo: how far it may lie above 1; null: as task.clip, or the loss's own.

@@ -85,9 +85,9 @@ class FsdpStrategy(Strategy):
         return engine
 
     def shard_frozen(self, model: PreTrainedModel) -> None:
-        """As the model that is trained, but not over tensor ranks."""
+        """As the model that is trained, but not over tensor ranks, and with no block whole for a backward."""
         if self.topology.data > 1:
-            shard_model(model, self.mesh, self.config)
+            shard_model(model, self.mesh, replace(self.config, reshard=True))
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         # The root is gathered once; blocks again for the backward, unless they are kept.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.tokenizer import as_tokenizer
+
+logger = logging.getLogger(__name__)
 
 SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
 """Arguments with which transformers runs no code of somebody else's."""
@@ -59,6 +62,8 @@ def read_frozen(
         shards: whether data ranks share its weights where the layout shards weights: if all of them call it alike.
     """
     dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
+    # A large one takes minutes, within a step or an evaluation.
+    logger.info("%s: reading %s", where, path)
     with reading_from_hub(where, path), layout.without_partitioning(arguments):
         model: Any = auto_class.from_pretrained(expand_user(path), dtype=dtype, **SAFELY)
     model.requires_grad_(False).eval()

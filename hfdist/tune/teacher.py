@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -19,7 +20,6 @@ from transformers import (
 
 from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError
-from hfdist.models.loss import gathered_head
 from hfdist.models.loss.lazy_logits import Logits, Rows, deferring
 from hfdist.models.names.weight_names import read_names
 from hfdist.models.partitioning import Partitioning
@@ -113,8 +113,10 @@ class Teacher:
         with nullcontext() if vocabulary is None else deferring(head, vocabulary, _no_loss):
             with torch.no_grad():
                 logits = token_logits(self._model, batch, temperature=temperature)
-            with nullcontext() if head is None else gathered_head(self._model, head):
-                yield logits
+            yield logits
+        if isinstance(self._model, FSDPModule):
+            # FSDP2 keeps what is in no block, embeddings and head, for a backward, and a teacher has none.
+            self._model.reshard()
 
 
 def _no_loss(rows: Rows) -> torch.Tensor:

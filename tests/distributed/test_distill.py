@@ -9,16 +9,18 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl.experimental.gkd import GKDTrainer
 
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.loss import chunked
+from hfdist.models.partitioning import WHOLE
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from hfdist.tune import teacher
+from hfdist.tune.frozen import read_frozen
 from hfdist.tune.teacher import check_teacher
 from tests.distributed import trl_runs
 from tests.distributed.preference_runs import GLOBAL_BATCH, LENGTH, STEPS, make_config, read_answers, tune
@@ -70,9 +72,13 @@ def watching(share):
 
     def counted(*args, **kwargs):
         model = read(*args, **kwargs)
-        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.1)
+        # Before FSDP2 gathers for a forward: what the last one has left.
+        model.register_forward_pre_hook(lambda *_: check_share(model), prepend=True)
         return model
+
+    def check_share(model):
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.01)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunked.CHUNK_LOGITS, "cpu", CHUNK_ROWS * VOCABULARY * chunked.TENSORS_OF_DIVERGENCE)
@@ -143,7 +149,7 @@ def check_equal(run, reference):
         many((), "zero1", 2),
         ((), "zero3 train.micro_batch_size=1", 2),
         (LORA, "fsdp2", 2),
-        many((), "fsdp2", 2),
+        many((), "fsdp2 strategy.reshard=false", 2),
         many((), "pipeline", 2),
         ((), "pipeline strategy.schedule=zbv train.micro_batch_size=1", 2),
         ((), "tensor", 2),
@@ -164,6 +170,13 @@ def test_a_run_goes_on_in_another_layout(single, folder, tmp_path):
     shutil.rmtree(run / "model")
     distill(run, folder, 2, *saves, "strategy=pipeline")
     check_equal(run, single[()])
+
+
+def test_a_teacher_is_named_before_it_is_read(folder, tmp_path, caplog):
+    arguments, path = TrainingArguments(output_dir=tmp_path, use_cpu=True), str(folder / "teacher")
+    with caplog.at_level("INFO", logger="hfdist"):
+        read_frozen(AutoModelForCausalLM, path, where="task.teacher", layout=WHOLE, arguments=arguments)
+    assert f"task.teacher: reading {path}" in caplog.text
 
 
 def test_a_teacher_that_does_not_fit_is_refused(folder, tmp_path):

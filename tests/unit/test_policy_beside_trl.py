@@ -95,9 +95,8 @@ def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks):
     own, theirs = CASES[name]
     vars(trainer).update(PLAIN | theirs | {"beta": beta})
     model = trainer.model.train()
-    task = TaskConfig(
-        name=TaskName.grpo, loss=name, beta=beta, temperature=1.3, max_new_tokens=MOST, generators=1, **own
-    )
+    sampled = {"temperature": 1.3, "max_new_tokens": MOST, "generators": 1}
+    task = TaskConfig(name=TaskName.grpo, loss=name, beta=beta, **sampled, **{"clip": None} | own)
     ids, is_target, advantages, distances = make_answers(spread)
     with torch.no_grad():
         old, reference = log_probabilities(model, ids, 1.3) - distances
@@ -123,7 +122,7 @@ def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks):
 def test_rloo_takes_the_ratio_of_whole_answers(trainer):
     """Their product, as TRL's RLOOTrainer computes it."""
     model = trainer.model.train()
-    task = TaskConfig(name=TaskName.rloo, loss=TaskLoss.rloo, beta=0, temperature=1.3, generators=1)
+    task = TaskConfig(name=TaskName.rloo, loss=TaskLoss.rloo, beta=0, clip=None, temperature=1.3, generators=1)
     ids, is_target, advantages, distances = make_answers(0.2)
     old = log_probabilities(model, ids, 1.3).detach() - distances[0]
     loss, found, _ = ours(model, task, ids, is_target, advantages, old, old)

@@ -76,7 +76,7 @@ UNSCALED = [[-1.0, 1.0, 0.0], [0.0] * 3, [-4.0, 0.0, 4.0], [0.0] * 3]
     ],
 )
 def test_an_answer_is_compared_with_others(loss, scales, wanted):
-    task = TaskConfig(name=TaskName.grpo, loss=TaskLoss[loss], scale_rewards=scales)
+    task = TaskConfig(name=TaskName.grpo, loss=TaskLoss[loss], scale_rewards=scales, clip=None)
     objective = PolicyGradient(task, SimpleNamespace(names=()))
     objective._training = SimpleNamespace(strategy=SimpleNamespace(topology=Topology()))
     is_answered = torch.tensor([True, True, True, False])[:, None].expand(4, 3)

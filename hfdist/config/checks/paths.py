@@ -63,7 +63,8 @@ def check_model_paths(config: RunConfig) -> None:
     for key, path in others.items():
         if path is not None and not os.path.isdir(os.path.expanduser(path)):
             what, allowed = "there is no such folder", "the folder of a model"
-            raise ConfigError(what, where=key, found=path, allowed=allowed, hint=_near(key, path))
+            hint = _near(key, path) or f"{key}=RUN/model, or the folder that `hf download` prints"
+            raise ConfigError(what, where=key, found=path, allowed=allowed, hint=hint)
 
 
 def _check_no_adapter(name: str) -> None:

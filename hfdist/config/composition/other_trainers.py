@@ -41,7 +41,7 @@ _OVERRIDES = {
     "optimizer.beta2={value}": "adam_beta2",
     BETAS: "betas adam_betas",
     "optimizer.weight_decay={value}": "wd",
-    "optimizer.eps={value}": "adam_epsilon adam_eps",
+    "optimizer.eps={value}": "adam_epsilon adam_eps optimizer.epsilon",
     "optimizer.name={value}": "optim",
     "optimizer.schedule={value}": "lr_scheduler_type lr_scheduler scheduler",
     "optimizer.warmup_steps={value}": "num_warmup_steps lr_warmup_steps warmup_iters",

@@ -62,7 +62,7 @@ class LossHead:
         head = base.get_output_embeddings()
         if self._is_over or head is None:
             return nullcontext()
-        return self._watched(head, partial(gathered_head, base, head))
+        return self._watched(head, partial(_gathered, base, head))
 
     def _stop(self, why: str) -> None:
         if not self._is_over:
@@ -85,7 +85,7 @@ class LossHead:
 
 
 @contextmanager
-def gathered_head(model: nn.Module, head: nn.Module) -> Iterator[None]:
+def _gathered(model: nn.Module, head: nn.Module) -> Iterator[None]:
     """Gather the head with what FSDP2 shards beside it, in the model's own unit, if a forward has freed it.
 
     A collective: it is freed after forwards without gradients, which every rank runs.

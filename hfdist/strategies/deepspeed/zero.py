@@ -188,7 +188,7 @@ class ZeroStrategy(Strategy):
     def shard_frozen(self, model: PreTrainedModel) -> None:
         """By FSDP2 beside ZeRO-3: DeepSpeed would take a second model for one that it trains."""
         if self.stage == 3 and self.topology.data > 1:
-            shard_model(model, self.mesh, replace(self.config, offload=Offload.none))
+            shard_model(model, self.mesh, replace(self.config, offload=Offload.none, reshard=True))
 
     def build(self, model: nn.Module) -> ZeroEngine:
         """Take the model: accelerate hands it to DeepSpeed.

@@ -58,15 +58,17 @@ def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, st
     several = len(runs) > 1
     of_sweeps = {f"sweep-{place}": sweep.sweep(folder) for place, folder in enumerate(sweeps)}
     heads = (run_head.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
-    found = of_sweeps | {
-        "heads": "".join(heads),
-        "differences": compare.differences(runs) if several else "",
-        "losses": _grid("large", curves.loss_charts(runs)),
-        "curves": curves.small_charts(runs),
-        "marks": curves.texts_of_marks(runs),
-    }
-    if several and (answers := rollouts.side_by_side(runs)):
-        found["answers"] = answers
+    found = (
+        of_sweeps
+        | {
+            "heads": "".join(heads),
+            "differences": compare.differences(runs) if several else "",
+            "losses": _grid("large", curves.loss_charts(runs)),
+            "curves": curves.small_charts(runs),
+            "marks": curves.texts_of_marks(runs),
+        }
+        | ({"answers": rollouts.side_by_side(runs)} if several else {})
+    )
     room = _MOST_BYTES - _num_bytes(found)
     shown, num_left_out = _fitting(figures.task_charts(runs), room)
     left_out = count(num_left_out, "more chart")
@@ -122,7 +124,7 @@ def _fitting(charts: Sequence[str], room: int) -> tuple[str, int]:
 def _shorten(html_of: dict[str, str], notes: Mapping[str, str]) -> None:
     """Put notes in the place of their parts, in order, until the page is small enough."""
     for name, note in notes.items():
-        if html_of.get(name) and _num_bytes(html_of) > _MOST_BYTES:
+        if html_of[name] and _num_bytes(html_of) > _MOST_BYTES:
             html_of[name] = note
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from hfdist.config.checks.paths import check_model_paths
-from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.diff import find_changes
 from hfdist.config.data import Packing, RowFormat
 from hfdist.config.schema import find_key
 from hfdist.config.task import TRAITS, TaskName
@@ -76,6 +77,14 @@ def test_losses_without_a_reference_begin_as_their_papers_do(option, set_to):
     task = tune(f"task={option}").task
     assert task.name is TaskName.cpo
     assert (task.loss.value, task.beta, task.margin, task.nll_weight) == set_to
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "dpo", "kto", "reward"])
+def test_a_run_of_before_losses_had_bounds_of_their_own_goes_on(task):
+    """Its config.yaml says `clip: 0.2`."""
+    now = tune(f"task={task}")
+    assert find_changes(to_values(tune(f"task={task}", "task.clip=0.2")), to_values(now)) == []
+    assert tune("task=grpo", "task.loss=gspo", *REWARDED).task.clip is None
 
 
 def test_a_loss_of_another_task_names_its_option():
