@@ -110,7 +110,7 @@ def main() -> None:
 def measure(names: Sequence[str], *, by_cpu: bool) -> list[Row]:
     """Plan and run each layout."""
     hardware = {n: find_hardware(n, by_cpu=by_cpu) for n in sorted({CASES[name].num_ranks for name in names})}
-    # In a process that ends: a trace leaves its mark on the ranks that are forked behind it.
+    # In a process that ends: a trace leaves its mark on the ranks that are forked after it.
     parts = {
         name: run_ranks(predict, 1, CASES[name], hardware[CASES[name].num_ranks], group=False)[0] for name in names
     }

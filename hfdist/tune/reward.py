@@ -43,22 +43,20 @@ class RewardPairs(Objective):
 def token_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Give the score at each token; shape [rows, tokens].
 
-    The model itself gives the score of a row's last token only, so the output of its layer is taken.
+    The model itself gives the score of a row's last token only, so the output of its layer is taken. A ConfigError: it
+    has no such layer.
     """
     base: Any = model
     while not isinstance(base, PreTrainedModel):
         base = base.module
     scorer = getattr(base, SCORE, None)
+    if not isinstance(scorer, nn.Module):
+        what, hint = "the model has no layer `score`, as sequence classification has in transformers", "another model.*"
+        raise ConfigError(what, where="model.name", found=type(base).__name__, hint=hint)
     found: list[torch.Tensor] = []
-    handle = None
-    if isinstance(scorer, nn.Module):
-        handle = scorer.register_forward_hook(lambda module, args, output: found.append(output))
+    handle = scorer.register_forward_hook(lambda module, args, output: found.append(output))
     try:
         model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     finally:
-        if handle is not None:
-            handle.remove()
-    if not found:
-        what, hint = "the model has no layer `score`, as sequence classification has in transformers", "another model.*"
-        raise ConfigError(what, where="model.name", found=type(base).__name__, hint=hint)
+        handle.remove()
     return found[0].squeeze(-1)

@@ -84,7 +84,7 @@ def test_the_rank_with_the_fewest_marks_is_the_one_that_the_others_wait_for():
 
 
 def test_of_ranks_some_of_which_are_in_collectives_the_others_are_waited_for():
-    """A rank that left a collective out is ahead by its marks, and loops behind it."""
+    """A rank that left a collective out is ahead by its marks, and loops after it."""
     stalled = heard({"marks": 5, "waits_in": "barrier", "idle_seconds": 61}, {"marks": 9, "idle_seconds": 61})
     assert find_stalled(stalled, HEARTBEAT_SECONDS).line.startswith("rank 0 waits for rank 1 ")
     crossed = heard(*({"waits_in": name, "idle_seconds": 61} for name in ("barrier", "all_reduce")))
@@ -352,7 +352,7 @@ def test_where_rank_0_cannot_serve_all_ranks_hear_it():
 
 
 class SlowStore:
-    """Of rank 1 of 2: an exchange begins before its rank leaves, and ends behind that."""
+    """Of rank 1 of 2: an exchange begins before its rank leaves, and ends after that."""
 
     rank, world_size = 1, 2
     below = below(1, 2)

@@ -60,9 +60,13 @@ def _check_packages(config: RunConfig) -> None:
             )
 
 
-def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:
-    """Give this process's place and batch arithmetic; ConfigError: sizes that do not divide, or too few processes."""
-    topology = config.strategy.topology(world_size)
+def plan_run(config: RunConfig, *, world_size: int | None = None, rank: int = 0) -> tuple[Topology, BatchPlan]:
+    """Give a place, as `StrategyConfig.topology` does, and the batch arithmetic.
+
+    Raises:
+        ConfigError: sizes that do not divide, or too few processes.
+    """
+    topology = config.strategy.topology(world_size, rank=rank)
     batch = plan_batch(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

@@ -19,7 +19,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfdist.config.batch import plan_batch
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule
@@ -77,15 +76,7 @@ def trace_rank(
     Raises:
         ConfigError: as the run itself would, before its first step.
     """
-    topology = config.strategy.topology(world_size, rank=rank)
-    batch = plan_batch(
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        data_size=topology.data,
-        sequence_length=config.data.sequence_length,
-        lanes=config.data.lanes,
-    )
-    num_microbatches = batch.num_microbatches
+    topology, batch = plan_run(config, world_size=world_size, rank=rank)
     # As the run has it, with what it refuses.
     select = partial(select_strategy, config.strategy, config.train, topology=topology, device_type=device_type)
     strategy = select(batch=batch)
@@ -100,7 +91,7 @@ def trace_rank(
             trace, state = _trace_zero(config, architecture, cast("ZeroStrategy", strategy), device_type)
         elif topology.pipeline > 1:
             pipeline = cast("PipelineStrategy", strategy)
-            trace, state, stages = _trace_pipeline(config, architecture, pipeline, device_type, num_microbatches)
+            trace, state, stages = _trace_pipeline(config, architecture, pipeline, device_type, batch.num_microbatches)
         else:
             trace, state = _trace_engine(config, architecture, strategy, device_type)
     return _to_rank_trace(config, topology, trace, state, device_type, stages)

@@ -89,7 +89,7 @@ def _find(mirror: Mirror, config: RunConfig) -> list[str]:
             mirror.claim()
     except ResourceError as error:
         if not list_checkpoints(checkpoints):
-            # To begin anew would leave behind what the mirror may have.
+            # To begin anew would give up what the mirror may have.
             hint = f"{error.hint}; checkpoint.mirror=null starts without it"
             raise ResourceError(error.what, where=error.where, found=error.found, hint=hint) from error
         logger.warning("the run goes on from its folder: %s", error)

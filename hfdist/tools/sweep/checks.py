@@ -97,12 +97,13 @@ def check_lengths(run: RunConfig, config: SweepConfig) -> None:
     """Raise a ConfigError on runs whose steps depend on their length, or that cannot go on to a later rung."""
     optimizer = run.optimizer
     instead = "" if config.sampler is Sampler.pbt else ", or sweep.rungs=1"
-    if optimizer.schedule not in (Schedule.constant, Schedule.wsd) or optimizer.warmup_fraction is not None:
+    fraction = optimizer.warmup_fraction
+    if optimizer.schedule not in (Schedule.constant, Schedule.wsd) or fraction is not None:
         raise ConfigError(
             "a trial that goes on to a later rung would have had another learning rate before",
             where="optimizer.schedule, optimizer.warmup_fraction",
-            found=optimizer.schedule.value,
-            allowed="constant or wsd, with optimizer.warmup_steps or warmup_tokens",
+            found=f"{optimizer.schedule.value}, {'null' if fraction is None else fraction}",
+            allowed="constant or wsd; null, with optimizer.warmup_steps or warmup_tokens",
             hint="optimizer.schedule=constant optimizer.warmup_fraction=null" + instead,
         )
     last_share = 1 / config.generations if config.sampler is Sampler.pbt else 1 - 1 / config.factor

@@ -1,4 +1,4 @@
-"""What a kill leaves in the ledger's files behind the last checkpoint is cut off, wherever it has cut a write."""
+"""What a kill leaves in the ledger's files after the last checkpoint is cut off, wherever it has cut a write."""
 
 import json
 

@@ -88,6 +88,13 @@ def test_mistakes_are_told_before_anything_starts(tmp_path, arguments, what, hin
     assert not (tmp_path / "run").exists()
 
 
+def test_a_warmup_by_a_share_of_the_steps_is_told_by_its_value(tmp_path):
+    share = ["optimizer.warmup_steps=0", "optimizer.warmup_fraction=0.25"]
+    with pytest.raises(ConfigError) as caught:
+        parse_sweep([f"run.dir={tmp_path}/run", *RUN, "sweep=asha", LR, *CONSTANT, *share])
+    assert caught.value.found == "constant, 0.25"
+
+
 def test_listed_values_are_each_tried_once(tmp_path):
     def sampler(*arguments):
         return parse_sweep([f"run.dir={tmp_path}/run", *RUN, *arguments])[1].config.sampler
