@@ -26,6 +26,8 @@ def continue_prompts(
     The beginning of a prompt that is too long for the model is left out. A forward continues at most `rows_at_once` of
     each data rank.
     """
+    if not prompts:
+        return []
     share = -(-len(prompts) // topology.data)
     places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
     # Copies of the first one fill up the shares to equal sizes.
