@@ -253,9 +253,9 @@ MUTATIONS = [
         f"{UNIT}/data/test_masked_stream.py -k one_side_of_the_split",
     ),
     Mutation(
-        "a rejected answer is not compared with the reference",
-        "torch.where(is_pair, next_of(ratios), 0)",
-        "torch.where(is_pair, next_of(log_probabilities), 0)",
+        "answers of pairs are not compared with the reference",
+        "scores = log_probabilities - reference\n",
+        "scores = log_probabilities - 0 * reference\n",
         f"{DISTRIBUTED}/test_preferences.py::test_losses_and_weights_are_those_of_trl[sigmoid]",
     ),
     Mutation(

@@ -220,6 +220,19 @@ TRAITS = {
 """Each task's: a task is a member of `TaskName` and its entry here."""
 
 
+def present_policy(name: str, loss: str, clip: float | None) -> tuple[str, float | None]:
+    """Give `task.loss` and `task.clip` of a policy as they are now; earlier versions had one loss of each, and 0.2.
+
+    Args:
+        name: of the task.
+        loss: as a config has it.
+        clip: as a config has it.
+    """
+    if loss != TaskLoss.sigmoid.value or not TaskName(name).traits.is_reinforcement:
+        return loss, clip
+    return name, None if clip == 0.2 else clip
+
+
 PRESETS = ("simpo", "orpo")
 """Other options of the group `task`: settings of `cpo`, named after the loss."""
 

@@ -17,4 +17,5 @@ def overlong(generations: Sequence[Generation]) -> list[float]:
 
 def _punish(num_tokens: int, most_tokens: int) -> float:
     punished = _PUNISHED_SHARE * most_tokens
-    return -min(1.0, max(0.0, num_tokens - (most_tokens - punished)) / max(punished, 1e-9))
+    # A reward of 0 is no negative zero.
+    return min(0.0, max(-1.0, (most_tokens - punished - num_tokens) / max(punished, 1e-9)))

@@ -125,6 +125,10 @@ def test_each_prompt_goes_on_as_it_does_alone(kind, uses_cache):
         assert continued(model, PROMPTS, rows_at_once, uses_cache, most_tokens=positions) == wanted
 
 
+def test_no_prompts_go_on_as_nothing():
+    assert continued(make_model("llama"), []) == []
+
+
 @pytest.mark.parametrize("uses_cache", [True, False])
 def test_an_end_token_ends_one_row_and_is_left_out(uses_cache):
     model = make_model("llama")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from hfdist.models.cache_check import find_cache_problem
 from hfdist.models.slot_cache import SlotCache, _Keys
@@ -11,6 +11,7 @@ from hfdist.trainer.generation.continuation import can_generate, continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
 from hfdist.trainer.generation.score import likeliest
+from hfdist.trainer.generation.slots import Slots
 from tests.unit.test_evaluators import make_model
 from tests.zoo.models import tiny_model
 
@@ -107,6 +108,29 @@ def test_a_prompt_of_several_rows_is_read_once():
     answer(model, group, seeds=range(8), slots=2, max_new_tokens=3)
     # Each answer's last token is not read.
     assert sum(num_read) == 30 + 25 + 8 * 2
+
+
+def test_prompts_that_come_again_later_are_not_kept(monkeypatch):
+    held, fill = [], Slots._fill
+
+    def noted(slots, num_free):
+        fill(slots, num_free)
+        held.append(len(slots._read))
+
+    monkeypatch.setattr(Slots, "_fill", noted)
+    model, prompts = make_model("llama"), [[first, 9] for first in range(10)]
+    assert answer(model, prompts * 2) == answer(model, prompts) * 2
+    assert max(held) == 0
+
+
+def test_factors_of_longer_rows_do_not_keep_a_model_from_a_cache():
+    positions = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    factors = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096, **factors}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    tokens = {"vocab_size": 256, "pad_token_id": 0}
+    config = AutoConfig.for_model("phi3", **sizes, **tokens, **positions, rope_parameters=scaling)
+    assert find_cache_problem(AutoModelForCausalLM.from_config(config)) is None
 
 
 def test_the_cache_is_as_long_as_the_longest_row_that_lives(monkeypatch):

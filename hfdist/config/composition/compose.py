@@ -30,6 +30,7 @@ from hfdist.config.paths import expand_user
 from hfdist.config.plain_values import flatten, plain
 from hfdist.config.rates import default_learning_rate
 from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskLoss, present_policy
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = RUN_DEFAULTS[0]
@@ -174,8 +175,10 @@ def _switch_evaluation_off(config: RunConfig, given: Collection[str]) -> None:
 
 
 def _fit_to_task(config: RunConfig) -> None:
-    """Give `auto` the values that the task needs."""
+    """Give `auto` the values that the task needs, and say what earlier versions said as this one does."""
     data, task = config.data, config.task.name
+    loss, config.task.clip = present_policy(task.value, config.task.loss.value, config.task.clip)
+    config.task.loss = TaskLoss(loss)
     if data.format is RowFormat.auto:
         own = RowFormat.prompt_completion if task.traits.is_reinforcement else task.traits.row_format
         data.format = own or RowFormat.auto

@@ -1,13 +1,13 @@
 """Continues rows in the slots of a cache: a row that has ended leaves at once, and the next prompt takes its slot.
 
-Rows with the same prompt read it once, and share copies of its keys and values.
+Neighbours with the same prompt read it once, and share copies of its keys and values.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,12 +58,11 @@ class Slots:
     ) -> None:
         self._model, self._prompts, self._extras, self._device = model, prompts, extras, extras[ROWS].device
         self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
-        numbers: dict[tuple[int, ...], int] = {}
-        self._numbers = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
-        """A number for each row, the same for equal prompts."""
+        self._numbers = list(accumulate((own != before for before, own in pairwise(prompts)), initial=0))
+        """A number for each row, the same for neighbours with equal prompts."""
         self._waiting = deque(range(len(prompts)))
         self._read: dict[int, _Prompt] = {}
-        """Prompts that waiting rows need, by their number."""
+        """The prompt that the next row needs, if it has been read, by its number."""
         self._cache = SlotCache(self._model.config)
         self._live: list[int] = []
         """The row in each slot."""
@@ -98,7 +97,7 @@ class Slots:
         for cache, places in groupby(going, key=lambda place: read[place].cache):
             self._cache.add(cache, [read[place].row for place in places])
         self._live += [rows[place] for place in going]
-        awaited = {self._numbers[row] for row in self._waiting}
+        awaited = [self._numbers[row] for row in islice(self._waiting, 1)]
         self._read = {number: one for number, one in self._read.items() if number in awaited}
 
     def _step(self) -> None:

@@ -272,7 +272,6 @@ LINES = [
     "pretrain data=pairs.jsonl data.format=preference",
     f"{GRPO} data.format=text",
     f"{PAIRS} task.loss=kto",
-    f"{REWARDED} task.loss=sigmoid",
     f"{REWARDED} task.loss=bnpo",
     f"{REWARDED} task.loss=sapo task.clip_high=0.3",
     f"{PAIRS} task.label_smoothing=0.1",

@@ -106,3 +106,20 @@ def test_a_checkpoint_of_before_some_keys_had_their_defaults():
     assert find_changes(older, values) == find_changes(values, older) == []
     (change,) = find_changes(older, to_values(compose_config(["train.freeze=[a]"])))
     assert not change.is_safe
+
+
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+@pytest.mark.parametrize("clip", [0.2, 0.1])
+def test_a_policy_of_before_there_were_more_losses_goes_on(tmp_path, task, clip):
+    own = [f"task={task}", "task.rewards={arithmetic: 1.0}", "model=tiny", "data=a.jsonl"]
+    own += [] if clip == 0.2 else [f"task.clip={clip}"]
+    now = to_values(compose_config(own, name="tune"))
+    older = json.loads(json.dumps(now))
+    older["task"] |= {"loss": "sigmoid", "clip": clip}
+    del older["task"]["clip_high"], older["task"]["mask_truncated"]
+    head = {"defaults": ["run_schema", "_self_"]}
+    (tmp_path / "config.yaml").write_text(json.dumps(head | older))
+    again = to_values(compose_config(name="config", extra_dir=tmp_path))
+    assert find_changes(older, now) == find_changes(older, again) == []
+    (change,) = find_changes(older, now | {"task": now["task"] | {"clip": 0.3}})
+    assert not change.is_safe
