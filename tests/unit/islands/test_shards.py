@@ -211,7 +211,7 @@ def test_a_shard_that_ends_ends_all_islands_and_another_job_begins_without_it():
                 notice()
             assert re.fullmatch(r"shard 2 of the server, at 127.0.0.1:\d+, has ended", error.value.found)
         with pytest.raises(ConfigError) as refused:
-            member(address, 0, job=job(0, **{"islands.server_shards": 2}), seconds=0.1)
+            member(address, 0, job=job(0, **{"islands.server_shards": 2}), seconds=2.0)
         assert "the server has 1 of the shards" in str(refused.value)
         assert "hfdist serve of=HOST:29600" in str(refused.value)
         with shard_of(address):
@@ -294,7 +294,7 @@ def test_a_shard_asks_for_the_secret_of_its_server():
         island.begin()
         for secret in ("", "another"):
             with pytest.raises(ConfigError, match="secret"):
-                member(shard, 0, secret=secret, seconds=0.1)
+                member(shard, 0, secret=secret, seconds=2.0)
         _, answers = knock((host, int(port)), "known", {"rank": 0}, {"ticket": "none of any island"}, 5.0)
         assert b"welcome" in answers.readline()
         island.members.leave()
