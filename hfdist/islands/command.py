@@ -15,7 +15,7 @@ from hfdist.config.cli.process_end import print_at_once
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError
 from hfdist.islands.server import IslandServer
-from hfdist.launch.address import LOOPBACK, find_route, listen
+from hfdist.launch.address import LOOPBACK, find_route, is_loopback, listen
 from hfdist.messages.door import SECRET
 from hfdist.processes.stop_signals import heard_signals
 
@@ -95,14 +95,22 @@ def _check_shard(of: str, values: dict[str, str]) -> None:
 
 
 def _host_beside(server: str, host: str) -> str:
-    """Give the own address from which the server is reached, if this shard listens at all of them."""
+    """Give the address at which ranks reach this shard: the own one on the way to the server, if it listens at all."""
+    peer = server.rpartition(":")[0].strip("[]")
+    try:
+        own = find_route(peer, wait_seconds=_ROUTE_SECONDS)[1]
+    except OSError as error:
+        what = "there is no way to the server"
+        raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=f"{server}: {error}") from error
+    if host == LOOPBACK and not is_loopback(own):
+        raise ConfigError(
+            "islands on other machines would not reach this shard",
+            where=f"host ({COMMAND_LINE})",
+            found=f"{LOOPBACK}, with of={server}",
+            hint=f"the {SECRET} of the server and all islands in the environment, or host={own}",
+        )
     if host in ("", "0.0.0.0", "::"):
-        peer = server.rpartition(":")[0].strip("[]")
-        try:
-            host = find_route(peer, wait_seconds=_ROUTE_SECONDS)[1]
-        except OSError as error:
-            what = "there is no way to the server"
-            raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=f"{server}: {error}") from error
+        host = own
     return f"[{host}]" if ":" in host else host
 
 

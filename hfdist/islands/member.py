@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import secrets
@@ -20,6 +21,8 @@ from hfdist.islands.membership import BEAT_SECONDS
 from hfdist.islands.rendezvous import Arrival
 from hfdist.messages.door import SECRET, hear_answer, knock, prove
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message, write_message
+
+logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
@@ -120,7 +123,7 @@ class Member:
             PeerError: the server does not answer for so long, or has ended this island.
             ConfigError: it refuses this rank.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline, is_told = time.monotonic() + self._timeout_seconds, False
         while self._connection is None or (self._ends_with is None and self._connection.is_broken.is_set()):
             (self._ends_with or self).raise_if_ended()
             self.close()
@@ -133,6 +136,7 @@ class Member:
                 # Perhaps it may be otherwise in a moment.
                 if not error.answer.get("may_pass") or time.monotonic() > deadline:
                     raise _refusal(error.answer) from None
+                is_told = is_told or _tell_of_wait(str(error.answer["refused"]), self._timeout_seconds)
                 time.sleep(_RETRY_SECONDS)
             except (OSError, NotAMessageError) as error:
                 if time.monotonic() > deadline:
@@ -142,6 +146,7 @@ class Member:
                         found=f"{':'.join(map(str, self._address))}: {error}",
                         hint="hfdist serve port=29600 on that machine; the same command goes on from a checkpoint",
                     ) from error
+                is_told = is_told or _tell_of_wait(f"no answer: {error}", self._timeout_seconds)
                 time.sleep(_RETRY_SECONDS)
         # Of earlier rendezvous.
         self._connection.forget()
@@ -225,6 +230,12 @@ class Member:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _tell_of_wait(why: str, most_seconds: float) -> bool:
+    """Say once why a rank waits for the server, and for how long at most."""
+    logger.info("waiting for the server of the islands, at most %.0f s: %s", most_seconds, why)
+    return True
 
 
 def _refusal(answer: Mapping[str, object]) -> ConfigError:

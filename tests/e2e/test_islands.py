@@ -8,6 +8,7 @@ import time
 import pytest
 
 from hfdist import __main__ as command
+from hfdist.launch.address import own_interfaces
 from tests.distributed.runs import weights
 from tests.e2e.forked import end, run_forked, run_script, start_forked
 from tests.e2e.test_readme import SMALL
@@ -72,6 +73,16 @@ def test_a_mistake_at_a_shard_is_one_message(words, where, tmp_path):
     assert done.returncode == 2
     assert f"where:   {where} (" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_shard_of_a_server_elsewhere_listens_where_islands_reach_it(tmp_path):
+    own = next(iter(own_interfaces().values()), None)
+    if own is None:
+        pytest.skip("no interface but the loopback")
+    done = run_forked("serve", f"of={own}:29600", cwd=tmp_path, script=command.__file__)
+    assert done.returncode == 2
+    assert "where:   host (" in done.stderr
+    assert f"or host={own}\n" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ HINTS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("compare", "diff"), "hfdist report RUN OTHER_RUN"),
     **{loss.value: f"hfdist grpo task.loss={loss.value}" for loss in TaskName.grpo.traits.losses[1:]},
+    "gkd": "hfdist distill learns from a teacher",
     "ppo": "hfdist grpo learns from rewards, without a model of values",
     "config": "hfdist pretrain --cfg job prints a config",
 }

@@ -76,7 +76,7 @@ class Rows(NamedTuple):
     label_smoothing: float
     reduce: Reduce | None = None
     """What becomes of the losses of the rows; None: their sum."""
-    teacher: Teacher | None = None
+    teacher: TeacherRows | None = None
     """What a row's loss is the divergence from; None: it is the cross entropy of its target."""
 
     def part(self, which: slice | torch.Tensor) -> Rows:
@@ -85,7 +85,7 @@ class Rows(NamedTuple):
         return self._replace(hidden=self.hidden[which], targets=self.targets[which], teacher=teacher)
 
 
-class Teacher(NamedTuple):
+class TeacherRows(NamedTuple):
     """Another model's distribution at the same rows."""
 
     given: torch.Tensor
@@ -95,7 +95,7 @@ class Teacher(NamedTuple):
     beta: float
     """Which divergence; see `divergence`."""
 
-    def part(self, which: slice | torch.Tensor) -> Teacher:
+    def part(self, which: slice | torch.Tensor) -> TeacherRows:
         """Give some of the rows."""
         return self._replace(given=self.given[which])
 
@@ -425,7 +425,7 @@ def sum_divergences(
     return divergences(whole, taught.logits(whole.shape[-1]), targets != ignore_index, beta=beta).sum()
 
 
-def _teacher(logits: Logits, beta: float) -> Teacher:
+def _teacher(logits: Logits, beta: float) -> TeacherRows:
     if isinstance(logits, _DeferredLogits) and logits._is_deferred:
-        return Teacher(logits._hidden, logits._make, beta)
-    return Teacher(_made(logits, "sum_divergences"), lambda rows: rows, beta)
+        return TeacherRows(logits._hidden, logits._make, beta)
+    return TeacherRows(_made(logits, "sum_divergences"), lambda rows: rows, beta)
