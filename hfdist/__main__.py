@@ -29,6 +29,7 @@ _WORDS = {
     "bandwidth": "processes= largest= out= hardware= call_seconds= --json",
     "doctor": "processes= run.dir= pair_seconds= --offline --json",
     "explain-hang": "--json",
+    "generate": "join= model= folder= wait_seconds=",
     "job": "to= cluster= recipe= run= out= cluster. --offline",
     "plan": "plan. recipe= run= --json --offline",
     "report": "out= port= --live",

@@ -111,6 +111,8 @@ _OF_POLICIES = (
     "max_staleness",
     "sync_every",
     "answer_seconds",
+    "generators_port",
+    "generators_host",
 )
 
 TRAITS = {
@@ -311,10 +313,19 @@ class TaskConfig:
     mask_truncated: bool = False
     """grpo, rloo: whether answers that were cut off do not train; their rewards count among those of their prompt."""
     generators: int = limited(0, at_least=0)
-    """grpo, rloo: processes beside the ranks that answer prompts; 0: the ranks, within the step."""
+    """grpo, rloo: processes beside the ranks that answer prompts; 0, without a port: the ranks, within the step."""
     max_staleness: int = limited(1, at_least=0)
     """generators: steps by which the policy that gave an answer may be older than the one that it trains."""
     sync_every: int = limited(1, at_least=1)
     """generators: steps between the policies that they get; <= max_staleness + 1."""
     answer_seconds: float = limited(600.0, above=0)
     """generators: time after which a prompt goes to another one, too."""
+    generators_port: int | None = limited(None, at_least=1, at_most=65535)
+    """grpo, rloo: where `hfdist generate` of other machines may join; null: nobody may."""
+    generators_host: str | None = None
+    """generators: address of rank 0's machine to listen at; null: all with HFDIST_ISLANDS_SECRET, 127.0.0.1 without."""
+
+    @property
+    def uses_generators(self) -> bool:
+        """Whether prompts are answered beside the ranks."""
+        return self.generators > 0 or self.generators_port is not None

@@ -9,6 +9,8 @@ do not find each other. The route to another machine tells what works. It waits 
 from __future__ import annotations
 
 import ipaddress
+import os
+import platform
 import socket
 import sys
 import time
@@ -40,6 +42,21 @@ def find_route(peer: str, *, wait_seconds: float = WAIT_SECONDS) -> tuple[str, s
             # An alias such as eth0:1 is no interface to gloo.
             return interface.partition(":")[0], address
     raise OSError(f"no interface has the address {address}, from which {peer} is reached")
+
+
+def own_address(rank: int) -> tuple[str, str]:
+    """Give the address at which other ranks reach this one, and the one at which it listens; "": all addresses.
+
+    It is the address from which this process reaches MASTER_ADDR, which may be on another machine than rank 0 under
+    torchrun. Where MASTER_ADDR leads to this machine's loopback, the others know this machine by that name. Where the
+    route is not known, it is that of rank 0 alone.
+    """
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        _, own = find_route(master, wait_seconds=0.0)
+    except OSError:
+        return master if rank == 0 else platform.node(), ""
+    return (master, "") if is_loopback(own) else (own, own)
 
 
 def address_of(interface: str) -> str:

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message, write_message
 
 SECRET = "HFDIST_ISLANDS_SECRET"
-"""The variable with what all islands and their server know, where strangers can reach it."""
+"""The variable with what islands and their server know, or a run and its generators, where strangers can reach them."""
 HELLO_SECONDS = 20.0
 """Seconds in which a connection must have said who it is."""
 MOST_STRANGERS = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.hub import cached_file
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 """The file of an adapter's weights."""
+_CONFIG = "adapter_config.json"
 
 _WHOLE_MODEL = "it works on the model as a whole, not in its layers"
 _BETWEEN_STEPS = "it wants to be called between steps, to choose anew what is trained"
@@ -146,6 +148,12 @@ def _saved_config(path: str) -> PeftConfig:
         peft_config.inference_mode = False
     _find_type(kind, where="adapter.path")
     return peft_config
+
+
+def saved_files(path: str) -> dict[str, Path]:
+    """Give the files of a saved adapter by name; `path` is that of a folder, or a Hub id."""
+    with reading_from_hub("adapter.path", path):
+        return {name: Path(str(cached_file(path, name))) for name in (_CONFIG, WEIGHTS)}
 
 
 def _find_type(name: str, *, where: str = "adapter.type") -> PeftType:

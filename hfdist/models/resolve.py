@@ -86,6 +86,17 @@ def _has_the_models_name(config: ModelConfig) -> bool:
     return expand_user(name) == expand_user(config.name)
 
 
+def list_files(config: ModelConfig, folder: Path) -> list[str]:
+    """List the files of a resolved model that somebody else needs: the small ones, and weights if they are read.
+
+    Raises:
+        ConfigError: some are missing.
+    """
+    names = {one.name for one in folder.iterdir() if one.is_file()}
+    weights = _check_model(config, names, folder, str(folder), True)
+    return sorted({*weights, *(name for name in names if name.endswith(_SMALL))})
+
+
 @dataclass(frozen=True)
 class _Found:
     folder: Path

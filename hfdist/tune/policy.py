@@ -55,7 +55,7 @@ class PolicyGradient(Objective):
         """The weights to compare with; None: there is no comparison."""
         self._largest = torch.tensor(-torch.inf)
         """Largest logarithm of a ratio since the figures were asked for."""
-        own = (["kl"] if task.beta else []) + (["mismatch"] if task.generators else [])
+        own = (["kl"] if task.beta else []) + (["mismatch"] if task.uses_generators else [])
         self.names = ("entropy", "clipped_ratios", *own, *rollouts.names)
 
     def begin(self, training: Training) -> None:

@@ -77,7 +77,7 @@ class Rollouts:
         self._examples, self._seed, self.lines = examples, config.train.seed, lines
         self.generators: Generators | None = None
         """Who answers the prompts of steps; None: the ranks."""
-        if self._task.generators:
+        if self._task.uses_generators:
             # Here: it needs pyzmq, which is an extra.
             from hfdist.tune.generators.generators import Generators
 

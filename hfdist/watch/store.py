@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.control_group import machines
-from hfdist.launch.address import LOOPBACK, find_route, is_loopback, listen
+from hfdist.launch.address import LOOPBACK, listen, own_address
 from hfdist.messages.door import MOST_STRANGERS, Door, DoorThread, hear_answer, knock, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 from hfdist.topology import read_launcher
@@ -66,9 +66,9 @@ def open_store(beat_seconds: float) -> Store:
     below = Below(own, known, parents, time.monotonic())
     if len(below) or own == 0:
         try:
-            own_address, listens_at = (LOOPBACK, LOOPBACK) if is_here else _own_address()
+            address, listens_at = (LOOPBACK, LOOPBACK) if is_here else own_address(own)
             hosted = HostedStore(below, size, token, listens_at)
-            told = [own_address, hosted.port]
+            told = [address, hosted.port]
         except OSError as error:
             problem = f"rank {own} cannot serve the others ({error})"
     addresses = gather_json(told)
@@ -281,18 +281,3 @@ def _read_tuple(kind: type[Read], message: Message, key: str) -> Read:
         return as_tuple(kind, message.list(key))
     except TypeError as error:
         raise NotAMessageError(f"{key} is no {kind.__name__}") from error
-
-
-def _own_address() -> tuple[str, str]:
-    """Give the address at which others reach this process, and the one at which it listens; "": all addresses.
-
-    It is the address from which this process reaches MASTER_ADDR, which may be on another machine than rank 0 under
-    torchrun. Where MASTER_ADDR leads to this machine's loopback, the others know this machine by that name. Where the
-    route is not known, it is that of rank 0 alone.
-    """
-    master = os.environ.get("MASTER_ADDR", "localhost")
-    try:
-        _, own = find_route(master, wait_seconds=0.0)
-    except OSError:
-        return master if rank() == 0 else platform.node(), ""
-    return (master, "") if is_loopback(own) else (own, own)

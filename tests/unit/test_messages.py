@@ -25,10 +25,12 @@ from hfdist.islands.transport import AbortedError, Transport
 from hfdist.messages.door import SECRET, knock, read_line
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message
 from hfdist.tools.doctor.rendezvous import Rendezvous
+from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
-from hfdist.tune.generators.messages import connect, open_broker, pack, unpack
+from hfdist.tune.generators.messages import pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
+from hfdist.tune.generators.sockets import connect, open_broker
 from hfdist.watch.diagnosis import Heartbeat
 from hfdist.watch.store import HostedStore, JoinedStore
 from hfdist.watch.tree import Below, Digest, find_parents
@@ -216,11 +218,14 @@ def to_broker(count, seed=0):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = Processes(1, [sys.executable, "-c", "import time; time.sleep(600)"], folder / "logs")
-        limits = {"max_staleness": 0, "answer_seconds": 60.0, "most_prompts": 1}
+        check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
+        limits = {"max_staleness": 0, "answer_seconds": 60.0, "most_prompts": 1, "check": check}
         broker = Broker(open_broker(folder), processes, PolicyFiles(folder / "policy"), **limits)
+        answer = {"completions": [[1, 2]], "log_probabilities": [[-0.5, -1.0]]}
         said = [
             {"kind": "ready"},
-            {"kind": "answers", "rollback": 0, "version": 0, "answers": [{"number": 3, "completions": [[1, 2]]}]},
+            {"kind": "answers", "rollback": 0, "version": 0, "answers": [{"number": 3, **answer}]},
+            {"kind": "gone"},
             {"kind": "want", "rollback": 0, "prompts": [{"number": 3, "step": 0}]},
             {"kind": "need", "rollback": 0, "step": 0, "numbers": [3], "first": 0},
         ]
@@ -243,7 +248,7 @@ def to_broker(count, seed=0):
         while True:
             assert generator.poll(20_000)
             asked = unpack(generator.recv())
-            answers = [{"number": one["number"], "completions": [[1, 2]]} for one in asked["prompts"]]
+            answers = [{"number": one["number"], **answer} for one in asked["prompts"]]
             generator.send(pack({"kind": "answers", "rollback": 0, "version": asked["version"], "answers": answers}))
             if any(one["number"] == 0 for one in asked["prompts"]):
                 break

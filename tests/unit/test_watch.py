@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.errors import ConfigError, PeerError
+from hfdist.launch import address
 from hfdist.messages.message import write_message
 from hfdist.testing import run_ranks
 from hfdist.watch import diagnosis, requests, stacks, store
@@ -327,13 +328,11 @@ def test_a_leader_without_a_route_is_not_known_as_rank_0(monkeypatch):
     def fails(*args, **named):
         raise OSError("no route")
 
-    monkeypatch.setattr(store, "find_route", fails)
-    monkeypatch.setattr(store.platform, "node", lambda: "host-4")
+    monkeypatch.setattr(address, "find_route", fails)
+    monkeypatch.setattr(address.platform, "node", lambda: "host-4")
     monkeypatch.setenv("MASTER_ADDR", "host-0")
-    monkeypatch.setattr(store, "rank", lambda: 4)
-    assert store._own_address() == ("host-4", "")
-    monkeypatch.setattr(store, "rank", lambda: 0)
-    assert store._own_address() == ("host-0", "")
+    assert address.own_address(4) == ("host-4", "")
+    assert address.own_address(0) == ("host-0", "")
 
 
 def refused_by_rank_0():

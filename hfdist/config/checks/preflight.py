@@ -14,8 +14,11 @@ from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.paths import check_paths
 from hfdist.config.data import WHOLE
 from hfdist.config.run import TRACKERS, RunConfig
+from hfdist.config.task import TaskConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, nearest
+from hfdist.launch.address import LOOPBACK
+from hfdist.messages.door import SECRET
 from hfdist.topology import Topology
 
 
@@ -38,17 +41,35 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
     _check_trackers(config.report.to)
     check_budgets(config)
     _check_packages(config)
+    _check_address(config.task)
     return topology, batch
+
+
+def _check_address(task: TaskConfig) -> None:
+    """Refuse to let generators of other machines in who need no secret."""
+    host = task.generators_host
+    if host in (None, "localhost", LOOPBACK, "::1") or os.environ.get(SECRET):
+        return
+    raise ConfigError(
+        "whoever reaches this address could answer the run's prompts, and read its model",
+        where="task.generators_host",
+        found=f"{host}, without {SECRET}",
+        allowed=f"{LOOPBACK}, or any with a secret",
+        hint=f"the same {SECRET} in the environment of the run and of its generators",
+    )
 
 
 def _check_packages(config: RunConfig) -> None:
     """Check that the package is installed of each value that needs one besides hfdist's own."""
-    precision, generators = config.train.precision, config.task.generators
+    precision, task = config.train.precision, config.task
+    generators = ("task.generators", task.generators, "0")
+    if task.generators_port is not None:
+        generators = ("task.generators_port", task.generators_port, "null")
     liger = "train.arguments.use_liger_kernel"
     needs = [
         (precision is Precision.fp8, "train.precision", precision.value, "torchao", "'torchao>=0.18,<0.19'", "bf16"),
         (bool(config.train.arguments.get("use_liger_kernel")), liger, "true", "liger_kernel", "liger-kernel", "false"),
-        (generators > 0, "task.generators", generators, "zmq", "'pyzmq>=26'", "0"),
+        (task.uses_generators, *generators[:2], "zmq", "'pyzmq>=26'", generators[2]),
     ]
     for is_needed, key, value, module, package, instead in needs:
         if is_needed and importlib.util.find_spec(module) is None:

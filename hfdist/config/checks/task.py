@@ -164,7 +164,18 @@ def _check_reinforcement(config: RunConfig) -> None:
         what, allowed = "it is not said which model gives this reward", "the folder of a reward model"
         hint = "task.reward_model=RUN/model, of a run that trains a reward model"
         raise ConfigError(what, where="task.reward_model", found="null", allowed=allowed, hint=hint)
-    if config.task.generators and config.task.sync_every > config.task.max_staleness + 1:
+    _check_generators(config)
+
+
+def _check_generators(config: RunConfig) -> None:
+    if config.task.generators_host is not None and config.task.generators_port is None:
+        what, hint = "nobody is let in at this address without a port", "task.generators_port=29700"
+        raise ConfigError(what, where="task.generators_port", found="null", allowed="a port", hint=hint)
+    if config.task.generators_port is not None and config.model.trust_remote_code:
+        what = "generators of other machines do not run a model's own Python code"
+        hint = "task.generators_port=null, with task.generators=1"
+        raise ConfigError(what, where="model.trust_remote_code", found="true", allowed="false", hint=hint)
+    if config.task.uses_generators and config.task.sync_every > config.task.max_staleness + 1:
         raise ConfigError(
             "generators would wait for a policy that they do not get, and the run for their answers",
             where="task.sync_every",

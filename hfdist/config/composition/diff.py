@@ -21,7 +21,7 @@ from hfdist.records.run_folder import RunFolder
 _SAFE = (
     # Where a run lies, what it says, saves and measures, and when it gives up.
     *("run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge"),
-    *("train.eval_*", "data.eval_sources*", "data.eval_sequences", "task.answer_seconds"),
+    *("train.eval_*", "data.eval_sources*", "data.eval_sequences", "task.answer_seconds", "task.generators_host"),
     *("train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps"),
     *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.port"),
     *("islands.timeout_seconds", "islands.server_shards"),
@@ -46,6 +46,7 @@ LENGTHS = ("train.max_steps", "train.epochs")
 """Keys of the length, which the rate of each step depends on under most schedules."""
 _COMPRESSION = "strategy.compression"
 _SCHEDULE = "optimizer.schedule"
+_PORT = "task.generators_port"
 _WARMUP = "optimizer.warmup_fraction"
 _SOURCES = ("data.sources", "data.eval_sources")
 
@@ -78,6 +79,8 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
     is_constant = old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name
     if is_constant and not (old.get(_WARMUP) or new.get(_WARMUP)):
         safe.update(LENGTHS)
+    if all(values.get("task.generators") or values.get(_PORT) for values in (old, new)):
+        safe.add(_PORT)
     # An empty mapping on one side is no change of its own where the other side has keys in it, at any depth.
     sections = {key[:dot] for key in keys for dot, letter in enumerate(key) if letter == "."}
     changed = [key for key in keys if key not in sections and old.get(key) != new.get(key)]

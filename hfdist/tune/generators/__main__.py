@@ -1,4 +1,4 @@
-"""The process of a generator: `python -m hfdist.tune.generators SETTINGS INDEX NAME PARENT`."""
+"""A generator on the machine of rank 0: `python -m hfdist.tune.generators SETTINGS POLICY DEVICE INDEX NAME PARENT`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Serve the run of the rank that has started this process."""
-    settings, index, name, parent = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    settings, policy, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[5]
+    first_device, index, parent = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[6])
     # The rank itself says who it is: it may have ended already.
     threading.Thread(target=partial(_end_with, parent), daemon=True).start()
     # A launcher may tell all processes of a run to stop, and the ranks still have steps to end.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # Here: it imports torch, which takes seconds.
-    from hfdist.tune.generators.generator import serve
+    from hfdist.tune.generators.generator import Generator, serve
+    from hfdist.tune.generators.policy_files import PolicyFiles
     from hfdist.tune.generators.settings import Settings
+    from hfdist.tune.generators.sockets import connect
 
-    serve(Settings.read(settings), settings.parent, index, name)
+    generator = Generator(Settings.read(settings), PolicyFiles(policy), device=first_device + index)
+    serve(generator, connect(settings.parent, name))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 
 from hfdist.errors import PeerError, printable
 from hfdist.messages.message import Message, NotAMessageError
+from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.dispatcher import Dispatcher
-from hfdist.tune.generators.messages import RANK, Socket, pack, unpack
+from hfdist.tune.generators.messages import DROPPED, RANK, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
+from hfdist.tune.generators.sockets import Socket
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +31,11 @@ class Broker:
 
     Args:
         socket: socket of `open_broker`; from here on, only the thread uses it.
-        processes: processes of the generators.
+        processes: processes of the generators of this machine.
         files: files of the policy that generators read.
         max_staleness, answer_seconds: see `Dispatcher`.
         most_prompts: most prompts that a generator answers at once.
+        check: of answers.
     """
 
     def __init__(
@@ -44,9 +47,10 @@ class Broker:
         max_staleness: int,
         answer_seconds: float,
         most_prompts: int,
+        check: AnswerCheck,
     ) -> None:
         self._socket, self._processes, self._files = socket, processes, files
-        self._answer_seconds, self._most_prompts = answer_seconds, most_prompts
+        self._answer_seconds, self._most_prompts, self._check = answer_seconds, most_prompts, check
         self._dispatcher = Dispatcher(max_staleness=max_staleness, answer_seconds=answer_seconds)
         self._rollback = 0
         """The newest rollback; see `PolicyFiles`."""
@@ -107,6 +111,7 @@ class Broker:
                 raise PeerError(f"the broker of the generators does not understand {name}", found=str(error)) from error
             logger.warning("%s is not heard any more: %s", printable(name, _MOST_SAID), error)
             self._drop(name)
+            self._socket.send_multipart([sender, DROPPED])
 
     def _hear(self, sender: bytes, name: str, message: Message) -> None:
         now, kind, rollback = time.monotonic(), message.text("kind"), message.integer("rollback", default=0)
@@ -115,6 +120,10 @@ class Broker:
             self._heard_seconds = now
             if name not in self._ended and name not in self._idle:
                 self._idle.append(name)
+            return
+        if kind == "gone":
+            logger.warning("%s has gone: its prompts go to others", printable(name, _MOST_SAID))
+            self._drop(name)
             return
         if kind not in ("publish", "want", "need") or not name.startswith(RANK):
             raise NotAMessageError("nobody says that here")
@@ -142,8 +151,10 @@ class Broker:
     def _take_answers(self, generator: str, message: Message, rollback: int) -> None:
         given = [_as_message(one) for one in message.list("answers")] if "answers" in message else []
         numbers = [answers.integer("number") for answers in given]
-        num_tokens = sum(_count_tokens(answers) for answers in given)
+        num_tokens = sum(map(self._check.count_tokens, given))
         version = message.integer("version") if given else 0
+        if given and rollback == self._rollback and version > (self._dispatcher.version or 0):
+            raise NotAMessageError("there is no such version of the policy yet")
         self.num_tokens += num_tokens
         for number, answers in zip(numbers, given, strict=True):
             if rollback == self._rollback:
@@ -194,11 +205,3 @@ def _as_message(value: object) -> Message:
     if not isinstance(value, dict):
         raise NotAMessageError("a list holds what is no object")
     return Message(value)
-
-
-def _count_tokens(answers: Message) -> int:
-    """Count the tokens of a prompt's completions; NotAMessageError: they are no lists of tokens."""
-    completions = answers.list("completions")
-    if not all(isinstance(own, list) and all(type(token) is int for token in own) for own in completions):
-        raise NotAMessageError("completions are no tokens")
-    return sum(map(len, completions))

@@ -7,8 +7,7 @@ which generator gives them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,20 +22,31 @@ from hfdist.strategies.engine import Batch, Value
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate, continue_rows
 from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
-from hfdist.tune.generators.messages import connect, pack, unpack
-from hfdist.tune.generators.policy_files import PolicyFiles
+from hfdist.tune.generators.messages import Link, pack, unpack
 from hfdist.tune.generators.settings import Settings
 
 
-class Generator:
-    """The model of one generator, which reads the policy as it is asked for."""
+class Policy(Protocol):
+    """Versions of the policy, wherever they are."""
 
-    def __init__(self, settings: Settings, index: int) -> None:
-        self._config, self._limits = settings.config, settings.limits
-        self._files = PolicyFiles(settings.policy)
+    def read(self, rollback: int, version: int, model: nn.Module, /) -> None:
+        """Put the weights of a version into a whole model; FileNotFoundError: it has been removed."""
+
+
+class Generator:
+    """The model of one generator, which reads the policy as it is asked for.
+
+    Args:
+        settings: of the run.
+        policy: versions of its weights.
+        device: number of the GPU, if there are any; more than there are begin with the first again.
+    """
+
+    def __init__(self, settings: Settings, policy: Policy, *, device: int) -> None:
+        self._config, self._limits, self._policy = settings.config, settings.limits, policy
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
-            self._device = torch.device("cuda", (settings.first_device + index) % torch.cuda.device_count())
+            self._device = torch.device("cuda", device % torch.cuda.device_count())
         self._model = _build(settings).to(self._device).eval()  # type: ignore[arg-type]  # as of torch's stubs
         self._uses_cache = can_generate(self._model, Topology())
         self._version_read: tuple[int, int] | None = None
@@ -61,7 +71,7 @@ class Generator:
         if self._version_read != (rollback, version):
             # A read that fails leaves a part of the new weights.
             self._version_read = None
-            self._files.read(rollback, version, self._model)
+            self._policy.read(rollback, version, self._model)
             self._version_read = rollback, version
         rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
         drawn = TokenLogProbabilities(self._config.task.temperature)
@@ -108,13 +118,13 @@ def _build(settings: Settings) -> PreTrainedModel:
     return model
 
 
-def serve(settings: Settings, folder: Path, index: int, name: str) -> None:
-    """Answer what the broker sends, until the process is ended; `folder` has the broker's socket."""
-    generator = Generator(settings, index)
-    broker = connect(folder, name)
+def serve(generator: Generator, broker: Link) -> None:
+    """Answer what the broker sends, until it says that the training has ended; OSError: the connection has ended."""
     broker.send(pack({"kind": "ready"}))
     while True:
         asked = unpack(broker.recv())
+        if "ended" in asked:
+            return
         policy = {"rollback": asked["rollback"], "version": asked["version"]}
         try:
             answers = generator.answer(**policy, prompts=asked["prompts"])

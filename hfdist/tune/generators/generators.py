@@ -19,19 +19,22 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError, PeerError
+from hfdist.errors import PeerError
 from hfdist.processes.child_python import module
 from hfdist.strategies.engine import Batch
-from hfdist.topology import Topology, read_launcher
+from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
+from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
 from hfdist.tune.generators.lookahead import Lookahead
-from hfdist.tune.generators.messages import RANK, Socket, connect, make_folder, open_broker, pack, unpack
+from hfdist.tune.generators.messages import Link, pack, unpack
+from hfdist.tune.generators.open_gates import Gates, connect_rank
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
 from hfdist.tune.generators.settings import Settings
+from hfdist.tune.generators.sockets import make_folder, open_broker
 from hfdist.watch.diagnosis import GENERATING
 
 _Answers = dict[int, dict[str, Any]]
@@ -51,12 +54,14 @@ class Generators(TrainerCallback):
     _training: Training
     _topology: Topology
     _ahead: Lookahead
+    _settings: Settings
     _sockets: Path
-    """Folder of the broker's socket."""
-    _socket: Socket
-    """This rank's connection to the broker."""
+    """Folder of the broker's socket, on rank 0's machine."""
     _processes: Processes
     """Processes of the generators, on rank 0."""
+    # What the first step sets.
+    _link: Link
+    """This rank's connection to the broker."""
 
     def __init__(
         self,
@@ -72,8 +77,12 @@ class Generators(TrainerCallback):
         self._files = PolicyFiles(self._folder / "policy")
         self._broker: Broker | None = None
         """Broker on rank 0, from the first step on; None elsewhere."""
+        self._gates: Gates | None = None
+        """Where other machines reach it; None as above."""
         self._rollback, self._step, self._published = 0, -1, -1
         """How often the run has gone back; the last step; the version that was published last."""
+        self._is_open = False
+        """Whether this rank is connected to the broker."""
         self._asked: set[int] = set()
         """Numbers of the prompts that generators have got."""
         self._used = [0.0, 0.0, 0.0]
@@ -82,39 +91,34 @@ class Generators(TrainerCallback):
         self._read_seconds, self._read_tokens, self._read_thrown_away = time.monotonic(), 0, 0
 
     def begin(self, training: Training, limits: GenerationLimits) -> None:
-        """Start the processes. A collective; ConfigError: the ranks are on several machines."""
+        """Start the processes of this machine. A collective."""
         self._training, self._topology = training, training.strategy.topology
-        if read_launcher().has_other_machines:
-            what = "generators run on one machine, with all ranks, in this version"
-            raise ConfigError(what, where="task.generators", found=self._task.generators, hint="task.generators=0")
         self._rollback, self._step, self._published = 0, -1, -1
-        self._asked = set()
+        self._asked, self._is_open = set(), False
         assert training.stream is not None
         self._ahead = Lookahead(training.stream, data_rank=self._topology.data_rank, data_size=self._topology.data)
-        self._sockets = Path(on_rank_zero(lambda: self._start(limits)))
-        self._socket = connect(self._sockets, f"{RANK}{self._topology.rank}")
+        vocabulary = cast(PreTrainedModel, training.model).config.get_text_config().vocab_size
+        self._settings = Settings(config=self._config, vocabulary=vocabulary, limits=limits)
+        self._sockets = Path(on_rank_zero(self._start))
 
-    def _start(self, limits: GenerationLimits) -> str:
+    def _start(self) -> str:
         sockets = make_folder()
         atexit.register(shutil.rmtree, sockets, ignore_errors=True)
         # What an earlier start has left, but for what its generators have printed.
         shutil.rmtree(self._files.folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
-        settings = Settings(
-            config=self._config,
-            vocabulary=cast(PreTrainedModel, self._training.model).config.get_text_config().vocab_size,
-            limits=limits,
-            policy=self._files.folder,
-            first_device=self._topology.world_size,
-        )
-        settings.write(sockets / "settings.json")
-        command = module(__package__, str(sockets / "settings.json"))
-        self._processes = Processes(self._task.generators, command, self._folder)
+        path = sockets / "settings.json"
+        self._settings.write(path)
+        # GPUs after those of ranks.
+        command = module(__package__, str(path), str(self._files.folder), str(self._topology.world_size))
+        are_all = self._task.generators_port is None
+        self._processes = Processes(self._task.generators, command, self._folder, are_all=are_all)
         return str(sockets)
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """End the generators."""
-        if self._broker is not None:
+        if self._broker is not None and self._gates is not None:
+            self._gates.close(is_end=state.global_step >= state.max_steps)
             self._broker.stop()
             # That of another training counts anew.
             self._broker, self._read_tokens, self._read_thrown_away = None, 0, 0
@@ -164,20 +168,28 @@ class Generators(TrainerCallback):
         with self._training.paused():
             self._files.write(self._rollback, step, self._training.model, self._training.engine)
         self._published = step
-        if self._topology.is_main:
+        if not self._is_open:
             # Not before: the loader's workers are forks of a process that must have no thread yet.
-            self._broker = self._broker or self._open_broker()
+            gate = on_rank_zero(self._open)
+            self._link = connect_rank(self._topology.rank, self._sockets, gate)
+            self._is_open = True
+        if self._topology.is_main:
             self._send(kind="publish", version=step)
 
-    def _open_broker(self) -> Broker:
-        return Broker(
+    def _open(self) -> list[object]:
+        """Open the broker and the gates; give the way to it from other machines, as JSON."""
+        bounds = {"num_generations": self._task.num_generations, "max_new_tokens": self._settings.limits.max_new_tokens}
+        self._gates = Gates(self._settings, self._sockets, self._files)
+        self._broker = Broker(
             open_broker(self._sockets),
             self._processes,
             self._files,
             max_staleness=self._task.max_staleness,
             answer_seconds=self._task.answer_seconds,
             most_prompts=self._config.train.micro_batch_size,
+            check=AnswerCheck(vocabulary=self._settings.vocabulary, **bounds),
         )
+        return self._gates.way_for_ranks
 
     def _exchange(
         self, numbers: Sequence[int], prompts: Sequence[list[int]], step: int, answers: _Answers
@@ -195,7 +207,7 @@ class Generators(TrainerCallback):
         first = numbers[0] - self._topology.data_rank
         self._send(kind="need", step=step, numbers=asked, first=first)
         while len(answers) < len(asked):
-            message = unpack(self._socket.recv())
+            message = unpack(self._link.recv())
             if "error" in message:
                 raise PeerError(**message["error"])
             if message["rollback"] == self._rollback and message["number"] in own:
@@ -220,7 +232,7 @@ class Generators(TrainerCallback):
         return {"number": number, "step": step, "tokens": tokens, "seeds": self._seeds_of(number)}
 
     def _send(self, **message: object) -> None:
-        self._socket.send(pack({"rollback": self._rollback, **message}))
+        self._link.send(pack({"rollback": self._rollback, **message}))
 
     def _write_down(self, step: int, used: Sequence[list[int]]) -> None:
         for group, (number, version) in enumerate(used):

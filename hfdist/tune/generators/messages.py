@@ -1,63 +1,36 @@
-"""Messages of ranks, the broker and generators: JSON over ZeroMQ, through a socket that only this user can open."""
+"""Messages of ranks, the broker and generators: JSON, whatever carries them."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-
-import zmq
+from typing import Protocol
 
 from hfdist.messages.message import Message, read_message
 
-Socket = zmq.Socket[bytes]
-"""A socket of ZeroMQ."""
-_PREFIX, _NAME = "hfdist-generators-", "broker"
 RANK = "rank-"
 """Prefix of the names of ranks."""
-_MOST_BYTES = 2**28
+DROPPED = b""
+"""What the broker sends to one that it does not hear any more. No message is empty."""
+MOST_BYTES = 2**28
 """The most bytes of one message: of the prompts of a step, or of their answers."""
 
 
-def make_folder() -> Path:
-    """Make a folder for `open_broker` among temporary files; in /tmp where the name of its socket would be too long."""
-    added = len(f"/{_PREFIX}12345678/{_NAME}")
-    is_long = len(os.fsencode(tempfile.gettempdir())) + added > zmq.IPC_PATH_MAX_LEN
-    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp" if is_long else None))
+class Link(Protocol):
+    """A connection to the broker, on this machine or on another one."""
 
+    def send(self, content: bytes, /) -> object:
+        """Begin to send a message."""
 
-def open_broker(folder: Path) -> Socket:
-    """Open the socket that all others connect to, in a folder that only this user can enter."""
-    made: Socket = zmq.Context.instance().socket(zmq.ROUTER)
-    made.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
-    _keep_all(made)
-    made.bind(f"ipc://{folder / _NAME}")
-    return made
-
-
-def connect(folder: Path, name: str) -> Socket:
-    """Connect to the broker, which need not be there yet, under a name that no other process has."""
-    made: Socket = zmq.Context.instance().socket(zmq.DEALER)
-    made.setsockopt(zmq.IDENTITY, name.encode())
-    _keep_all(made)
-    made.connect(f"ipc://{folder / _NAME}")
-    return made
-
-
-def _keep_all(made: Socket) -> None:
-    # No message is dropped while a peer is slow, and none is waited for when a peer has gone.
-    made.setsockopt(zmq.SNDHWM, 0)
-    made.setsockopt(zmq.RCVHWM, 0)
-    made.setsockopt(zmq.LINGER, 0)
+    def recv(self) -> bytes:
+        """Wait for a message."""
 
 
 def pack(message: Mapping[str, object]) -> bytes:
-    """Make bytes of a message."""
+    """Make bytes of a message, without line ends."""
     return json.dumps(message).encode()
 
 
 def unpack(content: bytes) -> Message:
     """Read a message; NotAMessageError: the bytes are no message."""
-    return read_message(content, _MOST_BYTES)
+    return read_message(content, MOST_BYTES)

@@ -28,17 +28,25 @@ class PolicyFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def _path(self, rollback: int, version: int) -> Path:
+    def path(self, rollback: int, version: int) -> Path:
+        """Give the folder of a version."""
         return self.folder / f"{rollback}-{version}"
 
     def write(self, rollback: int, version: int, model: nn.Module, engine: Engine) -> None:
         """Write the weights of `model` that are trained, each rank what it holds. A collective; see `export_model`."""
-        folder = self._path(rollback, version)
+        folder = self.path(rollback, version)
         on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         parameters = model.named_parameters(remove_duplicate=False)
         trained = {name for name, parameter in parameters if parameter.requires_grad}
         pieces = (piece for piece in engine.pieces() if piece.name in trained)
         export_model(folder, pieces, lambda unfinished: None)
+
+    def files(self, rollback: int, version: int) -> list[Path]:
+        """List the files of a version; FileNotFoundError: a newer version has taken its place."""
+        found = sorted(self.path(rollback, version).glob("*.safetensors"))
+        if not found:
+            raise FileNotFoundError(self.path(rollback, version))
+        return found
 
     @torch.no_grad()
     def read(self, rollback: int, version: int, model: nn.Module) -> None:
@@ -47,9 +55,7 @@ class PolicyFiles:
         Raises:
             FileNotFoundError: a newer version has taken its place.
         """
-        files = sorted(self._path(rollback, version).glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(self._path(rollback, version))
+        files = self.files(rollback, version)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for path in files:
             with safe_open(path, framework="pt") as tensors:
@@ -58,7 +64,7 @@ class PolicyFiles:
 
     def remove_others(self, rollback: int, versions: Iterable[int]) -> None:
         """Remove all versions but these of a rollback. A `read` of another one fails."""
-        kept = {self._path(rollback, version) for version in versions}
+        kept = {self.path(rollback, version) for version in versions}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path not in kept:
                 # Renamed first: a slow reader must not find a part of the files, and take them for all.

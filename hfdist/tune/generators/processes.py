@@ -1,4 +1,4 @@
-"""The processes of the generators: started by rank 0, started again when they die, and ended with the run."""
+"""The generators' processes on the machine of rank 0, which starts them, again when they die, and ends them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class Processes:
         count: number of generators.
         command: command of a generator; its number, its name for `connect`, and the id of this process follow.
         logs: folder for the output of the generators.
+        are_all: whether there are no others on other machines, which may go on without these.
     """
 
-    def __init__(self, count: int, command: Sequence[str], logs: Path) -> None:
-        self._command = command
+    def __init__(self, count: int, command: Sequence[str], logs: Path, *, are_all: bool = True) -> None:
+        self._command, self._are_all = command, are_all
         self._all = [_Generator(logs / f"{index}.log") for index in range(count)]
         logs.mkdir(parents=True, exist_ok=True)
         try:
@@ -77,7 +78,7 @@ class Processes:
             if own.num_starts < MOST_RESTARTS:
                 own.num_starts += 1
                 self._start(index)
-        if all(own.process is None for own in self._all):
+        if self._are_all and all(own.process is None for own in self._all):
             codes = ", ".join(str(code) for code in self._all[0].codes)
             raise PeerError(
                 "all generators have ended, each as often as it may be started",

@@ -1,14 +1,16 @@
-"""What a generator must know of its run: a file of JSON, written by rank 0 and read by each generator."""
+"""What a generator must know of its run: JSON, through a file on the same machine and through a message elsewhere."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hfdist.config.composition.compose import complete, to_values
+from hfdist.config.model import TokenizerConfig
 from hfdist.config.plain_values import from_plain
 from hfdist.config.run import RunConfig
+from hfdist.messages.message import Message, read_message
 from hfdist.trainer.generation.limits import GenerationLimits
 
 
@@ -20,35 +22,53 @@ class Settings:
     vocabulary: int
     """Number of tokens that the model has."""
     limits: GenerationLimits
-    policy: Path
-    """The folder of `PolicyFiles`."""
-    first_device: int
-    """GPU of the first generator: those before it are of ranks."""
+
+    def to_message(self) -> dict[str, object]:
+        """Give the settings as JSON."""
+        limits = asdict(self.limits) | {"end_ids": sorted(self.limits.end_ids)}
+        return {"config": to_values(self.config), "vocabulary": self.vocabulary, "limits": limits}
+
+    @classmethod
+    def from_message(cls, message: Message) -> Settings:
+        """Read them, perhaps from another machine.
+
+        Raises:
+            NotAMessageError: they are no settings.
+            ConfigError: a config that no run has. It never asks for code of the model's own.
+        """
+        config: RunConfig = from_plain(RunConfig, message.mapping("config"))
+        given = message.mapping("limits")
+        ends = {f"{place}": token for place, token in enumerate(given.list("end_ids"))}
+        limits = GenerationLimits(
+            max_new_tokens=given.integer("max_new_tokens"),
+            end_ids=frozenset(Message(ends).integer(place) for place in ends),
+            most_tokens=None if given.get("most_tokens") is None else given.integer("most_tokens"),
+            where=given.text("where"),
+        )
+        return cls(config=complete(config), vocabulary=message.integer("vocabulary"), limits=limits)
 
     def write(self, path: Path) -> None:
         """Write the file."""
-        content = {
-            "config": to_values(self.config),
-            "trust_remote_code": self.config.model.trust_remote_code,
-            "vocabulary": self.vocabulary,
-            "limits": asdict(self.limits) | {"end_ids": sorted(self.limits.end_ids)},
-            "policy": str(self.policy),
-            "first_device": self.first_device,
-        }
+        content = self.to_message() | {"trust_remote_code": self.config.model.trust_remote_code}
         path.write_text(json.dumps(content), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Settings:
         """Read the file."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        config: RunConfig = from_plain(RunConfig, content["config"])
+        content = path.read_bytes()
+        message = read_message(content, len(content))
+        made = cls.from_message(message)
         # `to_values` leaves it out, as no config file may set it; this file is written by the run itself.
-        config.model.trust_remote_code = content["trust_remote_code"]
-        limits = content["limits"]
-        return cls(
-            config=complete(config),
-            vocabulary=content["vocabulary"],
-            limits=GenerationLimits(**limits | {"end_ids": frozenset(limits["end_ids"])}),
-            policy=Path(content["policy"]),
-            first_device=content["first_device"],
-        )
+        made.config.model.trust_remote_code = message.flag("trust_remote_code")
+        return made
+
+    def at(self, folder: Path, *, model: Path | None, adapter: Path | None) -> Settings:
+        """Give those of another machine: its own folder for caches, and of the model and a saved adapter, if any."""
+        config = self.config
+        name = None if model is None else str(model)
+        # A generator reads and writes tokens.
+        own = replace(config.model, name=name, revision=None, gguf_file=None, tokenizer=TokenizerConfig())
+        path = None if adapter is None else str(adapter)
+        data = replace(config.data, cache_dir=str(folder / "cache"))
+        moved = replace(config, model=own, adapter=replace(config.adapter, path=path), data=data)
+        return replace(self, config=moved)

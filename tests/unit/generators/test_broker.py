@@ -12,10 +12,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hfdist.errors import PeerError
+from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
-from hfdist.tune.generators.messages import connect, make_folder, open_broker, pack, unpack
+from hfdist.tune.generators.messages import pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import MOST_RESTARTS, Processes
+from hfdist.tune.generators.sockets import connect, make_folder, open_broker
 
 SECONDS = 10
 
@@ -34,7 +36,8 @@ class Peer:
         return unpack(self.socket.recv())
 
     def answer(self, asked, text):
-        answers = [{"number": one["number"], "completions": [[1, 2]], "text": text} for one in asked["prompts"]]
+        given = {"completions": [[1, 2]], "log_probabilities": [[-0.5, -1.0]], "text": text}
+        answers = [{"number": one["number"], **given} for one in asked["prompts"]]
         self.send("answers", rollback=asked["rollback"], version=asked["version"], answers=answers)
 
 
@@ -45,7 +48,8 @@ def begin(tmp_path):
 
     def start(line, answer_seconds=30.0):
         processes = Processes(2, [sys.executable, "-c", line], tmp_path / "logs")
-        limits = {"max_staleness": 0, "answer_seconds": answer_seconds, "most_prompts": 1}
+        check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
+        limits = {"max_staleness": 0, "answer_seconds": answer_seconds, "most_prompts": 1, "check": check}
         files = PolicyFiles(tmp_path / "policy")
         brokers.append(Broker(open_broker(tmp_path), processes, files, **limits))
         return brokers[-1]

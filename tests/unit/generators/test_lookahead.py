@@ -71,6 +71,7 @@ def test_it_ends_where_the_data_end(tmp_path):
 def test_figures_of_a_second_training_begin_anew():
     generators = Generators.__new__(Generators)
     generators._topology, generators._files = SimpleNamespace(is_main=False), None
+    generators._gates, state = SimpleNamespace(close=lambda is_end: None), SimpleNamespace(global_step=1, max_steps=1)
     generators._used, generators._wait_seconds = [0.0, 0.0, 0.0], 0.0
     generators._read_seconds, generators._read_tokens, generators._read_thrown_away = 0.0, 0, 0
     for num_tokens, thrown_away in ((90, 2), (40, 1)):
@@ -79,4 +80,4 @@ def test_figures_of_a_second_training_begin_anew():
         figures = generators.figures()
         assert figures["generator_tokens_per_second"] > 0
         assert figures["answers_thrown_away"] == thrown_away
-        generators.on_train_end(None, None, None)
+        generators.on_train_end(None, state, None)

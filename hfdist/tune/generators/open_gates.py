@@ -1,0 +1,146 @@
+"""Where other machines reach the broker: the gates of rank 0 that a run needs, and the way of a rank to it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from hfdist.config.data import cache_dir
+from hfdist.control_group import machines
+from hfdist.errors import ConfigError, PeerError
+from hfdist.launch.address import LOOPBACK, listen, own_address
+from hfdist.messages.door import SECRET
+from hfdist.messages.message import NotAMessageError, RefusedError
+from hfdist.models.peft_config import saved_files
+from hfdist.models.resolve import list_files, resolve_model
+from hfdist.topology import read_launcher
+from hfdist.tune.generators.chunks import may_travel
+from hfdist.tune.generators.gates import GeneratorGate, RankGate
+from hfdist.tune.generators.link import TcpLink
+from hfdist.tune.generators.messages import MOST_BYTES, RANK, Link
+from hfdist.tune.generators.policy_files import PolicyFiles
+from hfdist.tune.generators.served_files import ADAPTER, MODEL, ServedFiles
+from hfdist.tune.generators.settings import Settings
+from hfdist.tune.generators.sockets import connect
+
+logger = logging.getLogger(__name__)
+
+_TAKEN_SECONDS = 10.0
+"""Seconds in which a process of the start before may still have the port."""
+_REST_SECONDS = 0.2
+_CONNECT_SECONDS = 30.0
+_BYTES_OF_TOKEN = 48
+"""The most bytes of a token and its log-probability in a message of answers."""
+
+
+class Gates:
+    """The gates of rank 0; without other machines there are none.
+
+    Args:
+        settings: of the run.
+        sockets: folder of the broker's socket.
+        files: versions of the policy.
+
+    Raises:
+        ConfigError: it cannot listen at `task.generators_port`.
+    """
+
+    def __init__(self, settings: Settings, sockets: Path, files: PolicyFiles) -> None:
+        self._ranks: RankGate | None = None
+        self._generators: GeneratorGate | None = None
+        self.way_for_ranks: list[object] = []
+        """Host, port and secret for ranks of other machines; empty: there are none."""
+        if len(_beside_rank_0()) < read_launcher().world_size:
+            address, listens_at = own_address(0)
+            listener = listen(listens_at, 0)
+            self._ranks = RankGate(listener, sockets)
+            self.way_for_ranks = [address, listener.getsockname()[1], self._ranks.secret]
+        if settings.config.task.generators_port is not None:
+            self._generators = _open_for_generators(settings, sockets, files)
+
+    def close(self, *, is_end: bool) -> None:
+        """Serve no more; see `GeneratorGate.close`."""
+        if self._generators is not None:
+            self._generators.close(is_end=is_end)
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+def connect_rank(rank: int, sockets: Path, way: list[object]) -> Link:
+    """Connect a rank to the broker of rank 0, over the network where that is on another machine.
+
+    Args:
+        rank: this one.
+        sockets: folder of the broker's socket.
+        way: `Gates.way_for_ranks`.
+
+    Raises:
+        PeerError: rank 0 cannot be reached.
+    """
+    if rank in _beside_rank_0():
+        return connect(sockets, f"{RANK}{rank}")
+    host, port, secret = str(way[0]), int(str(way[1])), str(way[2])
+    try:
+        return TcpLink((host, port), secret, {"rank": rank}, _CONNECT_SECONDS)
+    except (OSError, NotAMessageError, RefusedError) as error:
+        what, found = f"rank {rank} cannot reach the broker of the generators, on rank 0", f"{host}:{port}: {error}"
+        raise PeerError(what, found=found, hint="hfdist doctor, which looks at the links between machines") from error
+
+
+def _beside_rank_0() -> list[int]:
+    """List the ranks that are surely on the machine of rank 0, this one too."""
+    # Machines whose hosts have one name count as one.
+    return machines()[0] if len(machines()) > 1 or not read_launcher().has_other_machines else [0]
+
+
+def _open_for_generators(settings: Settings, sockets: Path, files: PolicyFiles) -> GeneratorGate:
+    config, secret = settings.config, os.environ.get(SECRET, "")
+    task, port = config.task, config.task.generators_port
+    assert port is not None
+    host = task.generators_host or ("" if secret else LOOPBACK)
+    listener = _listen(host, port)
+    most_tokens = settings.limits.max_new_tokens * task.num_generations * config.train.micro_batch_size
+    gate = GeneratorGate(
+        listener,
+        sockets,
+        secret=secret,
+        welcome={"settings": settings.to_message(), "start": secrets.token_hex(16)},
+        files=ServedFiles(_files_of(settings), files),
+        most_bytes=min(MOST_BYTES, 2**16 + _BYTES_OF_TOKEN * most_tokens),
+    )
+    name = host or "HOST"
+    logger.info("generators may join: hfdist generate join=%s:%d", f"[{name}]" if ":" in name else name, port)
+    return gate
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + _TAKEN_SECONDS
+    while True:
+        try:
+            return listen(host, port)
+        except (OSError, OverflowError) as error:
+            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            if is_taken and time.monotonic() < deadline:
+                time.sleep(_REST_SECONDS)
+                continue
+            what, found = "generators cannot be let in there", f"{host or 'all addresses'}, {port}: {error}"
+            hint = "another port, as task.generators_port=29700"
+            raise ConfigError(
+                what, where="task.generators_host, task.generators_port", found=found, hint=hint
+            ) from error
+
+
+def _files_of(settings: Settings) -> dict[str, dict[str, Path]]:
+    """Find the files that a generator builds its model from."""
+    config = settings.config
+    start = resolve_model(config.model, cache_dir=cache_dir(config.data))
+    folder = None if start.model.name is None else Path(start.model.name)
+    model = (
+        {} if folder is None else {name: folder / name for name in list_files(start.model, folder) if may_travel(name)}
+    )
+    return {MODEL: model, ADAPTER: {} if config.adapter.path is None else saved_files(config.adapter.path)}
