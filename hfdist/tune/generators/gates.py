@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
-import zmq.asyncio
 
 from hfdist.errors import printable
 from hfdist.messages.door import Door, DoorThread, read_line
@@ -27,7 +26,7 @@ from hfdist.messages.message import Message, NotAMessageError, RefusedError, rea
 from hfdist.tune.generators.link import notice_loss
 from hfdist.tune.generators.messages import DROPPED, MOST_BYTES, RANK, pack
 from hfdist.tune.generators.served_files import ServedFiles
-from hfdist.tune.generators.sockets import connect
+from hfdist.tune.generators.sockets import connect_in_loop
 from hfdist.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class RankGate:
             while True:
                 await _write(writer, await own.recv())
 
-        own = _peer(self._folder, f"{RANK}{hello.integer('rank')}")
+        own = connect_in_loop(self._folder, f"{RANK}{hello.integer('rank')}")
         try:
             writer.write(write_message({"welcome": 1}))
             await _first(pass_in(), pass_out())
@@ -141,11 +140,11 @@ class GeneratorGate:
         """Be a generator for the broker: it speaks, gets prompts, and speaks again."""
         self._num_generators += 1
         name = f"generator {self._num_generators} of {host}"
-        own = _peer(self._folder, name)
+        own = connect_in_loop(self._folder, name)
+        said = asyncio.ensure_future(read_line(reader, self._most_bytes))
         try:
             await _write(writer, write_message(self._welcome)[:-1])
             logger.info("%s has joined", name)
-            said = asyncio.ensure_future(read_line(reader, self._most_bytes))
             while True:
                 await own.send((await said)[:-1])
                 said = asyncio.ensure_future(read_line(reader, self._most_bytes))
@@ -157,6 +156,7 @@ class GeneratorGate:
         except NotAMessageError as error:
             logger.warning("%s is not heard any more: %s", name, error)
         finally:
+            said.cancel()
             if self._is_closing:
                 writer.write(self._last_words)
             else:
@@ -186,11 +186,6 @@ class GeneratorGate:
                     await asyncio.get_running_loop().sendfile(writer.transport, file, first, count)
             except FileNotFoundError:
                 await _write(writer, write_message({"gone": 1})[:-1])
-
-
-def _peer(folder: Path, name: str) -> zmq.asyncio.Socket:
-    """Connect to the broker, in the thread of a door."""
-    return zmq.asyncio.Socket.from_socket(connect(folder, name))
 
 
 async def _write(writer: asyncio.StreamWriter, content: bytes) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import zmq
+import zmq.asyncio
 
 from hfdist.tune.generators.messages import MOST_BYTES
 
@@ -34,13 +35,24 @@ def open_broker(folder: Path) -> Socket:
 def connect(folder: Path, name: str) -> Socket:
     """Connect to the broker, which need not be there yet, under a name that no other process has."""
     made: Socket = zmq.Context.instance().socket(zmq.DEALER)
-    made.setsockopt(zmq.IDENTITY, name.encode())
-    _keep_all(made)
-    made.connect(f"ipc://{folder / _NAME}")
+    _join(made, folder, name)
     return made
 
 
-def _keep_all(made: Socket) -> None:
+def connect_in_loop(folder: Path, name: str) -> zmq.asyncio.Socket:
+    """Connect to the broker from a loop of asyncio, as `connect` does."""
+    made = zmq.asyncio.Context.shadow(zmq.Context.instance()).socket(zmq.DEALER)
+    _join(made, folder, name)
+    return made
+
+
+def _join(made: zmq.SyncSocket | zmq.asyncio.Socket, folder: Path, name: str) -> None:
+    made.setsockopt(zmq.IDENTITY, name.encode())
+    _keep_all(made)
+    made.connect(f"ipc://{folder / _NAME}")
+
+
+def _keep_all(made: zmq.SyncSocket | zmq.asyncio.Socket) -> None:
     # No message is dropped while a peer is slow, and none is waited for when a peer has gone.
     made.setsockopt(zmq.SNDHWM, 0)
     made.setsockopt(zmq.RCVHWM, 0)
