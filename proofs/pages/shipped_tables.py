@@ -23,6 +23,7 @@ _PAGES = {
     "doctor": "doctor.md",
     "explain-hang": "doctor.md",
     "finetune": "fine-tuning.md",
+    "generate": "generators.md#generators-on-other-machines",
     "index": "data.md#index-once",
     "job": "jobs.md",
     "plan": "plan.md",

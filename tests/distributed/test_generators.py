@@ -1,12 +1,20 @@
 """Generators beside the ranks: the same training as within the step, and each prompt once, whoever is killed."""
 
 import math
+import multiprocessing
+import os
+import re
 import signal
+import socket
 
 import pytest
 
+from hfdist.launch.address import LOOPBACK
+from hfdist.messages.door import SECRET
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
+from hfdist.testing import run_ranks
+from hfdist.tune.generators.remote import RemoteGenerator
 from recipes.tune import main
 from tests.distributed import policy_runs, trl_runs
 from tests.distributed.policy_runs import each_once, trained_prompts
@@ -16,6 +24,8 @@ from tests.distributed.runs import losses, weights
 from tests.marks import many
 
 pytestmark = pytest.mark.distributed
+
+RATE_OF_ADAPTERS = "optimizer.lr=1e-2"
 
 
 @pytest.mark.parametrize(("task", "strategy"), [("grpo", "pipeline"), many("rloo", "fsdp2")])
@@ -35,6 +45,76 @@ def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, 
     assert max(line["mismatch"] for line in lines) < 1e-5
     assert [line["largest_ratio"] for line in lines] == pytest.approx([1.0] * STEPS, abs=1e-4)
     assert trained_prompts(run) == each_once(STEPS)
+
+
+def generate(port, folder):
+    """As `hfdist generate` does, in a fork."""
+    with (folder / "log").open("a", buffering=1) as log:
+        address, secret = (LOOPBACK, port), os.environ[SECRET]
+        say = lambda line: print(line, file=log)  # noqa: E731
+        RemoteGenerator(address, secret, folder, own=None, wait_seconds=120, say=say).run()
+
+
+def tune_on_two_machines(config):
+    """A rank that is alone on its machine, as its launcher says."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    main.__wrapped__(config)
+
+
+@pytest.fixture
+def generators(tmp_path, monkeypatch):
+    """Starts two generators as of other machines; gives them, and the port at which they look for their run."""
+    monkeypatch.setenv(SECRET, "of people")
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+    processes = []
+    for number in range(2):
+        folder = tmp_path / f"generator-{number}"
+        folder.mkdir()
+        processes.append(multiprocessing.get_context("fork").Process(target=generate, args=(port, folder)))
+        processes[-1].start()
+    yield processes, port
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "strategy"),
+    [("qlora", "fsdp2"), many("lora", "zero3"), many("lora", "ddp"), many("qlora", "pipeline"), many("qlora", "zero3")],
+)
+def test_generators_and_ranks_of_other_machines_with_an_adapter(
+    tmp_path, policy, sums, cache_dir, generators, adapter, strategy
+):
+    own = (
+        "task=grpo",
+        *policy_runs.COMMON,
+        f"adapter={adapter}",
+        "adapter.rank=4",
+        "adapter.alpha=8",
+        RATE_OF_ADAPTERS,
+    )
+    plain = tune(tmp_path / "plain", policy, sums, 1, *own)
+    (processes, port), folder = generators, tmp_path / "run"
+    asynchronous = (f"task.generators_port={port}", f"task.generators_host={LOOPBACK}", "task.max_staleness=0")
+    config = make_config(folder, policy, sums, *own, *asynchronous, f"strategy={strategy}")
+    run_ranks(tune_on_two_machines, 2, config)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    lines, reference = (
+        [line for line in read_lines(RunFolder(one).metrics) if "loss" in line] for one in (folder, plain)
+    )
+    assert [line["reward"] for line in lines] == [line["reward"] for line in reference]
+    assert len({line["loss"] for line in lines}) > 2
+    assert losses(folder) == pytest.approx(losses(plain), rel=1e-5, abs=1e-5)
+    assert max(line["mismatch"] for line in lines) < 1e-5
+    assert trained_prompts(folder) == each_once(STEPS)
+    said = "".join((tmp_path / f"generator-{number}" / "log").read_text() for number in range(2))
+    sizes = {int(size.replace(",", "")) for size in re.findall(r"version \d+: ([\d,]+) bytes", said)}
+    # In float32, as in the adapter's own file; headers have other names.
+    size = (folder / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert [abs(one - size) < 2000 + 0.02 * size for one in sizes] == [True]
 
 
 @pytest.mark.many

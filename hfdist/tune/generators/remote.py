@@ -118,7 +118,7 @@ class RemoteGenerator:
                 places[of] = self._folder / of
                 files.fetch(listing, places[of], of)
         made = settings.at(self._folder, model=places.get(MODEL), adapter=places.get(ADAPTER))
-        self._say(f"joined, {files.num_bytes / 1e6:.1f} MB fetched")
+        self._say(f"joined: {files.num_bytes:,} bytes fetched")
         return Generator(made, FetchedPolicy(self._folder / POLICY, files, self._say), device=0)
 
     def _take_own(self, own: Path, listing: Listing, files: RemoteFiles) -> None:
@@ -152,8 +152,8 @@ class FetchedPolicy:
             self._kept.read(rollback, version, model)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        megabytes, seconds = (self._files.num_bytes - before) / 1e6, time.monotonic() - begin
-        self._say(f"version {version}: {megabytes:.1f} MB in {seconds:.2f} s")
+        seconds = time.monotonic() - begin
+        self._say(f"version {version}: {self._files.num_bytes - before:,} bytes in {seconds:.2f} s")
 
 
 def _refusal(error: RefusedError) -> ConfigError:

@@ -161,15 +161,13 @@ def test_there_is_a_limit_to_connections(run, monkeypatch):
 # ---- who is lost ----
 
 
-@pytest.mark.parametrize(
-    "moment", ["before it is ready", "with a prompt", "with half of an answer", "after its answer"]
-)
+@pytest.mark.parametrize("moment", ["before it speaks", "with a prompt", "with half of an answer", "after its answer"])
 def test_what_a_generator_had_that_is_gone_goes_to_others(run, moment):
     lost, other = run.join(), run.join()
-    if moment != "before it is ready":
+    if moment != "before it speaks":
         lost.send(pack({"kind": "ready"}))
     rank = run.ask(0, 1)
-    if moment == "before it is ready":
+    if moment == "before it speaks":
         lost.close()
     else:
         asked = hear(lost)
