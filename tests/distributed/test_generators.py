@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import time
+from enum import Enum
 
 import pytest
 
@@ -14,7 +16,12 @@ from hfdist.messages.door import SECRET
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
 from hfdist.testing import run_ranks
+from hfdist.tune.generators import link, remote, remote_files
+from hfdist.tune.generators.generator import Generator
+from hfdist.tune.generators.link import TcpLink
+from hfdist.tune.generators.messages import unpack
 from hfdist.tune.generators.remote import RemoteGenerator
+from hfdist.tune.generators.remote_files import RemoteFiles
 from recipes.tune import main
 from tests.distributed import policy_runs, trl_runs
 from tests.distributed.policy_runs import each_once, trained_prompts
@@ -47,12 +54,58 @@ def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, 
     assert trained_prompts(run) == each_once(STEPS)
 
 
-def generate(port, folder):
-    """As `hfdist generate` does, in a fork."""
+class Moment(Enum):
+    """Of a generator, at the version of step 1 where there is one."""
+
+    hello = "before it has said who it is"
+    weights = "while it reads weights"
+    answer = "in the middle of an answer"
+    answered = "after an answer"
+
+
+def generate(port, folder, moment, struck):
+    """As `hfdist generate` does, in a fork that kills itself at a moment; None: that comes once the other is killed."""
+    remote_files.RETRY_SECONDS = remote.RETRY_SECONDS = 0.1
+    while moment is None and not struck.exists():
+        time.sleep(0.05)
+    if moment is not None:
+        die_at(moment, struck)
     with (folder / "log").open("a", buffering=1) as log:
         address, secret = (LOOPBACK, port), os.environ[SECRET]
         say = lambda line: print(line, file=log)  # noqa: E731
         RemoteGenerator(address, secret, folder, own=None, wait_seconds=120, say=say).run()
+
+
+def die_at(moment, struck):
+    """Kill this process at a moment: its methods are wrapped, and nothing is replaced."""
+    knock, chunk, forward, send = link.knock, RemoteFiles._chunk, Generator._forward, TcpLink.send
+
+    def die(is_now):
+        if is_now:
+            struck.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def knock_and_die(*arguments):
+        made = knock(*arguments)
+        die(moment is Moment.hello)
+        return made
+
+    def chunk_and_die(files, asked, wanted):
+        found = chunk(files, asked, wanted)
+        die(moment is Moment.weights and asked.get("version") == 1)
+        return found
+
+    def forward_and_die(generator, *arguments, **named):
+        found = forward(generator, *arguments, **named)
+        die(moment is Moment.answer and generator._version_read == (0, 1))
+        return found
+
+    def send_and_die(connection, content):
+        send(connection, content)
+        die(moment is Moment.answered and unpack(content).get("version") == 1)
+
+    link.knock, RemoteFiles._chunk = knock_and_die, chunk_and_die
+    Generator._forward, TcpLink.send = forward_and_die, send_and_die
 
 
 def tune_on_two_machines(config):
@@ -63,28 +116,39 @@ def tune_on_two_machines(config):
 
 @pytest.fixture
 def generators(tmp_path, monkeypatch):
-    """Starts two generators as of other machines; gives them, and the port at which they look for their run."""
+    """Starts two generators, as of other machines: one that kills itself, and one that comes then; gives their port."""
     monkeypatch.setenv(SECRET, "of people")
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
     processes = []
-    for number in range(2):
-        folder = tmp_path / f"generator-{number}"
-        folder.mkdir()
-        processes.append(multiprocessing.get_context("fork").Process(target=generate, args=(port, folder)))
-        processes[-1].start()
-    yield processes, port
+
+    def start(moment):
+        for number, own in enumerate((moment, None)):
+            folder = tmp_path / f"generator-{number}"
+            folder.mkdir()
+            arguments = port, folder, own, tmp_path / "struck"
+            processes.append(multiprocessing.get_context("fork").Process(target=generate, args=arguments))
+            processes[-1].start()
+        return processes, port
+
+    yield start
     for process in processes:
         process.kill()
         process.join()
 
 
 @pytest.mark.parametrize(
-    ("adapter", "strategy"),
-    [("qlora", "fsdp2"), many("lora", "zero3"), many("lora", "ddp"), many("qlora", "pipeline"), many("qlora", "zero3")],
+    ("adapter", "strategy", "moment"),
+    [
+        ("qlora", "fsdp2", Moment.answer),
+        many("lora", "zero3", Moment.weights),
+        many("lora", "ddp", Moment.answered),
+        many("qlora", "pipeline", Moment.hello),
+        many("qlora", "zero3", Moment.answered),
+    ],
 )
 def test_generators_and_ranks_of_other_machines_with_an_adapter(
-    tmp_path, policy, sums, cache_dir, generators, adapter, strategy
+    tmp_path, policy, sums, cache_dir, generators, adapter, strategy, moment
 ):
     own = (
         "task=grpo",
@@ -95,13 +159,13 @@ def test_generators_and_ranks_of_other_machines_with_an_adapter(
         RATE_OF_ADAPTERS,
     )
     plain = tune(tmp_path / "plain", policy, sums, 1, *own)
-    (processes, port), folder = generators, tmp_path / "run"
+    (processes, port), folder = generators(moment), tmp_path / "run"
     asynchronous = (f"task.generators_port={port}", f"task.generators_host={LOOPBACK}", "task.max_staleness=0")
     config = make_config(folder, policy, sums, *own, *asynchronous, f"strategy={strategy}")
     run_ranks(tune_on_two_machines, 2, config)
     for process in processes:
         process.join(60)
-        assert process.exitcode == 0
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]
     lines, reference = (
         [line for line in read_lines(RunFolder(one).metrics) if "loss" in line] for one in (folder, plain)
     )

@@ -22,15 +22,20 @@ from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.plain_values import plain
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.transport import AbortedError, Transport
+from hfdist.launch.address import listen
 from hfdist.messages.door import SECRET, knock, read_line
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message
 from hfdist.tools.doctor.rendezvous import Rendezvous
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.gates import GeneratorGate
+from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.messages import pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
+from hfdist.tune.generators.served_files import ServedFiles
 from hfdist.tune.generators.sockets import connect, open_broker
+from hfdist.version import __version__
 from hfdist.watch.diagnosis import Heartbeat
 from hfdist.watch.store import HostedStore, JoinedStore
 from hfdist.watch.tree import Below, Digest, find_parents
@@ -259,6 +264,54 @@ def to_broker(count, seed=0):
             one.close()
 
 
+def to_gate(count, seed=0):
+    """To the gate for generators of other machines: of strangers, of generators, and of readers of files."""
+    rng, secret = random.Random(seed), "1" * 32
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_bytes(b"{}")
+        policy, listener = PolicyFiles(folder / "policy"), listen("127.0.0.1", 0)
+        address = listener.getsockname()
+        check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
+        limits = {"max_staleness": 0, "answer_seconds": 60.0, "most_prompts": 1, "check": check}
+        none = Processes(0, [], folder / "logs", are_all=False)
+        broker = Broker(open_broker(folder), none, policy, **limits)
+        files = ServedFiles({"model": {"config.json": folder / "config.json"}}, policy)
+        own = {"secret": secret, "welcome": {"start": "x"}, "files": files, "most_bytes": 4096}
+        gate = GeneratorGate(listener, folder, **own)
+        hello = {"hfdist": __version__, "is": "generator"}
+        answers = [{"number": 0, "completions": [[1, 2]], "log_probabilities": [[-0.5, -1.0]]}]
+        said = [{"kind": "ready"}, {"kind": "answers", "rollback": 0, "version": 0, "answers": answers}]
+        asked = [
+            {"start": "x", "of": "model"},
+            {"start": "x", "of": "model", "file": "config.json", "chunk": 0},
+            {"start": "x", "of": "policy", "rollback": 0, "version": 1},
+            {"differs": "x"},
+        ]
+        for _ in range(count):
+            if rng.random() < 0.3:
+                throw(socket.create_connection(address, 20), hostile(rng, [hello | {"nonce": "1" * 32}]))
+                continue
+            is_reader = rng.random() < 0.5
+            with suppress(RefusedError, NotAMessageError, OSError):
+                odd = hello if rng.random() < 0.8 else hello | {rng.choice(list(hello)): rng.choice(ODD)}
+                made, _ = knock(address, secret, {}, odd | ({"is": "files"} if is_reader else {}), 20)
+                lines = [hostile(rng, asked if is_reader else said) for _ in range(rng.randrange(1, 4))]
+                throw(made, *lines)
+        rank, generator = connect(folder, "rank-0"), TcpLink(address, secret, hello, 20)
+        rank.send(pack({"kind": "publish", "rollback": 0, "version": 0}))
+        rank.send(pack({"kind": "want", "rollback": 0, "prompts": [{"number": 0, "step": 0}]}))
+        rank.send(pack({"kind": "need", "rollback": 0, "step": 0, "numbers": [0], "first": 0}))
+        generator.send(pack({"kind": "ready", "rollback": 0}))
+        generator.recv()
+        generator.send(pack({"kind": "answers", "rollback": 0, "version": 0, "answers": answers}))
+        assert rank.poll(20_000)
+        assert unpack(rank.recv())["completions"] == [[1, 2]]
+        gate.close(is_end=True)
+        broker.stop()
+        rank.close()
+
+
 def to_doctor(count, seed=0):
     """What another rank leaves in the store of an examination."""
     rng = random.Random(seed)
@@ -276,7 +329,7 @@ def to_doctor(count, seed=0):
         rendezvous.hear("at", 1, 1.0)
 
 
-SOCKETS = (to_server, to_parameter_server, to_rank, to_watch, to_broker, to_doctor)
+SOCKETS = (to_server, to_parameter_server, to_rank, to_watch, to_broker, to_gate, to_doctor)
 
 
 @pytest.mark.parametrize("send", SOCKETS, ids=[one.__name__ for one in SOCKETS])

@@ -207,7 +207,7 @@ class Generators(TrainerCallback):
         first = numbers[0] - self._topology.data_rank
         self._send(kind="need", step=step, numbers=asked, first=first)
         while len(answers) < len(asked):
-            message = unpack(self._link.recv())
+            message = unpack(self._hear())
             if "error" in message:
                 raise PeerError(**message["error"])
             if message["rollback"] == self._rollback and message["number"] in own:
@@ -233,6 +233,13 @@ class Generators(TrainerCallback):
 
     def _send(self, **message: object) -> None:
         self._link.send(pack({"rollback": self._rollback, **message}))
+
+    def _hear(self) -> bytes:
+        try:
+            return self._link.recv()
+        except OSError as error:
+            what = f"rank {self._topology.rank} has lost the broker of the generators, on rank 0"
+            raise PeerError(what, found=str(error)) from error
 
     def _write_down(self, step: int, used: Sequence[list[int]]) -> None:
         for group, (number, version) in enumerate(used):

@@ -5,8 +5,11 @@ import importlib.util
 import pytest
 
 from hfdist.config.checks.preflight import check_run
-from hfdist.config.composition.compose import compose_config
+from hfdist.config.checks.task import check_task
+from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.diff import find_changes
 from hfdist.errors import ConfigError
+from hfdist.messages.door import SECRET
 
 REWARDS = "task.rewards={arithmetic: 1.0}"
 TUNE = ("data.sources.files.path=sums.jsonl", "model=tiny")
@@ -16,7 +19,10 @@ TUNE = ("data.sources.files.path=sums.jsonl", "model=tiny")
     ("task", "overrides", "key"),
     [
         ("grpo", (REWARDS, "task.generators=1", "task.max_staleness=1", "task.sync_every=3"), "task.sync_every"),
+        ("grpo", (REWARDS, "task.generators_port=29700", "task.sync_every=3"), "task.sync_every"),
+        ("grpo", (REWARDS, "task.generators_host=10.0.0.1"), "task.generators_port"),
         ("dpo", ("task.generators=1",), "task.generators"),
+        ("dpo", ("task.generators_port=29700",), "task.generators_port"),
     ],
 )
 def test_a_refusal_names_the_key_and_its_hint_works(task, overrides, key):
@@ -37,3 +43,50 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         check_run(config)
     assert (caught.value.where, caught.value.found) == ("task.generators", "1, without zmq")
     assert caught.value.hint == "pip install 'pyzmq>=26', or task.generators=0"
+
+
+@pytest.mark.parametrize(
+    ("host", "secret", "is_refused"),
+    [
+        (None, "", False),
+        ("127.0.0.1", "", False),
+        ("10.0.0.1", "known", False),
+        ("10.0.0.1", "", True),
+        ("::", "", True),
+    ],
+)
+def test_other_machines_are_let_in_with_a_secret_alone(tmp_path, monkeypatch, host, secret, is_refused):
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(SECRET, secret)
+    given = [] if host is None else [f"task.generators_host='{host}'"]
+    config = compose_config([*TUNE, REWARDS, "task=grpo", "task.generators_port=29700", *given], name="tune")
+    if not is_refused:
+        check_run(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_run(config)
+    assert (caught.value.where, caught.value.found) == ("task.generators_host", f"{host}, without {SECRET}")
+
+
+def test_code_of_a_model_does_not_travel():
+    config = compose_config([*TUNE, REWARDS, "task=grpo", "task.generators_port=29700"], name="tune")
+    config.model.trust_remote_code = True
+    with pytest.raises(ConfigError) as caught:
+        check_task(config)
+    assert caught.value.where == "model.trust_remote_code"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_safe"),
+    [
+        ((), ("task.generators_port=29701",), False),
+        (("task.generators=1",), ("task.generators=1", "task.generators_port=29700"), True),
+        (("task.generators_port=29700",), ("task.generators_port=29701", "task.generators_host=10.0.0.1"), True),
+        (("task.generators_port=29700",), (), False),
+    ],
+)
+def test_a_run_goes_on_at_another_port(before, after, is_safe):
+    """But not with generators where there were none."""
+    values = [to_values(compose_config([*TUNE, REWARDS, "task=grpo", *own], name="tune")) for own in (before, after)]
+    assert all(change.is_safe for change in find_changes(*values)) is is_safe
