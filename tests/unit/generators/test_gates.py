@@ -23,7 +23,7 @@ from hfdist.tune.generators.gates import GeneratorGate, RankGate
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.messages import RANK, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
-from hfdist.tune.generators.processes import Processes
+from hfdist.tune.generators.processes import MOST_RESTARTS, Processes
 from hfdist.tune.generators.remote import FetchedPolicy, RemoteGenerator
 from hfdist.tune.generators.remote_files import RemoteFiles, use_own
 from hfdist.tune.generators.served_files import MODEL, POLICY, ServedFiles
@@ -41,14 +41,14 @@ CHUNK = 64
 class Run:
     """The broker and the gate of a run, without processes of its own."""
 
-    def __init__(self, folder, model):
+    def __init__(self, folder, model, *processes):
         self.folder, self.sockets = folder, make_folder()
         self.policy = PolicyFiles(folder / "policy")
         self.served = ServedFiles({MODEL: model}, self.policy)
         limits = {"max_staleness": 0, "answer_seconds": 30.0, "most_prompts": 1}
         check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
-        none = Processes(0, [], folder / "logs", are_all=False)
-        self.broker = Broker(open_broker(self.sockets), none, self.policy, check=check, **limits)
+        own = Processes(len(processes), processes, folder / "logs", are_all=False)
+        self.broker = Broker(open_broker(self.sockets), own, self.policy, check=check, **limits)
         self.gate, self.port, self.start = None, None, secrets.token_hex(4)
         self.open()
 
@@ -183,6 +183,17 @@ def test_what_a_generator_had_that_is_gone_goes_to_others(run, moment):
     before = ["of the lost one"] if moment == "after its answer" else []
     assert sorted(texts(rank, 2)) == sorted([*before, *["of the other"] * (2 - len(before))])
     assert run.broker.num_thrown_away == 0
+
+
+def test_others_go_on_where_all_of_the_runs_own_have_ended(tmp_path):
+    made = Run(tmp_path, {}, "false")
+    link = made.join()
+    until(lambda: made.broker._processes._all[0].codes == [1] * (MOST_RESTARTS + 1))
+    rank = made.ask(0)
+    link.send(pack({"kind": "ready"}))
+    answer(link, hear(link), "of another machine")
+    assert texts(rank, 1) == ["of another machine"]
+    made.close()
 
 
 WRONG = [
