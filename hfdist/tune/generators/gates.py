@@ -111,7 +111,8 @@ class GeneratorGate:
         self._served.close()
 
     async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host = str(writer.get_extra_info("peername")[0])
+        # A socket of both families writes addresses of IPv4 so.
+        host = str(writer.get_extra_info("peername")[0]).removeprefix("::ffff:")
         found, kind = hello.text("hfdist"), hello.text("is")
         if found != __version__:
             self._tell_once(f"a generator of {host} has hfdist {printable(found, _MOST_SAID)}, not {__version__}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import platform
 import secrets
 import socket
 import time
@@ -113,7 +114,7 @@ def _open_for_generators(settings: Settings, sockets: Path, files: PolicyFiles) 
         files=ServedFiles(_files_of(settings), files),
         most_bytes=min(MOST_BYTES, 2**16 + _BYTES_OF_TOKEN * most_tokens),
     )
-    name = host or "HOST"
+    name = platform.node() if host in ("", "0.0.0.0", "::") else host
     logger.info("generators may join: hfdist generate join=%s:%d", f"[{name}]" if ":" in name else name, port)
     return gate
 
