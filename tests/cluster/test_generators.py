@@ -33,18 +33,18 @@ def test_generators_of_another_machine_and_a_link_that_is_cut(tmp_path, cache_di
         return machine.start(command, tmp_path / log, **environment, **more)
 
     join = ("generate", f"join={here.address}:{PORT}", "wait_seconds=100")
-    run = start(here, "run", "tune", *COMMON, *own)
+    run = start(here, "log", "tune", *COMMON, *own)
     near, far = start(here, "near", *join), start(there, "far", *join)
     deadline = time.monotonic() + SECONDS
     # Both are in the middle of it.
     while not all("version" in (tmp_path / log).read_text() for log in ("near", "far")):
-        assert run.poll() is None, (tmp_path / "run").read_text()
+        assert run.poll() is None, (tmp_path / "log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     there.set_link(up=False)
-    assert run.wait(SECONDS) == 0, (tmp_path / "run").read_text()
+    assert run.wait(SECONDS) == 0, (tmp_path / "log").read_text()
     assert near.wait(SECONDS) == 0
     far.kill()
     far.wait()
-    assert f"of {there.address} has gone" in (tmp_path / "run").read_text()
+    assert f"of {there.address} has gone" in (tmp_path / "log").read_text()
     assert trained_prompts(tmp_path / "run") == each_once(steps)
