@@ -83,6 +83,8 @@ class Traits:
     """What `task.loss` may be; empty: it has no choice."""
     has_reference: bool = False
     """Whether its rows are compared with the model that it begins with."""
+    is_of_next_tokens: bool = False
+    """Whether it trains the next tokens of texts, so that its loss has a perplexity."""
     is_planned: bool = False
     """Whether a plan covers a whole run: plans leave out rollouts and teachers, and know only models of tokens."""
     is_reinforcement: bool = False
@@ -114,7 +116,13 @@ _OF_POLICIES = (
 )
 
 TRAITS = {
-    TaskName.causal_lm: Traits(trainer="SFTTrainer", learning_rate=2e-5, loss_unit="nats a token", is_planned=True),
+    TaskName.causal_lm: Traits(
+        trainer="SFTTrainer",
+        learning_rate=2e-5,
+        loss_unit="nats a token",
+        is_of_next_tokens=True,
+        is_planned=True,
+    ),
     TaskName.dpo: Traits(
         trainer="DPOTrainer",
         learning_rate=1e-6,
@@ -218,20 +226,6 @@ TRAITS = {
     ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
-
-
-def present_policy(name: str, loss: str, clip: float | None) -> tuple[str, float | None]:
-    """Give `task.loss` and `task.clip` of a policy as they are now; earlier versions had one loss of each, and 0.2.
-
-    Args:
-        name: of the task.
-        loss: as a config has it.
-        clip: as a config has it.
-    """
-    if loss != TaskLoss.sigmoid.value or not TaskName(name).traits.is_reinforcement:
-        return loss, clip
-    return name, None if clip == 0.2 else clip
-
 
 PRESETS = ("simpo", "orpo")
 """Other options of the group `task`: settings of `cpo`, named after the loss."""

@@ -162,16 +162,15 @@ class PolicyLoss:
                 return torch.full_like(lengths, 1 / max_new_tokens, dtype=torch.float32)
 
 
-_By = TaskLoss
 POLICY_LOSSES = {
-    _By.grpo: PolicyLoss(),
-    _By.dapo: PolicyLoss(above=0.28),
-    _By.dr_grpo: PolicyLoss(scale=Scale.none, mean=Mean.full_answers),
-    _By.gspo: PolicyLoss(level=of_answers_by_token, mean=Mean.answers, below=3e-4, above=4e-4),
-    _By.cispo: PolicyLoss(form=truncated, above=4.0),
-    _By.sapo: PolicyLoss(form=smooth, mean=Mean.answers),
-    _By.reinforce_pp: PolicyLoss(scale=Scale.batch),
-    _By.rloo: PolicyLoss(
+    TaskLoss.grpo: PolicyLoss(),
+    TaskLoss.dapo: PolicyLoss(above=0.28),
+    TaskLoss.dr_grpo: PolicyLoss(scale=Scale.none, mean=Mean.full_answers),
+    TaskLoss.gspo: PolicyLoss(level=of_answers_by_token, mean=Mean.answers, below=3e-4, above=4e-4),
+    TaskLoss.cispo: PolicyLoss(form=truncated, above=4.0),
+    TaskLoss.sapo: PolicyLoss(form=smooth, mean=Mean.answers),
+    TaskLoss.reinforce_pp: PolicyLoss(scale=Scale.batch),
+    TaskLoss.rloo: PolicyLoss(
         baseline=less_others, scale=Scale.none, level=of_answers, mean=Mean.answers, takes_kl_off=True
     ),
 }

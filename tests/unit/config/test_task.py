@@ -93,6 +93,13 @@ def test_a_loss_of_another_task_names_its_option():
     assert "task=orpo" in refused.value.hint
 
 
+def test_a_new_run_has_no_loss_of_an_earlier_version():
+    """Only the config of an older run may call the loss of a policy sigmoid."""
+    with pytest.raises(ConfigError, match="other losses") as refused:
+        tune("task=grpo", *REWARDED, "task.loss=sigmoid")
+    assert refused.value.hint == "task.loss=grpo"
+
+
 def test_a_reward_model_has_a_weight_and_is_there(tmp_path):
     own = ("task=grpo", f"task.reward_model={tmp_path}/run/model")
     with pytest.raises(ConfigError, match="has no weight") as refused:
