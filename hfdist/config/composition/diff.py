@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hfdist.config.composition.compose import compose_config, to_values
 from hfdist.config.composition.earlier import as_now
