@@ -20,7 +20,8 @@ from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
 from hfdist.tune.reward import RewardPairs
-from hfdist.tune.rollout import RolloutLines, Rollouts
+from hfdist.tune.rollout import Rollouts
+from hfdist.tune.rollout_lines import RolloutLines
 from hfdist.tune.teacher import Teacher
 from hfdist.tune.unpaired import KahnemanTversky
 

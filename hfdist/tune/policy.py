@@ -31,7 +31,8 @@ from hfdist.trainer.step.objective import Objective, reduce_tokens
 from hfdist.trainer.training import Training
 from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, Scale
 from hfdist.tune.reference_weights import ReferenceWeights
-from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS, Rollouts
+from hfdist.tune.rollout import Rollouts
+from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
 """Key in a batch: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""

@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.collectives import on_all_ranks, on_rank_zero
-from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.stream.token_stream import DOCUMENTS
@@ -29,21 +27,12 @@ from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import GenerationLimits, find_limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
-from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
+from hfdist.tune.rollout_lines import RolloutLines
+from hfdist.tune.rollout_rows import OLD_LOG_PROBABILITIES, TRAINS, at_targets, make_rows, read_examples
 
 if TYPE_CHECKING:
     from hfdist.tune.generators.generators import Generators
-
-ADVANTAGES = "advantages"
-"""Key in a batch: the advantage of each answer; shape [rows]."""
-TRAINS = "trains"
-"""Key in a batch, if answers that were cut off do not train: whether an answer trains; shape [rows]."""
-OLD_LOG_PROBABILITIES = "old_log_probabilities"
-"""Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
-
-_SHOWN_PROMPTS = 2
-"""Number of prompts of each logged step whose answers are written to the file."""
 
 
 class Rollouts:
@@ -110,7 +99,7 @@ class Rollouts:
         """
         count = self._task.num_generations
         room = self._limits.room()
-        examples = [example for batch in batches for example in _examples(batch, room)]
+        examples = [example for batch in batches for example in read_examples(batch, room)]
         examples = self._with_columns(examples, [batch[DOCUMENTS].tolist() for batch in batches if DOCUMENTS in batch])
         repeated = [example for example in examples for _ in range(count)]
         prompts = [example.prompt for example in repeated]
@@ -130,11 +119,11 @@ class Rollouts:
         built, first = [], 0
         for of_prompts in batches:
             rows = slice(first, first + len(of_prompts["input_ids"]) * count)
-            batch = _rows(prompts[rows], answers[rows], fill_id=self._fill_id)
+            batch = make_rows(prompts[rows], answers[rows], fill_id=self._fill_id)
             if self._task.mask_truncated:
                 batch[TRAINS] = torch.tensor([self._has_ended(answer) for answer in answers[rows]])
             if old is not None:
-                batch[OLD_LOG_PROBABILITIES] = _at_targets(batch["labels"], old[rows])
+                batch[OLD_LOG_PROBABILITIES] = at_targets(batch["labels"], old[rows])
             built.append(batch)
             first = rows.stop
         return built, rewards, figures
@@ -191,7 +180,7 @@ class Rollouts:
         return scores | {"completion_tokens": [float(len(tokens)) for tokens in whole]}
 
     def _read_prompts(self, batch: Batch) -> list[list[int]]:
-        return [example.prompt for example in _examples(batch, self._limits.room())]
+        return [example.prompt for example in read_examples(batch, self._limits.room())]
 
     @property
     def _fill_id(self) -> int:
@@ -268,61 +257,3 @@ class Rollouts:
 
     def _has_ended(self, answer: Sequence[int]) -> bool:
         return bool(answer) and answer[-1] in self._limits.end_ids
-
-
-class RolloutLines(StepLines):
-    """Writes some answers of each logged step, with their rewards, into rollouts.jsonl."""
-
-    def __init__(self, path: Path, every: int, num_generations: int) -> None:
-        super().__init__(path)
-        self._every, self._count = every, _SHOWN_PROMPTS * num_generations
-
-    def write_some(
-        self, generations: Sequence[Generation], scores: dict[str, list[float]], state: TrainerState
-    ) -> None:
-        """Write the answers to the first prompts of rank 0, with the step that trains on them."""
-        step = state.global_step + 1
-        if step % self._every == 0:
-            for place, one in enumerate(generations[: self._count]):
-                rewards = {name: values[place] for name, values in scores.items()}
-                self.write({"step": step, "prompt": one.prompt, "text": one.text, **rewards})
-
-
-def _examples(batch: Batch, room: int | None) -> list[Example]:
-    """Split each row, of one document, at its first run of targets; of a longer prompt the last `room` tokens stay.
-
-    Nothing is the prompt of a row without targets.
-    """
-    found = []
-    masks = batch["attention_mask"].tolist()
-    for ids, labels, mask in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), masks, strict=True):
-        stop = sum(mask)
-        first = next((place for place in range(stop) if labels[place] != IGNORED), 0)
-        end = next((place for place in range(first, stop) if labels[place] == IGNORED), stop)
-        prompt = ids[:first] if room is None else ids[:first][-room:]
-        found.append(Example(prompt=prompt, reference=ids[first:end] if first else []))
-    return found
-
-
-def _rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
-    """Make a batch with a prompt and its answer in each row."""
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    width = max(2, *lengths)
-    batch = {
-        "input_ids": torch.full((len(lengths), width), fill_id),
-        "labels": torch.full((len(lengths), width), IGNORED),
-        "position_ids": torch.zeros((len(lengths), width), dtype=torch.int64),
-    }
-    for row, (prompt, answer, length) in enumerate(zip(prompts, answers, lengths, strict=True)):
-        ids = torch.tensor([*prompt, *answer])
-        batch["input_ids"][row, :length] = ids
-        batch["labels"][row, len(prompt) : length] = ids[len(prompt) :]
-        batch["position_ids"][row] = torch.cat([torch.arange(length), torch.arange(width - length)])
-    return batch
-
-
-def _at_targets(labels: torch.Tensor, values: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Put the values of each row where its targets are; 0 elsewhere."""
-    placed = torch.zeros(labels.shape)
-    placed[labels != IGNORED] = torch.tensor([value for row in values for value in row])
-    return placed

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.tune.policy import REFERENCE_LOG_PROBABILITIES, PolicyGradient
-from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS
+from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS
 from tests.distributed.policy_runs import write_model
 
 PROMPT, LENGTHS, MOST = 3, (5, 2, 4, 1, 5, 3), 5

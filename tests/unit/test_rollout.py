@@ -13,7 +13,8 @@ from hfdist.rewards.registry import Reward
 from hfdist.topology import Topology
 from hfdist.trainer.generation import greedy, sampling
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.tune.rollout import RolloutLines, Rollouts
+from hfdist.tune.rollout import Rollouts
+from hfdist.tune.rollout_lines import RolloutLines
 
 _ = -100
 END = 0
