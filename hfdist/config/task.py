@@ -34,6 +34,8 @@ class TaskLoss(Enum):
     gspo = "gspo"
     cispo = "cispo"
     sapo = "sapo"
+    vespo = "vespo"
+    luspo = "luspo"
     reinforce_pp = "reinforce_pp"
     rloo = "rloo"
 
@@ -108,6 +110,9 @@ _OF_POLICIES = (
     "reward_model",
     "clip",
     "clip_high",
+    "delta",
+    "off_policy_mask_threshold",
+    "trained_prompts",
     "mask_truncated",
     "generators",
     "max_staleness",
@@ -202,6 +207,8 @@ TRAITS = {
             TaskLoss.gspo,
             TaskLoss.cispo,
             TaskLoss.sapo,
+            TaskLoss.vespo,
+            TaskLoss.luspo,
             TaskLoss.reinforce_pp,
         ),
         is_reinforcement=True,
@@ -246,7 +253,8 @@ class TaskConfig:
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
     apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid;
-    grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | reinforce_pp; rloo: rloo."""
+    grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp;
+    rloo: rloo."""
     beta: float = limited(0.1, at_least=0)
     """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all.
 
@@ -301,6 +309,18 @@ class TaskConfig:
     """grpo, rloo: how far it may lie above 1; null: as task.clip, or the loss's own.
 
     They are 0.2; dapo: 0.28; gspo: 4e-4; cispo: 4.
+    """
+    delta: float = limited(3.0, above=1)
+    """grpo, rloo: the largest ratio that counts where the bound above does not (two-sided clip, dual clip)."""
+    off_policy_mask_threshold: float | None = limited(None, at_least=0)
+    """grpo, rloo: mean of log(old / new probability) above which a bad answer does not train; null: all do.
+
+    A bad answer is one with an advantage below 0.
+    """
+    trained_prompts: int | None = limited(None, at_least=1)
+    """grpo, rloo: prompts of a step that train; null: all.
+
+    Those whose answers have different rewards come first (dynamic sampling of DAPO); <= train.global_batch_size.
     """
     mask_truncated: bool = False
     """grpo, rloo: whether answers that were cut off do not train; their rewards count among those of their prompt."""

@@ -29,7 +29,8 @@ from hfdist.trainer.generation.limits import GenerationLimits, find_limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from hfdist.trainer.training import Training
 from hfdist.tune.rollout_lines import RolloutLines
-from hfdist.tune.rollout_rows import OLD_LOG_PROBABILITIES, TRAINS, at_targets, make_rows, read_examples
+from hfdist.tune.rollout_rows import OLD_LOG_PROBABILITIES, REWARDS, TRAINS, at_targets, make_rows, read_examples
+from hfdist.tune.step_rewards import Steps, add_up, differ, of_answers, of_steps, total
 
 if TYPE_CHECKING:
     from hfdist.tune.generators.generators import Generators
@@ -86,7 +87,7 @@ class Rollouts:
 
     def answer(
         self, batches: Sequence[Batch], forwarding: Callable[[], AbstractContextManager[Forward]]
-    ) -> tuple[list[Batch], torch.Tensor, dict[str, list[float]]]:
+    ) -> tuple[list[Batch], dict[str, list[float]]]:
         """Answer all prompts of a step of this data rank. A collective.
 
         Args:
@@ -94,8 +95,8 @@ class Rollouts:
             forwarding: makes a context in which forwards run in the layout; it gives the function that runs them.
 
         Returns:
-            Batches of answers without advantages; rewards of shape [prompts, answers]; and figures of the answers by
-            name, on one rank of each model replica.
+            Batches of answers with their rewards; and figures of the answers by name, on one rank of each model
+            replica.
         """
         count = self._task.num_generations
         room = self._limits.room()
@@ -107,15 +108,15 @@ class Rollouts:
         # A lane that has ended gives nothing to answer.
         live = [place for place, example in enumerate(repeated) if example.prompt]
         generations = self._describe([repeated[place] for place in live], [answers[place] for place in live])
-        scores = self._score(generations)
-        rewards = torch.zeros(len(repeated))
-        rewards[live] = torch.tensor(scores["reward"], dtype=torch.float32)
-        rewards = rewards.view(-1, count)
-        figures = self._figures(scores, [answers[place] for place in live])
-        if self._topology.is_first_of_replica:
-            of_groups = {"reward_std": rewards.std(1), "dead_groups": (rewards == rewards[:, :1]).all(1).float()}
-            figures |= {name: own.repeat_interleave(count)[live].tolist() for name, own in of_groups.items()}
+        scores, of_live = self._score(generations)
+        steps: list[Steps] = [[] for _ in repeated]
+        for place, own in zip(live, of_live, strict=True):
+            steps[place] = own
         self.lines.write_some(generations, scores, self._training.state)
+        # Of numbers alone: each is the one step of its answer.
+        are_whole = all(
+            len(own) == 1 and own[0][0] == len(one.text) for own, one in zip(of_live, generations, strict=True)
+        )
         built, first = [], 0
         for of_prompts in batches:
             rows = slice(first, first + len(of_prompts["input_ids"]) * count)
@@ -124,9 +125,19 @@ class Rollouts:
                 batch[TRAINS] = torch.tensor([self._has_ended(answer) for answer in answers[rows]])
             if old is not None:
                 batch[OLD_LOG_PROBABILITIES] = at_targets(batch["labels"], old[rows])
+            most = max(map(len, steps))
+            batch |= (
+                of_answers(steps[rows]) if are_whole else of_steps(batch, steps[rows], self._text, num_columns=most)
+            )
             built.append(batch)
             first = rows.stop
-        return built, rewards, figures
+        figures = self._figures(scores, [answers[place] for place in live])
+        if self._topology.is_first_of_replica:
+            totals = torch.cat([batch[REWARDS].sum(1) for batch in built]).view(-1, count)
+            alike = torch.cat([~differ(batch, count) for batch in built])
+            of_groups = {"reward_std": totals.std(1), "dead_groups": alike.float()}
+            figures |= {name: own.repeat_interleave(count)[live].tolist() for name, own in of_groups.items()}
+        return built, figures
 
     def _ask(
         self,
@@ -176,7 +187,7 @@ class Rollouts:
             for answer in answers
         ]
         generations = self._describe(self._examples, whole)
-        scores: dict[str, list[float]] = on_rank_zero(lambda: self._score_here(generations))
+        scores: dict[str, list[float]] = on_rank_zero(lambda: self._score_here(generations)[0])
         return scores | {"completion_tokens": [float(len(tokens)) for tokens in whole]}
 
     def _read_prompts(self, batch: Batch) -> list[list[int]]:
@@ -214,15 +225,11 @@ class Rollouts:
 
     def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:
         """Make what rewards read of answers."""
-
-        def text(ids: Sequence[int]) -> str:
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
         return [
             Generation(
-                prompt=text(example.prompt),
-                text=text(answer),
-                reference=text(example.reference),
+                prompt=self._text(example.prompt),
+                text=self._text(answer),
+                reference=self._text(example.reference),
                 columns=example.columns,
                 token_ids=(*example.prompt, *answer),
                 num_tokens=len(answer),
@@ -231,17 +238,20 @@ class Rollouts:
             for example, answer in zip(examples, answers, strict=True)
         ]
 
-    def _score_here(self, generations: Sequence[Generation]) -> dict[str, list[float]]:
-        """Score on this rank: the weighted sums, and each reward by its name."""
-        scores = {f"rewards/{reward.name}": reward(generations) for reward in self._rewards}
-        weights = [reward.weight for reward in self._rewards]
-        sums = [
-            sum(weight * score for weight, score in zip(weights, own, strict=True))
-            for own in zip(*scores.values(), strict=True)
-        ]
-        return {"reward": sums} | scores
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _score(self, generations: Sequence[Generation]) -> dict[str, list[float]]:
+    def _score_here(self, generations: Sequence[Generation]) -> tuple[dict[str, list[float]], list[Steps]]:
+        """Score on this rank: the weighted sums and each reward by its name; and the steps of all rewards together."""
+        scores = [reward(generations) for reward in self._rewards]
+        weights = [reward.weight for reward in self._rewards]
+        steps = [
+            add_up(own, weights, len(one.text)) for one, own in zip(generations, zip(*scores, strict=True), strict=True)
+        ]
+        named = {f"rewards/{r.name}": list(map(total, own)) for r, own in zip(self._rewards, scores, strict=True)}
+        return {"reward": list(map(total, steps))} | named, steps
+
+    def _score(self, generations: Sequence[Generation]) -> tuple[dict[str, list[float]], list[Steps]]:
         """Score on one rank of each model replica, and give all its ranks the same."""
         topology = self._topology
         found = on_all_ranks(

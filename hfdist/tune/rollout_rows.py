@@ -10,8 +10,12 @@ from hfdist.config.batch import IGNORED
 from hfdist.data.documents.examples import Example
 from hfdist.strategies.engine import Batch
 
+REWARDS = "rewards"
+"""Key in a batch: the reward of each answer, or of each of its steps; shape [rows, 1] or [rows, steps]."""
+STEP_ENDS = "step_ends"
+"""Key in a batch, if a reward scores steps: the place of the token that ends a step; -1: none; shape of REWARDS."""
 ADVANTAGES = "advantages"
-"""Key in a batch: the advantage of each answer; shape [rows]."""
+"""Key in a batch: the advantage of each answer, or of each token; shape [rows] or [rows, tokens]."""
 TRAINS = "trains"
 """Key in a batch, if answers that were cut off do not train: whether an answer trains; shape [rows]."""
 OLD_LOG_PROBABILITIES = "old_log_probabilities"

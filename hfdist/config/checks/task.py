@@ -16,7 +16,10 @@ _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prom
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
 _SMOOTHED = (TaskLoss.robust, TaskLoss.exo_pair)
-_WITHOUT_BOUND = {TaskLoss.cispo: ("clip",), TaskLoss.sapo: ("clip", "clip_high")}
+_WITHOUT_BOUND = {
+    TaskLoss.cispo: ("clip",),
+    **dict.fromkeys((TaskLoss.sapo, TaskLoss.vespo), ("clip", "clip_high")),
+}
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
 
@@ -142,6 +145,15 @@ def _check_reinforcement(config: RunConfig) -> None:
     for key in _WITHOUT_BOUND.get(config.task.loss, ()):
         if getattr(config.task, key) is not None:
             raise _misfit(config, f"task.{key}", "null", f"{config.task.loss.value} has no such bound of ratios")
+    trained, read = config.task.trained_prompts, config.train.global_batch_size
+    if trained is not None and trained > read:
+        raise ConfigError(
+            "a step cannot train on more prompts than it reads",
+            where="task.trained_prompts",
+            found=f"{trained:,}, with train.global_batch_size={read:,}",
+            allowed="<= train.global_batch_size",
+            hint=f"train.global_batch_size={3 * trained}, or task.trained_prompts={read}",
+        )
     if config.task.reward_model is not None and REWARD_MODEL not in config.task.rewards:
         what, hint = "the reward model has no weight", f"'task.rewards={{{REWARD_MODEL}: 1.0}}'"
         found = ", ".join(config.task.rewards) or "none"
