@@ -149,6 +149,30 @@ def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir, monke
     assert trl_runs.difference(weights(runs[1]), weights(runs[0])) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("pipeline", 2), ("zero3", 2), many("ddp", 2), many("fsdp2", 2), many("tensor", 2)],
+)
+def test_rewards_of_steps_and_prompts_that_differ_are_the_same_in_a_layout(
+    tmp_path, policy, sums, cache_dir, monkeypatch, strategy, num_ranks
+):
+    """Two of the four prompts of a step train: some micro batches of a rank have none."""
+    install_package(tmp_path, monkeypatch, "stepped", policy_runs.EVEN, GROUP, even="even")
+    own = ("task.rewards={arithmetic: 2.0, even: 1.0}", "task.loss=vespo", "task.trained_prompts=2", *BETA)
+    ends = ("task.num_generations=2", "task.max_new_tokens=3", "train.micro_batch_size=1")
+    run, reference = (
+        run_task(tmp_path / name, policy, sums, "grpo", ranks, *own, *ends, f"strategy={name}")
+        for name, ranks in ((strategy, num_ranks), ("single", 1))
+    )
+    for ours, theirs in zip(lines(run), lines(reference), strict=True):
+        assert ours["rewards/even"] == pytest.approx(theirs["rewards/even"], rel=1e-9)
+        assert ours["dead_groups"] == theirs["dead_groups"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["grad_norm"] > 1e-3
+    assert trl_runs.difference(weights(run), weights(reference)) < 1e-5
+
+
 def test_a_run_goes_on_in_another_layout(single, tmp_path, policy, sums):
     """It answers the same prompts with the same noise."""
     task, *own = LOSSES["gspo"]
