@@ -45,7 +45,7 @@ class TaskName(Enum):
 
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
-    prompts, by their rewards; `distill`: what a teacher predicts for each next token.
+    prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token.
     """
 
     causal_lm = "causal_lm"
@@ -55,6 +55,7 @@ class TaskName(Enum):
     reward = "reward"
     grpo = "grpo"
     rloo = "rloo"
+    online_dpo = "online_dpo"
     distill = "distill"
 
     @property
@@ -98,7 +99,7 @@ class Traits:
 
 
 _OF_PAIRS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
-_OF_POLICIES = (
+_OF_OWN_ANSWERS = (
     "loss",
     "beta",
     "num_generations",
@@ -108,6 +109,9 @@ _OF_POLICIES = (
     "top_p",
     "rewards",
     "reward_model",
+)
+_OF_POLICIES = (
+    *_OF_OWN_ANSWERS,
     "clip",
     "clip_high",
     "delta",
@@ -119,6 +123,22 @@ _OF_POLICIES = (
     "sync_every",
     "answer_seconds",
 )
+
+_WITH_REFERENCE = (
+    TaskLoss.sigmoid,
+    TaskLoss.sigmoid_norm,
+    TaskLoss.robust,
+    TaskLoss.exo_pair,
+    TaskLoss.hinge,
+    TaskLoss.ipo,
+    TaskLoss.nca_pair,
+    TaskLoss.bco_pair,
+    TaskLoss.sppo_hard,
+    TaskLoss.discopop,
+    TaskLoss.apo_zero,
+    TaskLoss.apo_down,
+)
+"""Losses of a pair that is compared with a reference."""
 
 TRAITS = {
     TaskName.causal_lm: Traits(
@@ -136,20 +156,7 @@ TRAITS = {
         unit="pair",
         method="by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
         row_format=RowFormat.preference,
-        losses=(
-            TaskLoss.sigmoid,
-            TaskLoss.sigmoid_norm,
-            TaskLoss.robust,
-            TaskLoss.exo_pair,
-            TaskLoss.hinge,
-            TaskLoss.ipo,
-            TaskLoss.nca_pair,
-            TaskLoss.bco_pair,
-            TaskLoss.sppo_hard,
-            TaskLoss.discopop,
-            TaskLoss.apo_zero,
-            TaskLoss.apo_down,
-        ),
+        losses=_WITH_REFERENCE,
         has_reference=True,
         is_planned=True,
     ),
@@ -223,6 +230,16 @@ TRAITS = {
         losses=(TaskLoss.rloo,),
         is_reinforcement=True,
     ),
+    TaskName.online_dpo: Traits(
+        trainer="OnlineDPOTrainer",
+        learning_rate=5e-7,
+        loss_unit="mean of pairs",
+        keys=(*_OF_OWN_ANSWERS, "label_smoothing", "nll_weight"),
+        unit="prompt",
+        method="by online DPO (arXiv 2402.04792): pairs of the best and the worst of its own answers, by their rewards",
+        losses=_WITH_REFERENCE,
+        is_reinforcement=True,
+    ),
     TaskName.distill: Traits(
         trainer="GKDTrainer",
         learning_rate=2e-5,
@@ -249,12 +266,13 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | distill."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
     apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid;
     grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp;
-    rloo: rloo."""
+    rloo: rloo; online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
+    discopop | apo_zero | apo_down."""
     beta: float = limited(0.1, at_least=0)
     """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all.
 
@@ -265,24 +283,24 @@ class TaskConfig:
     margin: float = limited(0.0, at_least=0)
     """simpo: by how much the reward of a chosen answer should exceed that of the rejected one."""
     nll_weight: float = limited(0.0, at_least=0)
-    """dpo, cpo: weight of the loss of next tokens in chosen answers, which is added."""
+    """dpo, cpo, online_dpo: weight of the loss of next tokens in chosen answers, which is added."""
     desirable_weight: float = limited(1.0, at_least=0)
     """kto: weight of answers that were liked."""
     undesirable_weight: float = limited(1.0, at_least=0)
     """kto: weight of answers that were not liked."""
     num_generations: int = limited(8, at_least=2)
-    """grpo, rloo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
+    """grpo, rloo, online_dpo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
 
     A forward has so many rows for each.
     """
     max_new_tokens: int = limited(256, at_least=1)
-    """grpo, rloo: most tokens of an answer."""
+    """grpo, rloo, online_dpo: most tokens of an answer."""
     temperature: float = limited(1.0, above=0)
-    """grpo, rloo: temperature of the distribution that answers are drawn from; distill: of both distributions."""
+    """grpo, rloo, online_dpo: of the distribution that answers are drawn from; distill: of both distributions."""
     top_k: int | None = limited(None, at_least=1)
-    """grpo, rloo: number of the likeliest tokens that an answer is drawn from; null: all."""
+    """grpo, rloo, online_dpo: number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
-    """grpo, rloo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
+    """grpo, rloo, online_dpo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
     teacher: str | None = None
     """distill: folder of the model that the trained one learns from; it has the same tokens."""
     divergence_beta: float = limited(0.0, at_least=0, at_most=1)
@@ -297,7 +315,7 @@ class TaskConfig:
     Packages offer them by entry points `hfdist.rewards`.
     """
     reward_model: str | None = None
-    """grpo, rloo: folder of the model that the reward `reward_model` is the score of."""
+    """grpo, rloo, online_dpo: folder of the model that the reward `reward_model` is the score of."""
     scale_rewards: bool = True
     """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so."""
     clip: float | None = limited(0.2, above=0)

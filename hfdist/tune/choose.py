@@ -16,6 +16,7 @@ from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
 from hfdist.tune.learned_reward import LearnedReward
+from hfdist.tune.online_preference import OnlinePreferences
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
@@ -46,7 +47,7 @@ def make_objective(
         case TaskName.distill:
             assert task.teacher is not None  # checked with the config
             return Distillation(task, Teacher(task.teacher, layout=strategy, arguments=arguments))
-        case TaskName.grpo | TaskName.rloo:
+        case TaskName.grpo | TaskName.rloo | TaskName.online_dpo:
             rollouts = Rollouts(
                 config,
                 _rewards(config, tokenizer, strategy, arguments),
@@ -54,7 +55,8 @@ def make_objective(
                 examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
                 lines=RolloutLines(config.run.folder.rollouts, config.report.log_every, task.num_generations),
             )
-            return PolicyGradient(task, rollouts)
+            is_of_pairs = task.name is TaskName.online_dpo
+            return OnlinePreferences(task, rollouts) if is_of_pairs else PolicyGradient(task, rollouts)
     return None
 
 

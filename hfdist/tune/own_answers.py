@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import TrainerCallback
 
 from hfdist.config.task import TaskConfig
@@ -50,6 +52,31 @@ class OwnAnswers(Objective):
     def _forwarding(self) -> Iterator[Forward]:
         with evaluating(self._training, are_training=True) as forward, self._training.engine.gathered():
             yield forward
+
+    def share(
+        self, batch: Batch, forward: Forward, function: Callable[[nn.Module, Batch], torch.Tensor]
+    ) -> torch.Tensor:
+        """Give what a function of (model, part of a batch) says of each token of a batch, on the CPU. A collective.
+
+        Returns:
+            Values of shape [rows, tokens], the same on all ranks of a model replica.
+        """
+        values: list[torch.Tensor] = []
+
+        def note(model: nn.Module, part: Batch) -> torch.Tensor:
+            values.append(function(model, part))
+            return values[-1]
+
+        forward(batch, note)
+        known = torch.full(batch["labels"].shape, -torch.inf, device=self._training.args.device)
+        if values:
+            known = torch.cat(values)[: len(known)]
+        strategy = self._training.strategy
+        for axis in ("pipeline", "tensor"):
+            if getattr(strategy.topology, axis) > 1:
+                # All ranks of a model replica must have the same batch, and only a last stage has logits.
+                dist.all_reduce(known, op=dist.ReduceOp.MAX, group=strategy.mesh.get_group(axis))
+        return known.cpu()
 
     def evaluate(self, forward: Forward) -> list[float]:
         """Answer held-out prompts greedily, and give the rewards, negative."""

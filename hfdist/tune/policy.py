@@ -109,24 +109,13 @@ class PolicyGradient(OwnAnswers):
 
     def _log_probabilities(self, batch: Batch, forward: Forward) -> torch.Tensor:
         """Give log-probabilities of answers' tokens, 0 elsewhere, on the CPU; shape [rows, tokens]. A collective."""
-        rows, tokens = batch["labels"].shape
-        values: list[torch.Tensor] = []
+        tokens = batch["labels"].shape[1]
 
-        def note(model: nn.Module, part: Batch) -> torch.Tensor:
+        def of_tokens(model: nn.Module, part: Batch) -> torch.Tensor:
             found = self._reduce(model, part, lambda losses: -losses.view(-1, tokens - 1))
-            values.append(nn.functional.pad(found, (1, 0)))
-            return found
+            return nn.functional.pad(found, (1, 0))
 
-        forward(batch, note)
-        known = torch.full((rows, tokens), -torch.inf, device=self._training.args.device)
-        if values:
-            known = torch.cat(values)[:rows]
-        strategy = self._training.strategy
-        for axis in ("pipeline", "tensor"):
-            if getattr(strategy.topology, axis) > 1:
-                # All ranks of a model replica must have the same batch, and only a last stage has logits.
-                dist.all_reduce(known, op=dist.ReduceOp.MAX, group=strategy.mesh.get_group(axis))
-        return known.cpu()
+        return self.share(batch, forward, of_tokens)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the items."""

@@ -31,7 +31,7 @@ def next_of(values: torch.Tensor) -> torch.Tensor:
 
 
 class Preferences(Objective):
-    """DPO, or without a table of a reference CPO. An item is a pair."""
+    """DPO, or CPO where batches have nothing of a reference. An item is a pair."""
 
     names: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
@@ -88,13 +88,13 @@ class Preferences(Objective):
 
         def reduce(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
             is_pair = are_pairs(documents)
-            reference = 0 if self._table is None else documents.sum(batch[REFERENCE])
+            reference = documents.sum(batch[REFERENCE]) if REFERENCE in batch else 0
             scores = log_probabilities - reference
             means = scores / (documents.num_chosen_targets + documents.num_rejected_targets).clamp(min=1)
             chosen, rejected = _of_pairs(is_pair, means if self._kind.takes_means else scores)
             losses = self._kind.of(chosen, rejected, task)
             # As TRL's trainers of each kind have them.
-            seen = (chosen, rejected) if self._table is None else _of_pairs(is_pair, scores)
+            seen = _of_pairs(is_pair, scores) if REFERENCE in batch else (chosen, rejected)
             rewards = [task.beta * one for one in seen]
             margins = rewards[0] - rewards[1]
             values = [*rewards, margins, (margins > 0).float()]

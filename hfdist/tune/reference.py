@@ -100,7 +100,7 @@ class ReferenceTable:
         logged, has_learned = time.monotonic(), False
         for number, batch in enumerate(batches):
             for part in parts(batch):
-                has_learned = self._learn(part, forward, partial(_answers, head)) or has_learned
+                has_learned = self._learn(part, forward, partial(log_probabilities_of_answers, head)) or has_learned
             if time.monotonic() - logged > _LOG_EVERY_SECONDS:
                 logged = time.monotonic()
                 logger.info("reference: %d batches of %d, and of the held-out set", number + 1, num_batches)
@@ -162,7 +162,7 @@ def _held_out(trainer: transformers.Trainer) -> Iterator[Batch]:
         yield from chain.from_iterable(loaders.values() if isinstance(loaders, dict) else [loaders])
 
 
-def _answers(head: LossHead | None, model: nn.Module, batch: Batch) -> torch.Tensor:
+def log_probabilities_of_answers(head: LossHead | None, model: nn.Module, batch: Batch) -> torch.Tensor:
     """Give the log-probability of each document's answer at its first token; shape [rows, tokens]."""
 
     def place(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:

@@ -173,6 +173,28 @@ def test_rewards_of_steps_and_prompts_that_differ_are_the_same_in_a_layout(
     assert trl_runs.difference(weights(run), weights(reference)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("pipeline", 2), ("fsdp2", 2), many("ddp", 2), many("zero3", 2), many("tensor", 2)],
+)
+def test_pairs_of_own_answers_are_the_same_in_a_layout(tmp_path, policy, sums, cache_dir, strategy, num_ranks):
+    own = ("task.loss=sigmoid", "task.beta=0.5", "task.nll_weight=0.1", "train.micro_batch_size=1")
+    run, reference = (
+        run_task(tmp_path / name, policy, sums, "online_dpo", ranks, *own, f"strategy={name}")
+        for name, ranks in ((strategy, num_ranks), ("single", 1))
+    )
+    for ours, theirs in zip(lines(run), lines(reference), strict=True):
+        for name in ("loss", "nll", "rewards/margins", "reward", "dead_groups"):
+            # A step may have no pair.
+            assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-5, abs=1e-6), name
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert eval_losses(run) == eval_losses(reference)
+    assert trl_runs.difference(weights(run), weights(reference)) < 1e-5
+    first, *_, last = (line["rewards/margins"] for line in lines(run) if "rewards/margins" in line)
+    assert first == pytest.approx(0, abs=1e-5)
+    assert abs(last) > 1e-3
+
+
 def test_a_run_goes_on_in_another_layout(single, tmp_path, policy, sums):
     """It answers the same prompts with the same noise."""
     task, *own = LOSSES["gspo"]

@@ -42,8 +42,11 @@ def check_task(config: RunConfig) -> None:
         _check_teacher(config)
     elif task.name.traits.is_reinforcement:
         _check_reinforcement(config)
-    else:
-        _check_preference(config)
+    elif task.name is TaskName.reward:
+        _check_reward_model(config)
+    if "clip" not in task.name.traits.keys:
+        # The loss of a policy may do without a reference.
+        _check_pairs(config)
 
 
 def _check_answers(config: RunConfig) -> None:
@@ -113,8 +116,8 @@ def _check_rows(config: RunConfig) -> None:
             raise ConfigError(what, where=key, found=f"{found.value}, with {task}", allowed=allowed, hint=hint)
 
 
-def _check_preference(config: RunConfig) -> None:
-    task, adapter, name = config.task, config.adapter, config.task.name
+def _check_pairs(config: RunConfig) -> None:
+    task, name = config.task, config.task.name
     if task.label_smoothing and task.loss not in _SMOOTHED:
         error = _misfit(config, "task.label_smoothing", "0", "only robust and exo_pair, losses of dpo, smooth labels")
         if name is TaskName.dpo:
@@ -126,8 +129,10 @@ def _check_preference(config: RunConfig) -> None:
         raise _misfit(config, "task.margin", "0", "only simpo has a margin")
     if "beta" in name.traits.keys and not task.beta:
         raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
-    if name is not TaskName.reward:
-        return
+
+
+def _check_reward_model(config: RunConfig) -> None:
+    adapter = config.adapter
     for key in ("evaluate.prompts", "evaluate.metrics", "evaluate.lm_eval"):
         if getattr(config.evaluate, key.partition(".")[2]):
             raise _misfit(config, key, "[]", "a reward model writes no text")

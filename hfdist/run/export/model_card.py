@@ -200,7 +200,8 @@ def describe_task(task: TaskConfig) -> str:
         words.append(f"Teacher: `{task.teacher}`; {what}.")
     if name.traits.is_reinforcement:
         rewards = ", ".join(f"`{own}` with weight {weight:g}" for own, weight in task.rewards.items())
-        words.append(f"Loss `{task.loss.value}`. Rewards: {rewards}.")
+        beta = f", beta {task.beta:g}" if task.beta else ""
+        words.append(f"Loss `{task.loss.value}`{beta}. Rewards: {rewards}.")
         sampled = f"{task.num_generations} answers to each prompt, of at most {task.max_new_tokens:,} tokens"
         words.append(f"{sampled}, at temperature {task.temperature:g}.")
     return " ".join(words)
