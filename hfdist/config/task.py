@@ -99,6 +99,7 @@ class Traits:
 
 
 _OF_PAIRS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
+_OF_REFERENCE = ("ref_model_sync_steps", "ref_model_mixup_alpha")
 _OF_OWN_ANSWERS = (
     "loss",
     "beta",
@@ -109,6 +110,7 @@ _OF_OWN_ANSWERS = (
     "top_p",
     "rewards",
     "reward_model",
+    *_OF_REFERENCE,
 )
 _OF_POLICIES = (
     *_OF_OWN_ANSWERS,
@@ -152,7 +154,7 @@ TRAITS = {
         trainer="DPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of pairs",
-        keys=_OF_PAIRS,
+        keys=(*_OF_PAIRS, *_OF_REFERENCE),
         unit="pair",
         method="by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
         row_format=RowFormat.preference,
@@ -278,6 +280,10 @@ class TaskConfig:
 
     cpo: the factor of log-probabilities in the loss; orpo: the weight of the odds ratio.
     """
+    ref_model_sync_steps: int | None = limited(None, at_least=1)
+    """dpo, online_dpo, grpo, rloo: steps after which the reference moves towards the model; null: it stays (TR-DPO)."""
+    ref_model_mixup_alpha: float = limited(0.6, above=0, at_most=1)
+    """task.ref_model_sync_steps: the model's share of the reference's new weights."""
     label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
     """robust, exo_pair: the share of pairs that may be the wrong way round."""
     margin: float = limited(0.0, at_least=0)

@@ -16,6 +16,7 @@ from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
 from hfdist.tune.learned_reward import LearnedReward
+from hfdist.tune.moving_reference import MovingReference
 from hfdist.tune.online_preference import OnlinePreferences
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
@@ -39,6 +40,8 @@ def make_objective(
     task = config.task
     match task.name:
         case TaskName.dpo | TaskName.cpo:
+            if task.ref_model_sync_steps is not None:
+                return Preferences(task, MovingReference())
             return Preferences(task, _table(config) if task.name.traits.has_reference else None)
         case TaskName.kto:
             return KahnemanTversky(task, _table(config))

@@ -24,6 +24,7 @@ from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import REFERENCE, log_probabilities_of_answers
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_rows import REWARDS
+from hfdist.tune.shared_values import share_values
 
 _LEAST_TOKENS = 2
 """Tokens of a row: of one alone no next token is predicted."""
@@ -51,10 +52,9 @@ class OnlinePreferences(OwnAnswers):
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
         """Have the prompts of a step answered; give the pairs, with the reference's log-probabilities."""
         pairs = [pair_up(batch, self._task.num_generations) for batch in self.answer(batches)]
-        assert self._reference is not None  # the config has a beta
         of_answers = partial(log_probabilities_of_answers, self._training.head)
-        with evaluating(self._training, are_training=True) as forward, self._reference.in_place():
-            pairs = [batch | {REFERENCE: self.share(batch, forward, of_answers)} for batch in pairs]
+        with evaluating(self._training, are_training=True) as forward, self._kept().in_place():
+            pairs = [batch | {REFERENCE: share_values(self._training, batch, forward, of_answers)} for batch in pairs]
         self._training.model.train()
         return self._pairs.begin_step(pairs, hooks)
 

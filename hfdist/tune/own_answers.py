@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from transformers import TrainerCallback
 
 from hfdist.config.task import TaskConfig
 from hfdist.strategies.engine import Batch, Forward
+from hfdist.trainer.checkpointing.checkpointer import OuterState
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.training import Training
-from hfdist.tune.reference_weights import ReferenceWeights
+from hfdist.tune.reference_weights import ReferenceWeights, following
 from hfdist.tune.rollout import Rollouts
 
 
@@ -37,9 +36,18 @@ class OwnAnswers(Objective):
         self._reference = ReferenceWeights(training.engine) if self._task.beta else None
 
     def callbacks(self) -> list[TrainerCallback]:
-        """Give the callbacks that write rollouts.jsonl and end the generators."""
+        """Give the callbacks that write rollouts.jsonl, end the generators and move the reference."""
         generators = self._rollouts.generators
-        return [self._rollouts.lines] if generators is None else [self._rollouts.lines, generators.ledger, generators]
+        own = [self._rollouts.lines] if generators is None else [self._rollouts.lines, generators.ledger, generators]
+        return [*own, *following(self._task, self._kept)]
+
+    def _kept(self) -> ReferenceWeights:
+        assert self._reference is not None  # the config has a beta
+        return self._reference
+
+    def outer_state(self) -> OuterState | None:
+        """Give the reference, if it follows the model."""
+        return None if self._task.ref_model_sync_steps is None else self._reference
 
     def answer(self, batches: Sequence[Batch]) -> list[Batch]:
         """Have the prompts of a step answered; give the answers with their rewards. A collective."""
@@ -52,31 +60,6 @@ class OwnAnswers(Objective):
     def _forwarding(self) -> Iterator[Forward]:
         with evaluating(self._training, are_training=True) as forward, self._training.engine.gathered():
             yield forward
-
-    def share(
-        self, batch: Batch, forward: Forward, function: Callable[[nn.Module, Batch], torch.Tensor]
-    ) -> torch.Tensor:
-        """Give what a function of (model, part of a batch) says of each token of a batch, on the CPU. A collective.
-
-        Returns:
-            Values of shape [rows, tokens], the same on all ranks of a model replica.
-        """
-        values: list[torch.Tensor] = []
-
-        def note(model: nn.Module, part: Batch) -> torch.Tensor:
-            values.append(function(model, part))
-            return values[-1]
-
-        forward(batch, note)
-        known = torch.full(batch["labels"].shape, -torch.inf, device=self._training.args.device)
-        if values:
-            known = torch.cat(values)[: len(known)]
-        strategy = self._training.strategy
-        for axis in ("pipeline", "tensor"):
-            if getattr(strategy.topology, axis) > 1:
-                # All ranks of a model replica must have the same batch, and only a last stage has logits.
-                dist.all_reduce(known, op=dist.ReduceOp.MAX, group=strategy.mesh.get_group(axis))
-        return known.cpu()
 
     def evaluate(self, forward: Forward) -> list[float]:
         """Answer held-out prompts greedily, and give the rewards, negative."""

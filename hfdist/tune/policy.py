@@ -34,6 +34,7 @@ from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, of_answers, of_
 from hfdist.tune.reference_weights import ReferenceWeights
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, REWARDS, STEP_ENDS, TRAINS
+from hfdist.tune.shared_values import share_values
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
 """Key in a batch: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""
@@ -115,7 +116,7 @@ class PolicyGradient(OwnAnswers):
             found = self._reduce(model, part, lambda losses: -losses.view(-1, tokens - 1))
             return nn.functional.pad(found, (1, 0))
 
-        return self.share(batch, forward, of_tokens)
+        return share_values(self._training, batch, forward, of_tokens)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the items."""

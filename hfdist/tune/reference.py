@@ -113,7 +113,7 @@ class ReferenceTable:
             CheckpointError: a document is not known.
         """
         values = torch.zeros(batch["labels"].shape)
-        for row, start, key in _keys(batch):
+        for row, start, key in keys_of_documents(batch):
             known = self._known.get(key)
             if known is None:
                 what = "the reference's log-probability of a document is missing: the data have changed"
@@ -123,7 +123,7 @@ class ReferenceTable:
 
     def _learn(self, batch: Batch, forward: Forward, answers: Callable[[nn.Module, Batch], torch.Tensor]) -> bool:
         """Compute what is not known yet of the documents of a batch; whether some rank lacked any. A collective."""
-        keys = list(_keys(batch))
+        keys = list(keys_of_documents(batch))
         # All ranks of a model replica, and under ZeRO-3 all ranks, run the same forwards.
         if not any(gather_json(any(key not in self._known for *_, key in keys))):
             return False
@@ -171,7 +171,7 @@ def log_probabilities_of_answers(head: LossHead | None, model: nn.Module, batch:
     return reduce_answers(head, model, batch, place)
 
 
-def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:
+def keys_of_documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
     """Give the row and the first token of each document with a target, and a hash of what it holds."""
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
     starts = batch["position_ids"].numpy() == 0

@@ -159,6 +159,7 @@ def test_rewards_of_steps_and_prompts_that_differ_are_the_same_in_a_layout(
     """Two of the four prompts of a step train: some micro batches of a rank have none."""
     install_package(tmp_path, monkeypatch, "stepped", policy_runs.EVEN, GROUP, even="even")
     own = ("task.rewards={arithmetic: 2.0, even: 1.0}", "task.loss=vespo", "task.trained_prompts=2", *BETA)
+    own += ("task.ref_model_sync_steps=2",)
     ends = ("task.num_generations=2", "task.max_new_tokens=3", "train.micro_batch_size=1")
     run, reference = (
         run_task(tmp_path / name, policy, sums, "grpo", ranks, *own, *ends, f"strategy={name}")

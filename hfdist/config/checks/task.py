@@ -150,6 +150,8 @@ def _check_reinforcement(config: RunConfig) -> None:
     for key in _WITHOUT_BOUND.get(config.task.loss, ()):
         if getattr(config.task, key) is not None:
             raise _misfit(config, f"task.{key}", "null", f"{config.task.loss.value} has no such bound of ratios")
+    if config.task.ref_model_sync_steps is not None and not config.task.beta:
+        raise _misfit(config, "task.ref_model_sync_steps", "null", "without task.beta there is no reference")
     trained, read = config.task.trained_prompts, config.train.global_batch_size
     if trained is not None and trained > read:
         raise ConfigError(
