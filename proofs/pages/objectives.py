@@ -14,8 +14,8 @@ _HEAD = """\
 hfdist tune --help
 ```
 
-What a run can train: a task each, with its losses and its keys. `task=NAME` chooses a task. `make docs` writes this page
-from `hfdist/config/task.py`.
+What a run can train: a task each, with its losses and its keys. `task=NAME` chooses a task. `make docs` writes this
+page from `hfdist/config/task.py`.
 
 | task | trained | rows | mean over | default rate | page | file |
 |---|---|---|---|---|---|---|
