@@ -50,7 +50,7 @@ class Reward:
             except TypeError:
                 given = None
             # A generator computes its scores only now.
-            values = None if given is None else list(given)
+            values: list[Any] | None = None if given is None else list(given)
         except HfdistError:
             raise
         except Exception as error:  # whatever a package raises

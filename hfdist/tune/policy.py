@@ -136,8 +136,11 @@ class PolicyGradient(OwnAnswers):
             advantages = advantages[:, 1:] if advantages.ndim > 1 else advantages[:, None]
             ratios = Ratios(log_probabilities, logs, advantages, below, above, self._task.delta)
             losses, is_clipped = self._loss.form(ratios)
-            if self._task.off_policy_mask_threshold is not None:
-                losses = losses * self._is_near(advantages, log_probabilities.detach() - old, is_target)
+            most = self._task.off_policy_mask_threshold
+            if most is not None:
+                distances = of_answers_by_token(old - log_probabilities.detach(), is_target)
+                # A bad answer that is far from the policy does not count (arXiv 2512.02556).
+                losses = losses * ((advantages >= 0) | (distances <= most))
             is_item = trains if is_clipped.shape == trains.shape else trains.any(1, keepdim=True)
             self._note(is_item, {"clipped_ratios": is_clipped.float()})
             if REFERENCE_LOG_PROBABILITIES in batch:
@@ -150,11 +153,6 @@ class PolicyGradient(OwnAnswers):
             return torch.where(trains, losses * weights, 0).sum()
 
         return self._reduce(model, batch, reduce)
-
-    def _is_near(self, advantages: torch.Tensor, log_ratios: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
-        """Say whether an answer counts: a bad one does not if it is far from the policy (arXiv 2512.02556)."""
-        distances = -of_answers_by_token(log_ratios, is_target)
-        return (advantages >= 0) | (distances <= self._task.off_policy_mask_threshold)
 
     def _note_mismatch(self, is_target: torch.Tensor, log_ratios: torch.Tensor) -> None:
         """Note how far the policy is from the one that drew its tokens."""

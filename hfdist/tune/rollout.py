@@ -21,6 +21,7 @@ from hfdist.config.run import RunConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.stream.token_stream import DOCUMENTS
 from hfdist.rewards import Generation, Reward
+from hfdist.rewards.registry import Steps
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate
@@ -30,7 +31,7 @@ from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from hfdist.trainer.training import Training
 from hfdist.tune.rollout_lines import RolloutLines
 from hfdist.tune.rollout_rows import OLD_LOG_PROBABILITIES, REWARDS, TRAINS, at_targets, make_rows, read_examples
-from hfdist.tune.step_rewards import Steps, add_up, differ, of_answers, of_steps, total
+from hfdist.tune.step_rewards import add_up, differ, of_answers, of_steps, total
 
 if TYPE_CHECKING:
     from hfdist.tune.generators.generators import Generators
