@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.collectives import on_all_ranks, on_rank_zero
+from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.stream.token_stream import DOCUMENTS
@@ -114,7 +115,7 @@ class Rollouts:
         for place, own in zip(live, of_live, strict=True):
             steps[place] = own
         self.lines.write_some(generations, scores, self._training.state)
-        # Of numbers alone: each is the one step of its answer.
+        # A number is the one step of its answer.
         are_whole = all(
             len(own) == 1 and own[0][0] == len(one.text) for own, one in zip(of_live, generations, strict=True)
         )
@@ -126,19 +127,11 @@ class Rollouts:
                 batch[TRAINS] = torch.tensor([self._has_ended(answer) for answer in answers[rows]])
             if old is not None:
                 batch[OLD_LOG_PROBABILITIES] = at_targets(batch["labels"], old[rows])
-            most = max(map(len, steps))
-            batch |= (
-                of_answers(steps[rows]) if are_whole else of_steps(batch, steps[rows], self._text, num_columns=most)
-            )
+            own_steps, most = steps[rows], max(1, *map(len, steps))
+            batch |= of_answers(own_steps) if are_whole else of_steps(batch, own_steps, self._text, num_columns=most)
             built.append(batch)
             first = rows.stop
-        figures = self._figures(scores, [answers[place] for place in live])
-        if self._topology.is_first_of_replica:
-            totals = torch.cat([batch[REWARDS].sum(1) for batch in built]).view(-1, count)
-            alike = torch.cat([~differ(batch, count) for batch in built])
-            of_groups = {"reward_std": totals.std(1), "dead_groups": alike.float()}
-            figures |= {name: own.repeat_interleave(count)[live].tolist() for name, own in of_groups.items()}
-        return built, figures
+        return built, self._figures(scores, [answers[place] for place in live], built)
 
     def _ask(
         self,
@@ -260,11 +253,24 @@ class Rollouts:
         )
         return next(scores for rank, scores in found if scores is not None and rank == topology.data_rank)
 
-    def _figures(self, scores: dict[str, list[float]], answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+    def _figures(
+        self, scores: dict[str, list[float]], answers: Sequence[Sequence[int]], batches: Sequence[Batch]
+    ) -> dict[str, list[float]]:
+        """Give figures of the answers to what was a prompt, and of their groups, which have the same for each."""
         if not self._topology.is_first_of_replica:
             return {}
+        count = self._task.num_generations
+        is_answered = torch.cat([(batch["labels"] != IGNORED).any(1) for batch in batches])
+        totals = torch.cat([batch[REWARDS].sum(1) for batch in batches]).view(-1, count)
+        alike = torch.cat([~differ(batch, count) for batch in batches])
+        of_groups = {"reward_std": totals.std(1), "dead_groups": alike.float()}
         lengths = [float(len(answer)) for answer in answers]
-        return {**scores, "completion_tokens": lengths, "cut_off": [float(not self._has_ended(one)) for one in answers]}
+        return {
+            **scores,
+            "completion_tokens": lengths,
+            "cut_off": [float(not self._has_ended(one)) for one in answers],
+            **{name: own.repeat_interleave(count)[is_answered].tolist() for name, own in of_groups.items()},
+        }
 
     def _has_ended(self, answer: Sequence[int]) -> bool:
         return bool(answer) and answer[-1] in self._limits.end_ids
