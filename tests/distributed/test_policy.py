@@ -20,7 +20,10 @@ BETA = ("task.beta=0.5",)
 LOSSES = {
     "gspo": ("grpo", "task.loss=gspo", "task.mask_truncated=true", *BETA),
     "rloo": ("rloo", *BETA),
-    **{name: ("grpo", f"task.loss={name}", *BETA) for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo")},
+    **{
+        name: ("grpo", f"task.loss={name}", *BETA)
+        for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+    },
     "reinforce_pp": ("grpo", "task.loss=reinforce_pp", "task.mask_truncated=true", *BETA),
 }
 """A task and what it is given, by the name of its loss."""
@@ -54,7 +57,7 @@ def lines(run):
         many("grpo", "zero3", 2),
         # A run begins in it, below.
         many("gspo", "pipeline", 2),
-        *(many(loss, "pipeline", 2) for loss in ("dapo", "dr_grpo", "cispo", "sapo", "reinforce_pp")),
+        *(many(loss, "pipeline", 2) for loss in ("dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo", "reinforce_pp")),
         ("rloo", "fsdp2", 2),
         many("rloo", "3d train.micro_batch_size=1", 8),
         many("reinforce_pp", "3d train.micro_batch_size=1", 8),
