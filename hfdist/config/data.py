@@ -238,7 +238,7 @@ class DataConfig:
     columns: dict[str, Any] = field(default_factory=dict)
     """Columns of other names: {prompt: question, completion: meta.answer}; a list: the first that is there."""
     keep_columns: bool | None = None
-    """Whether rewards see the other columns of a row; null: in grpo and rloo.
+    """Whether rewards see the other columns of a row; null: where a task has rewards.
 
     They come as `Generation.columns`. What JSON does not have, such as images and times, is left out.
     """

@@ -34,6 +34,8 @@ class TaskLoss(Enum):
     gspo = "gspo"
     cispo = "cispo"
     sapo = "sapo"
+    vespo = "vespo"
+    luspo = "luspo"
     reinforce_pp = "reinforce_pp"
     rloo = "rloo"
 
@@ -43,7 +45,7 @@ class TaskName(Enum):
 
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
-    prompts, by their rewards; `distill`: what a teacher predicts for each next token.
+    prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token.
     """
 
     causal_lm = "causal_lm"
@@ -53,6 +55,7 @@ class TaskName(Enum):
     reward = "reward"
     grpo = "grpo"
     rloo = "rloo"
+    online_dpo = "online_dpo"
     distill = "distill"
 
     @property
@@ -83,6 +86,8 @@ class Traits:
     """What `task.loss` may be; empty: it has no choice."""
     has_reference: bool = False
     """Whether its rows are compared with the model that it begins with."""
+    is_of_next_tokens: bool = False
+    """Whether it trains the next tokens of texts, so that its loss has a perplexity."""
     is_planned: bool = False
     """Whether a plan covers a whole run: plans leave out rollouts and teachers, and know only models of tokens."""
     is_reinforcement: bool = False
@@ -94,7 +99,8 @@ class Traits:
 
 
 _OF_PAIRS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
-_OF_POLICIES = (
+_OF_REFERENCE = ("ref_model_sync_steps", "ref_model_mixup_alpha")
+_OF_OWN_ANSWERS = (
     "loss",
     "beta",
     "num_generations",
@@ -104,8 +110,15 @@ _OF_POLICIES = (
     "top_p",
     "rewards",
     "reward_model",
+    *_OF_REFERENCE,
+)
+_OF_POLICIES = (
+    *_OF_OWN_ANSWERS,
     "clip",
     "clip_high",
+    "delta",
+    "off_policy_mask_threshold",
+    "trained_prompts",
     "mask_truncated",
     "generators",
     "max_staleness",
@@ -115,30 +128,39 @@ _OF_POLICIES = (
     "generators_host",
 )
 
+_WITH_REFERENCE = (
+    TaskLoss.sigmoid,
+    TaskLoss.sigmoid_norm,
+    TaskLoss.robust,
+    TaskLoss.exo_pair,
+    TaskLoss.hinge,
+    TaskLoss.ipo,
+    TaskLoss.nca_pair,
+    TaskLoss.bco_pair,
+    TaskLoss.sppo_hard,
+    TaskLoss.discopop,
+    TaskLoss.apo_zero,
+    TaskLoss.apo_down,
+)
+"""Losses of a pair that is compared with a reference."""
+
 TRAITS = {
-    TaskName.causal_lm: Traits(trainer="SFTTrainer", learning_rate=2e-5, loss_unit="nats a token", is_planned=True),
+    TaskName.causal_lm: Traits(
+        trainer="SFTTrainer",
+        learning_rate=2e-5,
+        loss_unit="nats a token",
+        is_of_next_tokens=True,
+        is_planned=True,
+    ),
     TaskName.dpo: Traits(
         trainer="DPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of pairs",
-        keys=_OF_PAIRS,
+        keys=(*_OF_PAIRS, *_OF_REFERENCE),
         unit="pair",
         method="by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
         row_format=RowFormat.preference,
-        losses=(
-            TaskLoss.sigmoid,
-            TaskLoss.sigmoid_norm,
-            TaskLoss.robust,
-            TaskLoss.exo_pair,
-            TaskLoss.hinge,
-            TaskLoss.ipo,
-            TaskLoss.nca_pair,
-            TaskLoss.bco_pair,
-            TaskLoss.sppo_hard,
-            TaskLoss.discopop,
-            TaskLoss.apo_zero,
-            TaskLoss.apo_down,
-        ),
+        losses=_WITH_REFERENCE,
         has_reference=True,
         is_planned=True,
     ),
@@ -196,6 +218,8 @@ TRAITS = {
             TaskLoss.gspo,
             TaskLoss.cispo,
             TaskLoss.sapo,
+            TaskLoss.vespo,
+            TaskLoss.luspo,
             TaskLoss.reinforce_pp,
         ),
         is_reinforcement=True,
@@ -210,6 +234,16 @@ TRAITS = {
         losses=(TaskLoss.rloo,),
         is_reinforcement=True,
     ),
+    TaskName.online_dpo: Traits(
+        trainer="OnlineDPOTrainer",
+        learning_rate=5e-7,
+        loss_unit="mean of pairs",
+        keys=(*_OF_OWN_ANSWERS, "label_smoothing", "nll_weight"),
+        unit="prompt",
+        method="by online DPO (arXiv 2402.04792): pairs of the best and the worst of its own answers, by their rewards",
+        losses=_WITH_REFERENCE,
+        is_reinforcement=True,
+    ),
     TaskName.distill: Traits(
         trainer="GKDTrainer",
         learning_rate=2e-5,
@@ -220,20 +254,6 @@ TRAITS = {
     ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
-
-
-def present_policy(name: str, loss: str, clip: float | None) -> tuple[str, float | None]:
-    """Give `task.loss` and `task.clip` of a policy as they are now; earlier versions had one loss of each, and 0.2.
-
-    Args:
-        name: of the task.
-        loss: as a config has it.
-        clip: as a config has it.
-    """
-    if loss != TaskLoss.sigmoid.value or not TaskName(name).traits.is_reinforcement:
-        return loss, clip
-    return name, None if clip == 0.2 else clip
-
 
 PRESETS = ("simpo", "orpo")
 """Other options of the group `task`: settings of `cpo`, named after the loss."""
@@ -250,39 +270,45 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | distill."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
     apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid;
-    grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | reinforce_pp; rloo: rloo."""
+    grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp;
+    rloo: rloo; online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
+    discopop | apo_zero | apo_down."""
     beta: float = limited(0.1, at_least=0)
     """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all.
 
     cpo: the factor of log-probabilities in the loss; orpo: the weight of the odds ratio.
     """
+    ref_model_sync_steps: int | None = limited(None, at_least=1)
+    """dpo, online_dpo, grpo, rloo: steps after which the reference moves towards the model; null: it stays (TR-DPO)."""
+    ref_model_mixup_alpha: float = limited(0.6, above=0, at_most=1)
+    """task.ref_model_sync_steps: the model's share of the reference's new weights."""
     label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
     """robust, exo_pair: the share of pairs that may be the wrong way round."""
     margin: float = limited(0.0, at_least=0)
     """simpo: by how much the reward of a chosen answer should exceed that of the rejected one."""
     nll_weight: float = limited(0.0, at_least=0)
-    """dpo, cpo: weight of the loss of next tokens in chosen answers, which is added."""
+    """dpo, cpo, online_dpo: weight of the loss of next tokens in chosen answers, which is added."""
     desirable_weight: float = limited(1.0, at_least=0)
     """kto: weight of answers that were liked."""
     undesirable_weight: float = limited(1.0, at_least=0)
     """kto: weight of answers that were not liked."""
     num_generations: int = limited(8, at_least=2)
-    """grpo, rloo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
+    """grpo, rloo, online_dpo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
 
     A forward has so many rows for each.
     """
     max_new_tokens: int = limited(256, at_least=1)
-    """grpo, rloo: most tokens of an answer."""
+    """grpo, rloo, online_dpo: most tokens of an answer."""
     temperature: float = limited(1.0, above=0)
-    """grpo, rloo: temperature of the distribution that answers are drawn from; distill: of both distributions."""
+    """grpo, rloo, online_dpo: of the distribution that answers are drawn from; distill: of both distributions."""
     top_k: int | None = limited(None, at_least=1)
-    """grpo, rloo: number of the likeliest tokens that an answer is drawn from; null: all."""
+    """grpo, rloo, online_dpo: number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
-    """grpo, rloo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
+    """grpo, rloo, online_dpo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
     teacher: str | None = None
     """distill: folder of the model that the trained one learns from; it has the same tokens."""
     divergence_beta: float = limited(0.0, at_least=0, at_most=1)
@@ -297,7 +323,7 @@ class TaskConfig:
     Packages offer them by entry points `hfdist.rewards`.
     """
     reward_model: str | None = None
-    """grpo, rloo: folder of the model that the reward `reward_model` is the score of."""
+    """grpo, rloo, online_dpo: folder of the model that the reward `reward_model` is the score of."""
     scale_rewards: bool = True
     """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so."""
     clip: float | None = limited(0.2, above=0)
@@ -309,6 +335,18 @@ class TaskConfig:
     """grpo, rloo: how far it may lie above 1; null: as task.clip, or the loss's own.
 
     They are 0.2; dapo: 0.28; gspo: 4e-4; cispo: 4.
+    """
+    delta: float = limited(3.0, above=1)
+    """grpo, rloo: the largest ratio that counts where the bound above does not (two-sided clip, dual clip)."""
+    off_policy_mask_threshold: float | None = limited(None, at_least=0)
+    """grpo, rloo: mean of log(old / new probability) above which a bad answer does not train; null: all do.
+
+    A bad answer is one with an advantage below 0.
+    """
+    trained_prompts: int | None = limited(None, at_least=1)
+    """grpo, rloo: prompts of a step that train; null: all.
+
+    Those whose answers have different rewards come first (dynamic sampling of DAPO); <= train.global_batch_size.
     """
     mask_truncated: bool = False
     """grpo, rloo: whether answers that were cut off do not train; their rewards count among those of their prompt."""

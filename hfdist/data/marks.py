@@ -63,6 +63,11 @@ def labels_of(tokens: NDArray[np.integer], ids: NDArray[np.integer]) -> NDArray[
     return np.where((tokens < 0) & ((~tokens & REJECTED) != 0), _FIRST_REJECTED - ids, labels)
 
 
+def reject_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Let plain labels be those of a rejected answer; the shape stays."""
+    return labels.where(labels == IGNORED, _FIRST_REJECTED - labels)
+
+
 def split_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Give plain labels, and which of them are of rejected answers; both of the shape of `labels`, a tensor."""
     is_rejected = labels < IGNORED

@@ -66,7 +66,8 @@ class ParameterShard:
         if codec not in Codec.__members__:
             raise NotAMessageError("there is no such codec")
         self._codec, self._send = Codec[codec], send
-        self._optimizer, self._slots = optimizer_of(job), check_job(job)
+        self._optimizer = optimizer_of(job)
+        self._slots = find_slots(self._optimizer)
         self._brought: dict[str, _Brought] = {}
         """What each island has brought, by its ticket."""
         self._taken: dict[str, dict[int, bytes]] = {}

@@ -20,8 +20,11 @@ from hfdist.rewards.overlong import overlong
 GROUP = "hfdist.rewards"
 """Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.rewards"]`."""
 
-Score = Callable[[Sequence[Generation]], Sequence[float]]
-"""Gives one finite number for each generation, in their order."""
+Steps = Sequence[tuple[int, float]]
+"""Scores of the steps of a completion, in their order: the number of its characters up to the end of a step, and that
+step's score."""
+Score = Callable[[Sequence[Generation]], Sequence[float | Steps]]
+"""Gives one finite number for each generation, in their order, or the scores of its steps."""
 
 BUILT_IN: Mapping[str, Score] = MappingProxyType({"arithmetic": arithmetic, "overlong": overlong, **SANDBOXED})
 
@@ -34,8 +37,8 @@ class Reward:
     weight: float
     score: Score
 
-    def __call__(self, generations: Sequence[Generation]) -> list[float]:
-        """Give one finite float for each generation; they are not multiplied by the weight.
+    def __call__(self, generations: Sequence[Generation]) -> list[float | Steps]:
+        """Give one finite float for each generation, or its steps; they are not multiplied by the weight.
 
         Raises:
             DataError: the function raises, or gives something else.
@@ -47,7 +50,7 @@ class Reward:
             except TypeError:
                 given = None
             # A generator computes its scores only now.
-            values = None if given is None else list(given)
+            values: list[Any] | None = None if given is None else list(given)
         except HfdistError:
             raise
         except Exception as error:  # whatever a package raises
@@ -60,11 +63,36 @@ class Reward:
         if len(values) != len(generations):
             what = "the reward gives another number of scores"
             raise DataError(what, where=where, found=len(values), allowed=allowed)
-        for place, value in enumerate(values):
-            if not _is_finite(value):
-                what = f"score {place} of the reward is no finite number"
-                raise DataError(what, where=where, found=repr(value), allowed=allowed)
-        return [float(value) for value in values]
+        checked: list[float | Steps] = []
+        for place, (value, one) in enumerate(zip(values, generations, strict=True)):
+            score = float(value) if _is_finite(value) else read_steps(value, len(one.text))
+            if score is None:
+                what = f"score {place} of the reward is no finite number, and no list of steps"
+                allowed += f", or [(end, score), ...] with rising ends from 1 to {len(one.text):,}, its characters"
+                raise DataError(what, where=where, found=f"{value!r:.200}", allowed=allowed)
+            checked.append(score)
+        return checked
+
+
+def read_steps(value: object, num_characters: int) -> Steps | None:
+    """Give what a reward says of the steps of a completion as plain values; None: that is something else.
+
+    Args:
+        value: as the reward gives it.
+        num_characters: of the completion, beyond which no step ends.
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) > num_characters:
+        return None
+    steps: list[tuple[int, float]] = []
+    before = 0
+    for step in value:
+        if not isinstance(step, Sequence) or len(step) != 2 or not isinstance(step[0], int) or not _is_finite(step[1]):
+            return None
+        if not before < step[0] <= num_characters:
+            return None
+        before = step[0]
+        steps.append((step[0], float(step[1])))
+    return steps
 
 
 def _is_finite(value: Any) -> bool:
@@ -112,7 +140,7 @@ def _name_in(given: object) -> str:
 
 
 def _load(name: str, where: str) -> Score:
-    expected = "a function of a list of hfdist.Generation that gives a number for each"
+    expected = "a function of a list of hfdist.Generation that gives a number, or scores of steps, for each"
     hint, known = f"'{where}={{{{}}: 1.0}}'", (*BUILT_IN, REWARD_MODEL)
     score: Score = load_plugin(GROUP, name, kind="reward", expected=expected, where=where, hint=hint, built_in=known)
     return score

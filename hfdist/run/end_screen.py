@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
-from hfdist.config.task import TaskLoss, TaskName
 from hfdist.data import PoolReport
 from hfdist.planning.grade import PEAK, STEP
 from hfdist.records import RunRecord
 from hfdist.run.usage import describe_usage
 from hfdist.trainer.evaluation.loop import perplexity
+from hfdist.tune.pair_losses import LOSSES
 from hfdist.units import count, duration, energy, money, share, size
 
 _FEW_STEPS = 500
@@ -96,7 +97,7 @@ def _title(end: Ending) -> str:
         why = "has come" if end.stopped_by == "deadline" else "is used up"
         return f"{name} has stopped at step {record.step:,}{of}: train.{end.stopped_by} {why}"
     task = end.config.task.name
-    how = "" if task is TaskName.causal_lm else f" of {task.value}"
+    how = "" if task.traits.is_of_next_tokens else f" of {task.value}"
     return f"{name} has ended: {count(record.step, 'step')}{how}"
 
 
@@ -158,11 +159,11 @@ def _quality(end: Ending) -> str:
         return ", ".join(_rewards(end)) or "not measured"
     if loss is None:
         return "not measured: the run has no held-out data"
-    if before is None and task.name is TaskName.dpo and task.loss is TaskLoss.sigmoid and not task.nll_weight:
+    if before is None and task.name.traits.has_reference and task.loss in LOSSES and not task.nll_weight:
         # Of a model that is its reference.
-        before = math.log(2)
+        before = float(LOSSES[task.loss].of(torch.zeros(()), torch.zeros(()), task))
     words = f"held-out loss {loss:.4f}" + ("" if before is None else f" ({before:.4f} before training)")
-    if task.name is TaskName.causal_lm:
+    if task.name.traits.is_of_next_tokens:
         words += f", perplexity {perplexity(loss):,.1f}"
         return words if end.without_context is None else f"{words}; {_beside(loss, end.without_context, end.step)}"
     if end.accuracy is not None:

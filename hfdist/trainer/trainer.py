@@ -281,6 +281,7 @@ class DistributedTrainerMixin(_Trainer):
         self.checkpointer.begin()
         if self.options.objective is not None:
             self.options.objective.begin(self.training)
+            self.checkpointer.outer = self.options.objective.outer_state()
         if self.islands is not None:
             self.islands.begin()
         if came_from is not None:

@@ -16,11 +16,14 @@ from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
 from hfdist.tune.learned_reward import LearnedReward
+from hfdist.tune.moving_reference import MovingReference
+from hfdist.tune.online_preference import OnlinePreferences
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
 from hfdist.tune.reward import RewardPairs
-from hfdist.tune.rollout import RolloutLines, Rollouts
+from hfdist.tune.rollout import Rollouts
+from hfdist.tune.rollout_lines import RolloutLines
 from hfdist.tune.teacher import Teacher
 from hfdist.tune.unpaired import KahnemanTversky
 
@@ -37,6 +40,8 @@ def make_objective(
     task = config.task
     match task.name:
         case TaskName.dpo | TaskName.cpo:
+            if task.ref_model_sync_steps is not None:
+                return Preferences(task, MovingReference())
             return Preferences(task, _table(config) if task.name.traits.has_reference else None)
         case TaskName.kto:
             return KahnemanTversky(task, _table(config))
@@ -45,7 +50,7 @@ def make_objective(
         case TaskName.distill:
             assert task.teacher is not None  # checked with the config
             return Distillation(task, Teacher(task.teacher, layout=strategy, arguments=arguments))
-        case TaskName.grpo | TaskName.rloo:
+        case TaskName.grpo | TaskName.rloo | TaskName.online_dpo:
             rollouts = Rollouts(
                 config,
                 _rewards(config, tokenizer, strategy, arguments),
@@ -53,7 +58,8 @@ def make_objective(
                 examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
                 lines=RolloutLines(config.run.folder.rollouts, config.report.log_every, task.num_generations),
             )
-            return PolicyGradient(task, rollouts)
+            is_of_pairs = task.name is TaskName.online_dpo
+            return OnlinePreferences(task, rollouts) if is_of_pairs else PolicyGradient(task, rollouts)
     return None
 
 

@@ -4,7 +4,7 @@
 
 An answer trains once. Within the step, the model that it trains gave it: so the old probabilities are those that the
 step begins with. Generators may have a policy that is some steps older: they give the old probabilities, and where
-ratios are clipped, one above 3 counts as 3 (dual clip, arXiv 1912.09729; TRL truncates importance weights alike).
+ratios are clipped, one above `task.delta` counts as that (dual clip, arXiv 1912.09729; the delta of TRL).
 
 `task.beta` holds the model to the one that the run begins with; p and r are the probabilities of a token by the two.
 beta x ratio x (r / p - log(r / p) - 1) is added to the loss of each token (with the ratio as in arXiv 2512.02556 and
@@ -13,61 +13,45 @@ TRL). RLOO takes beta x log(p / r), summed over an answer, off its reward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import on_all_ranks
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
+from hfdist.errors import DataError
 from hfdist.models.loss.lazy_logits import Reduce
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
-from hfdist.trainer.step.objective import Objective, reduce_tokens
-from hfdist.trainer.training import Training
-from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, Scale
+from hfdist.trainer.step.objective import reduce_tokens
+from hfdist.tune.advantages import add_advantages
+from hfdist.tune.live_prompts import keep_live
+from hfdist.tune.own_answers import OwnAnswers
+from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, of_answers, of_answers_by_token
 from hfdist.tune.reference_weights import ReferenceWeights
-from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS, Rollouts
+from hfdist.tune.rollout import Rollouts
+from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, REWARDS, STEP_ENDS, TRAINS
+from hfdist.tune.shared_values import share_values
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
 """Key in a batch: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""
 DIVERGENCE = "divergence"
 """Key in a batch of RLOO: log(p / r) of each token of an answer, else 0; shape [rows, tokens]."""
 
-_SMALLEST = 1e-4
-"""Added to a standard deviation, as TRL does."""
 
-
-class PolicyGradient(Objective):
+class PolicyGradient(OwnAnswers):
     """A policy and its rewards. An item is a token of an answer, or an answer."""
 
-    evaluates_itself = True
-
     def __init__(self, task: TaskConfig, rollouts: Rollouts) -> None:
-        super().__init__()
-        self._task, self._rollouts = task, rollouts
+        super().__init__(task, rollouts)
         self._loss = POLICY_LOSSES[task.loss]
-        self._reference: ReferenceWeights | None = None
-        """The weights to compare with; None: there is no comparison."""
         self._largest = torch.tensor(-torch.inf)
         """Largest logarithm of a ratio since the figures were asked for."""
         own = (["kl"] if task.beta else []) + (["mismatch"] if task.uses_generators else [])
         self.names = ("entropy", "clipped_ratios", *own, *rollouts.names)
-
-    def begin(self, training: Training) -> None:
-        """Begin the rollouts, and keep the weights that the model is compared with."""
-        super().begin(training)
-        self._rollouts.begin(training)
-        self._reference = ReferenceWeights(training.engine) if self._task.beta else None
-
-    def callbacks(self) -> list[TrainerCallback]:
-        """Give the callbacks that write rollouts.jsonl and end the generators."""
-        generators = self._rollouts.generators
-        return [self._rollouts.lines] if generators is None else [self._rollouts.lines, generators.ledger, generators]
 
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Add the figures of the generators."""
@@ -86,18 +70,25 @@ class PolicyGradient(Objective):
         return (batch["labels"] != IGNORED).any(1).sum()
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
-        """Have the prompts of a step answered; give the answers with their advantages."""
-        answered, rewards, figures = self._rollouts.answer(batches, self._forwarding)
+        """Have the prompts of a step answered; give the answers that train, with their advantages."""
+        task, topology = self._task, self._training.strategy.topology
+        answered = self.answer(batches)
+        if self._loss.level is of_answers:
+            on_all_ranks(lambda: self._refuse_steps(answered))
+        if task.trained_prompts is not None:
+            answered = keep_live(answered, task.trained_prompts, task.num_generations, topology)
         if self._reference is not None:
             with evaluating(self._training, are_training=True) as forward:
                 answered = self._compare(answered, forward, self._reference)
-        self._training.model.train()
-        self._note_answers(figures)
+            self._training.model.train()
         if self._reference is not None and self._loss.takes_kl_off:
-            rewards = rewards - self._task.beta * self._sum_divergences(answered).view(rewards.shape)
-        is_answered = torch.cat([(batch["labels"] != IGNORED).any(1) for batch in answered]).view(rewards.shape)
-        of_answers = self.advantages(rewards, is_answered).flatten().split([len(batch["labels"]) for batch in answered])
-        return [batch | {ADVANTAGES: own} for batch, own in zip(answered, of_answers, strict=True)]
+            answered = [self._take_divergence_off(batch) for batch in answered]
+        return add_advantages(answered, self._loss, task, data_rank=topology.data_rank)
+
+    def _refuse_steps(self, batches: Sequence[Batch]) -> None:
+        if any(STEP_ENDS in batch for batch in batches):
+            what, hint = "a loss of whole answers knows no rewards of steps", "task=grpo, or another reward"
+            raise DataError(what, where="task.rewards", found=f"task.loss={self._task.loss.value}", hint=hint)
 
     def _compare(self, batches: Sequence[Batch], forward: Forward, reference: ReferenceWeights) -> list[Batch]:
         """Add the reference's log-probabilities, or the divergence from them, to batches of answers. A collective."""
@@ -112,55 +103,20 @@ class PolicyGradient(Objective):
             for batch, other in zip(batches, compared, strict=True)
         ]
 
-    def _sum_divergences(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Sum the divergence over the tokens of each answer; shape [answers]."""
-        for batch in batches:
-            self._note(batch["labels"] != IGNORED, {"kl": batch[DIVERGENCE]})
-        return torch.cat([batch[DIVERGENCE].sum(1) for batch in batches])
+    def _take_divergence_off(self, batch: Batch) -> Batch:
+        """Take the divergence, summed over the tokens of an answer, off its reward."""
+        self._note(batch["labels"] != IGNORED, {"kl": batch[DIVERGENCE]})
+        return batch | {REWARDS: batch[REWARDS] - self._task.beta * batch[DIVERGENCE].sum(1, keepdim=True)}
 
     def _log_probabilities(self, batch: Batch, forward: Forward) -> torch.Tensor:
         """Give log-probabilities of answers' tokens, 0 elsewhere, on the CPU; shape [rows, tokens]. A collective."""
-        rows, tokens = batch["labels"].shape
-        values: list[torch.Tensor] = []
+        tokens = batch["labels"].shape[1]
 
-        def note(model: nn.Module, part: Batch) -> torch.Tensor:
+        def of_tokens(model: nn.Module, part: Batch) -> torch.Tensor:
             found = self._reduce(model, part, lambda losses: -losses.view(-1, tokens - 1))
-            values.append(nn.functional.pad(found, (1, 0)))
-            return found
+            return nn.functional.pad(found, (1, 0))
 
-        forward(batch, note)
-        known = torch.full((rows, tokens), -torch.inf, device=self._training.args.device)
-        if values:
-            known = torch.cat(values)[:rows]
-        strategy = self._training.strategy
-        for axis in ("pipeline", "tensor"):
-            if getattr(strategy.topology, axis) > 1:
-                # All ranks of a model replica must have the same batch, and only a last stage has logits.
-                dist.all_reduce(known, op=dist.ReduceOp.MAX, group=strategy.mesh.get_group(axis))
-        return known.cpu()
-
-    @contextmanager
-    def _forwarding(self) -> Iterator[Forward]:
-        with evaluating(self._training, are_training=True) as forward, self._training.engine.gathered():
-            yield forward
-
-    def advantages(self, rewards: torch.Tensor, is_answered: torch.Tensor) -> torch.Tensor:
-        """Compare the rewards of answers. A collective.
-
-        Args:
-            rewards: shape [prompts, answers].
-            is_answered: whether there was a prompt; same shape.
-        """
-        compared = self._loss.baseline(rewards)
-        if self._loss.scale is Scale.none or not self._task.scale_rewards:
-            return compared
-        spread = rewards.std(1, keepdim=True)
-        if self._loss.scale is Scale.batch:
-            data_rank = self._training.strategy.topology.data_rank
-            # The ranks of a model replica have the same.
-            found = dict(gather_json([data_rank, compared[is_answered].tolist()]))
-            spread = torch.tensor([value for own in found.values() for value in own], dtype=torch.float64).std()
-        return compared / (spread + _SMALLEST).float()
+        return share_values(self._training, batch, forward, of_tokens)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the items."""
@@ -176,8 +132,15 @@ class PolicyGradient(Objective):
                 self._note_mismatch(is_target, log_probabilities.detach() - old)
             logs = self._loss.level(log_probabilities - old, is_target)
             below, above = self._loss.bounds(self._task)
-            ratios = Ratios(log_probabilities, logs, batch[ADVANTAGES][:, None], below, above)
+            advantages = batch[ADVANTAGES]
+            advantages = advantages[:, 1:] if advantages.ndim > 1 else advantages[:, None]
+            ratios = Ratios(log_probabilities, logs, advantages, below, above, self._task.delta)
             losses, is_clipped = self._loss.form(ratios)
+            most = self._task.off_policy_mask_threshold
+            if most is not None:
+                distances = of_answers_by_token(old - log_probabilities.detach(), is_target)
+                # A bad answer that is far from the policy does not count (arXiv 2512.02556).
+                losses = losses * ((advantages >= 0) | (distances <= most))
             is_item = trains if is_clipped.shape == trains.shape else trains.any(1, keepdim=True)
             self._note(is_item, {"clipped_ratios": is_clipped.float()})
             if REFERENCE_LOG_PROBABILITIES in batch:
@@ -199,19 +162,6 @@ class PolicyGradient(Objective):
 
     def _reduce(self, model: nn.Module, batch: Batch, reduce: Reduce) -> torch.Tensor:
         return reduce_tokens(self._training.head, model, batch, reduce, temperature=self._task.temperature)
-
-    def evaluate(self, forward: Forward) -> list[float]:
-        """Answer held-out prompts greedily, and give the rewards, negative."""
-        figures = self._rollouts.answer_held_out(forward)
-        self._note_answers(figures)
-        # A reward of 0 is no negative zero.
-        return [0.0 - reward for reward in figures["reward"]]
-
-    def _note_answers(self, figures: Mapping[str, Sequence[float]]) -> None:
-        """Note the figures of answers, each of which is on one rank."""
-        for name, values in figures.items():
-            own = torch.tensor(values, dtype=torch.float64)
-            self._note(torch.ones(len(own), dtype=torch.bool), {name: own})
 
 
 def _trained(batch: Batch) -> torch.Tensor:

@@ -17,12 +17,14 @@ import torch
 
 from hfdist.config.task import TaskConfig, TaskLoss
 
-_LARGEST_RATIO = 3.0
-"""The largest ratio that counts: otherwise a bad answer that has become likely would outweigh all others."""
 _MOST_LOG_RATIO = 20.0
 """Ratios above its exponential are saturated in every form; `exp` stays far from an overflow."""
 _POSITIVE_TEMPERATURE, _NEGATIVE_TEMPERATURE = 1.0, 1.05
 """How steep SAPO's sigmoid is for answers that did better than others, and for the rest."""
+_LEAST_LOG_RATIO = math.log(1e-8)
+"""Of VESPO's ratios of answers, whose factor is nothing there."""
+_BETTER_GAMMA, _OTHER_GAMMA = (2.0, 3.0), (3.0, 2.0)
+"""The exponent k and the decay l of VESPO's factor, for answers that did better than others, and for the rest."""
 
 
 class Scale(Enum):
@@ -36,25 +38,40 @@ class Scale(Enum):
 class Mean(Enum):
     """What a step's loss is a mean over.
 
-    `tokens`: all tokens alike; `answers`: each answer's mean; `full_answers`: each answer's sum over `max_new_tokens`.
+    `tokens`: all tokens alike; `answers`: each answer's mean; `sums`: each answer's sum; `full_answers`: that over
+    `max_new_tokens`.
     """
 
     tokens = "tokens"
     answers = "answers"
+    sums = "sums"
     full_answers = "full_answers"
 
 
-# ---- baseline: [prompts, answers] -> [prompts, answers] ----
+# ---- baseline: [prompts, rewards of a group] -> the same shape ----
 
 
-def less_group(rewards: torch.Tensor) -> torch.Tensor:
-    """Take the mean of a prompt's answers off the reward of each."""
-    return rewards - rewards.mean(1, keepdim=True)
+def less_group(rewards: torch.Tensor, is_one: torch.Tensor) -> torch.Tensor:
+    """Take the mean of a group off each of its rewards; `is_one` says where there is a reward."""
+    return torch.where(is_one, rewards - _sum(rewards, is_one) / _count(is_one), 0)
 
 
-def less_others(rewards: torch.Tensor) -> torch.Tensor:
-    """Take the mean of a prompt's other answers off the reward of each."""
-    return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+def less_others(rewards: torch.Tensor, is_one: torch.Tensor) -> torch.Tensor:
+    """Take the mean of a group's other rewards off each."""
+    return torch.where(is_one, rewards - (_sum(rewards, is_one) - rewards) / (_count(is_one) - 1).clamp(min=1), 0)
+
+
+def spread_of(compared: torch.Tensor, is_one: torch.Tensor) -> torch.Tensor:
+    """Give the standard deviation of each group, whose rewards have a mean of 0; shape [prompts, 1]."""
+    return (_sum(compared.square(), is_one) / (_count(is_one) - 1).clamp(min=1)).sqrt()
+
+
+def _sum(rewards: torch.Tensor, is_one: torch.Tensor) -> torch.Tensor:
+    return torch.where(is_one, rewards, 0).sum(1, keepdim=True)
+
+
+def _count(is_one: torch.Tensor) -> torch.Tensor:
+    return is_one.sum(1, keepdim=True).clamp(min=1)
 
 
 # ---- level: log-ratios of tokens [rows, tokens], 0 outside of answers -> [rows, tokens or 1] ----
@@ -87,17 +104,19 @@ class Ratios:
     logs: torch.Tensor
     """Logarithms of ratios; shape [rows, tokens], or [rows, 1] if they are of answers."""
     advantages: torch.Tensor
-    """Shape [rows, 1]."""
+    """Shape [rows, 1], or [rows, tokens] if steps of answers have rewards."""
     below: float
     """How far a ratio may lie below 1 and count fully."""
     above: float
     """How far it may lie above 1."""
+    largest: float
+    """The largest that counts: otherwise a bad answer that has become likely would outweigh all others."""
 
     @property
     def limited(self) -> torch.Tensor:
         """The ratios up to the largest that counts; shape of `logs`."""
         # Before `exp`: the gradient of one that overflows would be 0 x infinity.
-        return self.logs.clamp(max=math.log(_LARGEST_RATIO)).exp()
+        return self.logs.clamp(max=math.log(self.largest)).exp()
 
 
 def clipped(ratios: Ratios) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,11 +140,19 @@ def smooth(ratios: Ratios) -> tuple[torch.Tensor, torch.Tensor]:
     return -torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness * advantages, torch.zeros_like(ratio).bool()
 
 
+def weighted(ratios: Ratios) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight each token by e^l w^k e^(-l w), without a gradient; w is the ratio of its answer, and 1 weighs 1."""
+    logs = ratios.logs.detach().sum(1, keepdim=True).clamp(_LEAST_LOG_RATIO, _MOST_LOG_RATIO)
+    better, others = (decay + k * logs - decay * logs.exp() for k, decay in (_BETTER_GAMMA, _OTHER_GAMMA))
+    weights = torch.where(ratios.advantages >= 0, better, others).exp()
+    return -weights * ratios.advantages * ratios.log_probabilities, torch.zeros_like(ratios.logs).bool()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """The choices of a loss; what is not said is as in GRPO."""
 
-    baseline: Callable[[torch.Tensor], torch.Tensor] = less_group
+    baseline: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = less_group
     scale: Scale = Scale.group
     level: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = of_tokens
     form: Callable[[Ratios], tuple[torch.Tensor, torch.Tensor]] = clipped
@@ -154,7 +181,7 @@ class PolicyLoss:
         """
         lengths = is_target.sum(1, keepdim=True).clamp(min=1)
         match self.mean:
-            case Mean.tokens:
+            case Mean.tokens | Mean.sums:
                 return torch.ones_like(lengths)
             case Mean.answers:
                 return 1 / lengths
@@ -162,16 +189,17 @@ class PolicyLoss:
                 return torch.full_like(lengths, 1 / max_new_tokens, dtype=torch.float32)
 
 
-_By = TaskLoss
 POLICY_LOSSES = {
-    _By.grpo: PolicyLoss(),
-    _By.dapo: PolicyLoss(above=0.28),
-    _By.dr_grpo: PolicyLoss(scale=Scale.none, mean=Mean.full_answers),
-    _By.gspo: PolicyLoss(level=of_answers_by_token, mean=Mean.answers, below=3e-4, above=4e-4),
-    _By.cispo: PolicyLoss(form=truncated, above=4.0),
-    _By.sapo: PolicyLoss(form=smooth, mean=Mean.answers),
-    _By.reinforce_pp: PolicyLoss(scale=Scale.batch),
-    _By.rloo: PolicyLoss(
+    TaskLoss.grpo: PolicyLoss(),
+    TaskLoss.dapo: PolicyLoss(above=0.28),
+    TaskLoss.dr_grpo: PolicyLoss(scale=Scale.none, mean=Mean.full_answers),
+    TaskLoss.gspo: PolicyLoss(level=of_answers_by_token, mean=Mean.answers, below=3e-4, above=4e-4),
+    TaskLoss.cispo: PolicyLoss(form=truncated, above=4.0),
+    TaskLoss.sapo: PolicyLoss(form=smooth, mean=Mean.answers),
+    TaskLoss.vespo: PolicyLoss(form=weighted),
+    TaskLoss.luspo: PolicyLoss(level=of_answers_by_token, mean=Mean.sums, below=3e-4, above=4e-4),
+    TaskLoss.reinforce_pp: PolicyLoss(scale=Scale.batch),
+    TaskLoss.rloo: PolicyLoss(
         baseline=less_others, scale=Scale.none, level=of_answers, mean=Mean.answers, takes_kl_off=True
     ),
 }

@@ -11,13 +11,18 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainerCallback
 
 from hfdist.config.task import TaskConfig
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
+from hfdist.trainer.checkpointing.checkpointer import OuterState
+from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, Objective, reduce_answers
 from hfdist.trainer.training import Training
+from hfdist.tune.moving_reference import MovingReference
 from hfdist.tune.pair_losses import LOSSES
 from hfdist.tune.reference import REFERENCE, ReferenceTable
+from hfdist.tune.reference_weights import following
 
 
 def are_pairs(documents: Documents) -> torch.Tensor:
@@ -31,11 +36,11 @@ def next_of(values: torch.Tensor) -> torch.Tensor:
 
 
 class Preferences(Objective):
-    """DPO, or without a table of a reference CPO. An item is a pair."""
+    """DPO, or CPO where batches have nothing of a reference. An item is a pair."""
 
     names: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
-    def __init__(self, task: TaskConfig, table: ReferenceTable | None) -> None:
+    def __init__(self, task: TaskConfig, table: ReferenceTable | MovingReference | None) -> None:
         super().__init__()
         self._task, self._table = task, table
         self._kind = LOSSES[task.loss]
@@ -58,14 +63,30 @@ class Preferences(Objective):
         """Add the reference's log-probabilities."""
         return batch if self._table is None else self._table.prepare(batch)
 
+    def callbacks(self) -> list[TrainerCallback]:
+        """Give what lets the reference follow the model."""
+        table = self._table
+        return following(self._task, lambda: table.weights) if isinstance(table, MovingReference) else []
+
+    def outer_state(self) -> OuterState | None:
+        """Give the reference, if it follows the model."""
+        return self._table.weights if isinstance(self._table, MovingReference) else None
+
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
-        """Count the tokens of the step's chosen answers."""
+        """Count the tokens of the step's chosen answers; ask the reference, if it follows the model."""
         self._count_tokens(batches)
+        if isinstance(self._table, MovingReference):
+            with evaluating(self._training, are_training=True) as forward:
+                self._table.learn(batches, forward)
+            self._training.model.train()
         return super().begin_step(batches, hooks)
 
     def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
-        """Count the tokens of all held-out chosen answers."""
+        """Count the tokens of all held-out chosen answers; ask the reference, if it follows the model."""
+        batches = list(batches)
         self._count_tokens(batches)
+        if isinstance(self._table, MovingReference):
+            self._table.learn(batches, forward)
 
     def _count_tokens(self, batches: Iterable[Batch]) -> None:
         """Find how many pairs there are for each token: a loss is divided by pairs, and that of tokens by tokens."""
@@ -88,13 +109,13 @@ class Preferences(Objective):
 
         def reduce(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
             is_pair = are_pairs(documents)
-            reference = 0 if self._table is None else documents.sum(batch[REFERENCE])
+            reference = documents.sum(batch[REFERENCE]) if REFERENCE in batch else 0
             scores = log_probabilities - reference
             means = scores / (documents.num_chosen_targets + documents.num_rejected_targets).clamp(min=1)
             chosen, rejected = _of_pairs(is_pair, means if self._kind.takes_means else scores)
             losses = self._kind.of(chosen, rejected, task)
             # As TRL's trainers of each kind have them.
-            seen = (chosen, rejected) if self._table is None else _of_pairs(is_pair, scores)
+            seen = _of_pairs(is_pair, scores) if REFERENCE in batch else (chosen, rejected)
             rewards = [task.beta * one for one in seen]
             margins = rewards[0] - rewards[1]
             values = [*rewards, margins, (margins > 0).float()]

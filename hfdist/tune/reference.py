@@ -100,7 +100,7 @@ class ReferenceTable:
         logged, has_learned = time.monotonic(), False
         for number, batch in enumerate(batches):
             for part in parts(batch):
-                has_learned = self._learn(part, forward, partial(_answers, head)) or has_learned
+                has_learned = self._learn(part, forward, partial(log_probabilities_of_answers, head)) or has_learned
             if time.monotonic() - logged > _LOG_EVERY_SECONDS:
                 logged = time.monotonic()
                 logger.info("reference: %d batches of %d, and of the held-out set", number + 1, num_batches)
@@ -113,7 +113,7 @@ class ReferenceTable:
             CheckpointError: a document is not known.
         """
         values = torch.zeros(batch["labels"].shape)
-        for row, start, key in _keys(batch):
+        for row, start, key in keys_of_documents(batch):
             known = self._known.get(key)
             if known is None:
                 what = "the reference's log-probability of a document is missing: the data have changed"
@@ -123,7 +123,7 @@ class ReferenceTable:
 
     def _learn(self, batch: Batch, forward: Forward, answers: Callable[[nn.Module, Batch], torch.Tensor]) -> bool:
         """Compute what is not known yet of the documents of a batch; whether some rank lacked any. A collective."""
-        keys = list(_keys(batch))
+        keys = list(keys_of_documents(batch))
         # All ranks of a model replica, and under ZeRO-3 all ranks, run the same forwards.
         if not any(gather_json(any(key not in self._known for *_, key in keys))):
             return False
@@ -162,7 +162,7 @@ def _held_out(trainer: transformers.Trainer) -> Iterator[Batch]:
         yield from chain.from_iterable(loaders.values() if isinstance(loaders, dict) else [loaders])
 
 
-def _answers(head: LossHead | None, model: nn.Module, batch: Batch) -> torch.Tensor:
+def log_probabilities_of_answers(head: LossHead | None, model: nn.Module, batch: Batch) -> torch.Tensor:
     """Give the log-probability of each document's answer at its first token; shape [rows, tokens]."""
 
     def place(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def _answers(head: LossHead | None, model: nn.Module, batch: Batch) -> torch.Ten
     return reduce_answers(head, model, batch, place)
 
 
-def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:
+def keys_of_documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
     """Give the row and the first token of each document with a target, and a hash of what it holds."""
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
     starts = batch["position_ids"].numpy() == 0

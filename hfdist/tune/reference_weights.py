@@ -1,15 +1,25 @@
-"""The trained weights as a run begins with them, on the CPU, and put into the model while it is compared with them."""
+"""The trained weights as a run begins with them, on the CPU, and put into the model while it is compared with them.
+
+They may follow the model (TR-DPO, arXiv 2404.09656): after every `ref_model_sync_steps` steps they become
+alpha x the model's weights + (1 - alpha) x themselves. Then they are in each checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 
 import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
+from hfdist.config.task import TaskConfig
 from hfdist.strategies.engine import Engine
 
+KEY = "reference"
+"""The key of pieces of a reference that follows the model."""
 _HALF = (torch.bfloat16, torch.float16)
 """Types of which there may be copies in float32."""
 
@@ -34,6 +44,23 @@ class ReferenceWeights:
         self._exchange()
 
     @torch.no_grad()
+    def follow(self, alpha: float) -> None:
+        """Move towards the model's weights by the share `alpha` of the way. Nothing is sent."""
+        for piece, kept in zip(self._pieces(), self._kept, strict=True):
+            kept.lerp_(piece.view.to("cpu"), alpha)
+
+    def before_save(self) -> None:
+        """See `OuterState`: they are always ready."""
+
+    def pieces(self, of_engine: Iterable[Piece]) -> Iterable[Piece]:
+        """List what a checkpoint holds of this rank: the engine's pieces, and these weights."""
+        own = (
+            replace(piece, key=KEY, view=kept, set_number=None)
+            for piece, kept in zip(self._pieces(), self._kept, strict=True)
+        )
+        return chain(of_engine, own)
+
+    @torch.no_grad()
     def _exchange(self) -> None:
         for piece, kept in zip(self._pieces(), self._kept, strict=True):
             present = piece.view.clone()
@@ -50,3 +77,27 @@ class ReferenceWeights:
         pieces = [p for p in self._engine.pieces() if p.name in trained and p.key in (WEIGHT, MASTER)]
         has_copies = any(piece.key == MASTER for piece in pieces)
         return [p for p in pieces if p.key == MASTER or not (has_copies and p.view.dtype in _HALF)]
+
+
+def following(task: TaskConfig, reference: Callable[[], ReferenceWeights]) -> list[TrainerCallback]:
+    """Give the callback that lets a reference follow the model; none if it stays."""
+    every = task.ref_model_sync_steps
+    return [] if every is None else [Following(reference, every=every, alpha=task.ref_model_mixup_alpha)]
+
+
+class Following(TrainerCallback):
+    """Lets a reference follow the model.
+
+    Args:
+        reference: gives it, once the training has begun.
+        every: steps between two moves.
+        alpha: share of the way.
+    """
+
+    def __init__(self, reference: Callable[[], ReferenceWeights], *, every: int, alpha: float) -> None:
+        self._reference, self._every, self._alpha = reference, every, alpha
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Call on all ranks, before a checkpoint of the step is written."""
+        if state.global_step % self._every == 0:
+            self._reference().follow(self._alpha)

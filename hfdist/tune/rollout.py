@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
@@ -23,27 +22,20 @@ from hfdist.config.run import RunConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.stream.token_stream import DOCUMENTS
 from hfdist.rewards import Generation, Reward
+from hfdist.rewards.registry import Steps
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import GenerationLimits, find_limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
-from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
+from hfdist.tune.rollout_lines import RolloutLines
+from hfdist.tune.rollout_rows import OLD_LOG_PROBABILITIES, REWARDS, TRAINS, at_targets, make_rows, read_examples
+from hfdist.tune.step_rewards import add_up, differ, of_answers, of_steps, total
 
 if TYPE_CHECKING:
     from hfdist.tune.generators.generators import Generators
-
-ADVANTAGES = "advantages"
-"""Key in a batch: the advantage of each answer; shape [rows]."""
-TRAINS = "trains"
-"""Key in a batch, if answers that were cut off do not train: whether an answer trains; shape [rows]."""
-OLD_LOG_PROBABILITIES = "old_log_probabilities"
-"""Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
-
-_SHOWN_PROMPTS = 2
-"""Number of prompts of each logged step whose answers are written to the file."""
 
 
 class Rollouts:
@@ -97,7 +89,7 @@ class Rollouts:
 
     def answer(
         self, batches: Sequence[Batch], forwarding: Callable[[], AbstractContextManager[Forward]]
-    ) -> tuple[list[Batch], torch.Tensor, dict[str, list[float]]]:
+    ) -> tuple[list[Batch], dict[str, list[float]]]:
         """Answer all prompts of a step of this data rank. A collective.
 
         Args:
@@ -105,12 +97,12 @@ class Rollouts:
             forwarding: makes a context in which forwards run in the layout; it gives the function that runs them.
 
         Returns:
-            Batches of answers without advantages; rewards of shape [prompts, answers]; and figures of the answers by
-            name, on one rank of each model replica.
+            Batches of answers with their rewards; and figures of the answers by name, on one rank of each model
+            replica.
         """
         count = self._task.num_generations
         room = self._limits.room()
-        examples = [example for batch in batches for example in _examples(batch, room)]
+        examples = [example for batch in batches for example in read_examples(batch, room)]
         examples = self._with_columns(examples, [batch[DOCUMENTS].tolist() for batch in batches if DOCUMENTS in batch])
         repeated = [example for example in examples for _ in range(count)]
         prompts = [example.prompt for example in repeated]
@@ -118,26 +110,28 @@ class Rollouts:
         # A lane that has ended gives nothing to answer.
         live = [place for place, example in enumerate(repeated) if example.prompt]
         generations = self._describe([repeated[place] for place in live], [answers[place] for place in live])
-        scores = self._score(generations)
-        rewards = torch.zeros(len(repeated))
-        rewards[live] = torch.tensor(scores["reward"], dtype=torch.float32)
-        rewards = rewards.view(-1, count)
-        figures = self._figures(scores, [answers[place] for place in live])
-        if self._topology.is_first_of_replica:
-            of_groups = {"reward_std": rewards.std(1), "dead_groups": (rewards == rewards[:, :1]).all(1).float()}
-            figures |= {name: own.repeat_interleave(count)[live].tolist() for name, own in of_groups.items()}
+        scores, of_live = self._score(generations)
+        steps: list[Steps] = [[] for _ in repeated]
+        for place, own in zip(live, of_live, strict=True):
+            steps[place] = own
         self.lines.write_some(generations, scores, self._training.state)
+        # A number is the one step of its answer.
+        are_whole = all(
+            len(own) == 1 and own[0][0] == len(one.text) for own, one in zip(of_live, generations, strict=True)
+        )
         built, first = [], 0
         for of_prompts in batches:
             rows = slice(first, first + len(of_prompts["input_ids"]) * count)
-            batch = _rows(prompts[rows], answers[rows], fill_id=self._fill_id)
+            batch = make_rows(prompts[rows], answers[rows], fill_id=self._fill_id)
             if self._task.mask_truncated:
                 batch[TRAINS] = torch.tensor([self._has_ended(answer) for answer in answers[rows]])
             if old is not None:
-                batch[OLD_LOG_PROBABILITIES] = _at_targets(batch["labels"], old[rows])
+                batch[OLD_LOG_PROBABILITIES] = at_targets(batch["labels"], old[rows])
+            own_steps, most = steps[rows], max(1, *map(len, steps))
+            batch |= of_answers(own_steps) if are_whole else of_steps(batch, own_steps, self._text, num_columns=most)
             built.append(batch)
             first = rows.stop
-        return built, rewards, figures
+        return built, self._figures(scores, [answers[place] for place in live], built)
 
     def _ask(
         self,
@@ -187,11 +181,11 @@ class Rollouts:
             for answer in answers
         ]
         generations = self._describe(self._examples, whole)
-        scores: dict[str, list[float]] = on_rank_zero(lambda: self._score_here(generations))
+        scores: dict[str, list[float]] = on_rank_zero(lambda: self._score_here(generations)[0])
         return scores | {"completion_tokens": [float(len(tokens)) for tokens in whole]}
 
     def _read_prompts(self, batch: Batch) -> list[list[int]]:
-        return [example.prompt for example in _examples(batch, self._limits.room())]
+        return [example.prompt for example in read_examples(batch, self._limits.room())]
 
     @property
     def _fill_id(self) -> int:
@@ -225,15 +219,11 @@ class Rollouts:
 
     def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:
         """Make what rewards read of answers."""
-
-        def text(ids: Sequence[int]) -> str:
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
         return [
             Generation(
-                prompt=text(example.prompt),
-                text=text(answer),
-                reference=text(example.reference),
+                prompt=self._text(example.prompt),
+                text=self._text(answer),
+                reference=self._text(example.reference),
                 columns=example.columns,
                 token_ids=(*example.prompt, *answer),
                 num_tokens=len(answer),
@@ -242,17 +232,20 @@ class Rollouts:
             for example, answer in zip(examples, answers, strict=True)
         ]
 
-    def _score_here(self, generations: Sequence[Generation]) -> dict[str, list[float]]:
-        """Score on this rank: the weighted sums, and each reward by its name."""
-        scores = {f"rewards/{reward.name}": reward(generations) for reward in self._rewards}
-        weights = [reward.weight for reward in self._rewards]
-        sums = [
-            sum(weight * score for weight, score in zip(weights, own, strict=True))
-            for own in zip(*scores.values(), strict=True)
-        ]
-        return {"reward": sums} | scores
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _score(self, generations: Sequence[Generation]) -> dict[str, list[float]]:
+    def _score_here(self, generations: Sequence[Generation]) -> tuple[dict[str, list[float]], list[Steps]]:
+        """Score on this rank: the weighted sums and each reward by its name; and the steps of all rewards together."""
+        scores = [reward(generations) for reward in self._rewards]
+        weights = [reward.weight for reward in self._rewards]
+        steps = [
+            add_up(own, weights, len(one.text)) for one, own in zip(generations, zip(*scores, strict=True), strict=True)
+        ]
+        named = {f"rewards/{r.name}": list(map(total, own)) for r, own in zip(self._rewards, scores, strict=True)}
+        return {"reward": list(map(total, steps))} | named, steps
+
+    def _score(self, generations: Sequence[Generation]) -> tuple[dict[str, list[float]], list[Steps]]:
         """Score on one rank of each model replica, and give all its ranks the same."""
         topology = self._topology
         found = on_all_ranks(
@@ -260,69 +253,24 @@ class Rollouts:
         )
         return next(scores for rank, scores in found if scores is not None and rank == topology.data_rank)
 
-    def _figures(self, scores: dict[str, list[float]], answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+    def _figures(
+        self, scores: dict[str, list[float]], answers: Sequence[Sequence[int]], batches: Sequence[Batch]
+    ) -> dict[str, list[float]]:
+        """Give figures of the answers to what was a prompt, and of their groups, which have the same for each."""
         if not self._topology.is_first_of_replica:
             return {}
+        count = self._task.num_generations
+        is_answered = torch.cat([(batch["labels"] != IGNORED).any(1) for batch in batches])
+        totals = torch.cat([batch[REWARDS].sum(1) for batch in batches]).view(-1, count)
+        alike = torch.cat([~differ(batch, count) for batch in batches])
+        of_groups = {"reward_std": totals.std(1), "dead_groups": alike.float()}
         lengths = [float(len(answer)) for answer in answers]
-        return {**scores, "completion_tokens": lengths, "cut_off": [float(not self._has_ended(one)) for one in answers]}
+        return {
+            **scores,
+            "completion_tokens": lengths,
+            "cut_off": [float(not self._has_ended(one)) for one in answers],
+            **{name: own.repeat_interleave(count)[is_answered].tolist() for name, own in of_groups.items()},
+        }
 
     def _has_ended(self, answer: Sequence[int]) -> bool:
         return bool(answer) and answer[-1] in self._limits.end_ids
-
-
-class RolloutLines(StepLines):
-    """Writes some answers of each logged step, with their rewards, into rollouts.jsonl."""
-
-    def __init__(self, path: Path, every: int, num_generations: int) -> None:
-        super().__init__(path)
-        self._every, self._count = every, _SHOWN_PROMPTS * num_generations
-
-    def write_some(
-        self, generations: Sequence[Generation], scores: dict[str, list[float]], state: TrainerState
-    ) -> None:
-        """Write the answers to the first prompts of rank 0, with the step that trains on them."""
-        step = state.global_step + 1
-        if step % self._every == 0:
-            for place, one in enumerate(generations[: self._count]):
-                rewards = {name: values[place] for name, values in scores.items()}
-                self.write({"step": step, "prompt": one.prompt, "text": one.text, **rewards})
-
-
-def _examples(batch: Batch, room: int | None) -> list[Example]:
-    """Split each row, of one document, at its first run of targets; of a longer prompt the last `room` tokens stay.
-
-    Nothing is the prompt of a row without targets.
-    """
-    found = []
-    masks = batch["attention_mask"].tolist()
-    for ids, labels, mask in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), masks, strict=True):
-        stop = sum(mask)
-        first = next((place for place in range(stop) if labels[place] != IGNORED), 0)
-        end = next((place for place in range(first, stop) if labels[place] == IGNORED), stop)
-        prompt = ids[:first] if room is None else ids[:first][-room:]
-        found.append(Example(prompt=prompt, reference=ids[first:end] if first else []))
-    return found
-
-
-def _rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
-    """Make a batch with a prompt and its answer in each row."""
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    width = max(2, *lengths)
-    batch = {
-        "input_ids": torch.full((len(lengths), width), fill_id),
-        "labels": torch.full((len(lengths), width), IGNORED),
-        "position_ids": torch.zeros((len(lengths), width), dtype=torch.int64),
-    }
-    for row, (prompt, answer, length) in enumerate(zip(prompts, answers, lengths, strict=True)):
-        ids = torch.tensor([*prompt, *answer])
-        batch["input_ids"][row, :length] = ids
-        batch["labels"][row, len(prompt) : length] = ids[len(prompt) :]
-        batch["position_ids"][row] = torch.cat([torch.arange(length), torch.arange(width - length)])
-    return batch
-
-
-def _at_targets(labels: torch.Tensor, values: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Put the values of each row where its targets are; 0 elsewhere."""
-    placed = torch.zeros(labels.shape)
-    placed[labels != IGNORED] = torch.tensor([value for row in values for value in row])
-    return placed

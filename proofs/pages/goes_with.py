@@ -147,7 +147,7 @@ def _with(*overrides: str) -> RunConfig:
 def _with_task(task: str) -> RunConfig:
     if task == "causal_lm":
         return _with()
-    rewards = ["task.rewards={arithmetic: 1.0}"] * (task in ("grpo", "rloo"))
+    rewards = ["task.rewards={arithmetic: 1.0}"] * (task in ("grpo", "rloo", "online_dpo"))
     teacher = ["task.teacher=teacher"] * (task == "distill")
     return compose_config([*_MODEL, *_ROWS, f"task={task}", *rewards, *teacher], name="tune")
 

@@ -19,6 +19,7 @@ from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
 from hfdist.config.data import SourceConfig
 from hfdist.config.plain_values import plain
 from hfdist.config.schema import ANY_NAME, Key, all_keys, members
+from proofs.pages.objectives import objectives
 from proofs.pages.python_names import python
 from proofs.pages.shipped_tables import getting_started, words_of
 
@@ -139,6 +140,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "coming-from.md": names_page,
     "getting-started.md": getting_started,
     "python.md": python,
+    "objectives.md": objectives,
 }
 """Pages of docs/, or pages with tables, that are made from the code."""
 

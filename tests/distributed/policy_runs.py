@@ -69,6 +69,15 @@ def terms(generations):
 """
 """A reward that is 1 where the columns are those of the prompt."""
 
+EVEN = """
+import re
+
+
+def even(generations):
+    return [[(word.end(), float(word[0] in "02468")) for word in re.finditer(r"\\S+", one.text)] for one in generations]
+"""
+"""A reward of each word: 1 for an even digit."""
+
 
 def trained_prompts(run_dir: Path) -> list[tuple[int, int]]:
     """Step and number of each prompt that generators have answered and a step has trained, in order."""

@@ -20,7 +20,10 @@ BETA = ("task.beta=0.5",)
 LOSSES = {
     "gspo": ("grpo", "task.loss=gspo", "task.mask_truncated=true", *BETA),
     "rloo": ("rloo", *BETA),
-    **{name: ("grpo", f"task.loss={name}", *BETA) for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo")},
+    **{
+        name: ("grpo", f"task.loss={name}", *BETA)
+        for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+    },
     "reinforce_pp": ("grpo", "task.loss=reinforce_pp", "task.mask_truncated=true", *BETA),
 }
 """A task and what it is given, by the name of its loss."""
@@ -54,7 +57,7 @@ def lines(run):
         many("grpo", "zero3", 2),
         # A run begins in it, below.
         many("gspo", "pipeline", 2),
-        *(many(loss, "pipeline", 2) for loss in ("dapo", "dr_grpo", "cispo", "sapo", "reinforce_pp")),
+        *(many(loss, "pipeline", 2) for loss in ("dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo", "reinforce_pp")),
         ("rloo", "fsdp2", 2),
         many("rloo", "3d train.micro_batch_size=1", 8),
         many("reinforce_pp", "3d train.micro_batch_size=1", 8),
@@ -147,6 +150,53 @@ def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir, monke
     assert len(lines(runs[0])) > 4
     assert read_lines(RunFolder(runs[1]).metrics)[-1]["eval_rewards/terms"] == 1.0
     assert trl_runs.difference(weights(runs[1]), weights(runs[0])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("fsdp2", 2), *(many(strategy, 2) for strategy in ("ddp", "zero3", "tensor", "pipeline"))],
+)
+def test_rewards_of_steps_and_prompts_that_differ_are_the_same_in_a_layout(
+    tmp_path, policy, sums, cache_dir, monkeypatch, strategy, num_ranks
+):
+    """Two of the four prompts of a step train: some micro batches of a rank have none."""
+    install_package(tmp_path, monkeypatch, "stepped", policy_runs.EVEN, GROUP, even="even")
+    own = ("task.rewards={arithmetic: 2.0, even: 1.0}", "task.loss=vespo", "task.trained_prompts=2", *BETA)
+    own += ("task.ref_model_sync_steps=2",)
+    ends = ("task.num_generations=2", "task.max_new_tokens=3", "train.micro_batch_size=1")
+    run, reference = (
+        run_task(tmp_path / name, policy, sums, "grpo", ranks, *own, *ends, f"strategy={name}")
+        for name, ranks in ((strategy, num_ranks), ("single", 1))
+    )
+    for ours, theirs in zip(lines(run), lines(reference), strict=True):
+        assert ours["rewards/even"] == pytest.approx(theirs["rewards/even"], rel=1e-9)
+        assert ours["dead_groups"] == theirs["dead_groups"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["grad_norm"] > 1e-3
+    assert trl_runs.difference(weights(run), weights(reference)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("pipeline", 2), *(many(strategy, 2) for strategy in ("ddp", "zero3", "tensor", "fsdp2"))],
+)
+def test_pairs_of_own_answers_are_the_same_in_a_layout(tmp_path, policy, sums, cache_dir, strategy, num_ranks):
+    own = ("task.loss=sigmoid", "task.beta=0.5", "task.nll_weight=0.1", "train.micro_batch_size=1")
+    run, reference = (
+        run_task(tmp_path / name, policy, sums, "online_dpo", ranks, *own, f"strategy={name}")
+        for name, ranks in ((strategy, num_ranks), ("single", 1))
+    )
+    for ours, theirs in zip(lines(run), lines(reference), strict=True):
+        for name in ("loss", "nll", "rewards/margins", "reward", "dead_groups"):
+            # A step may have no pair.
+            assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-5, abs=1e-6), name
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert eval_losses(run) == eval_losses(reference)
+    assert trl_runs.difference(weights(run), weights(reference)) < 1e-5
+    first, *_, last = (line["rewards/margins"] for line in lines(run) if "rewards/margins" in line)
+    assert first == pytest.approx(0, abs=1e-5)
+    assert abs(last) > 1e-3
 
 
 def test_a_run_goes_on_in_another_layout(single, tmp_path, policy, sums):

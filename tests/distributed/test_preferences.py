@@ -103,6 +103,11 @@ LIKE_TRL = {
         {"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0, 0.2], "beta": 0.5},
     ),
     **{f"cpo, {loss}": (f"cpo task.loss={loss}", "cpo", {"loss_type": loss}) for loss in ("sigmoid", "hinge", "ipo")},
+    "a reference that follows": (
+        "dpo task.ref_model_sync_steps=2 task.ref_model_mixup_alpha=0.7",
+        "dpo",
+        {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7},
+    ),
     "simpo": ("simpo", "cpo", {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0}),
     "orpo": ("orpo", "orpo", {}),
     "reward": ("reward", "reward", {}),
@@ -110,7 +115,17 @@ LIKE_TRL = {
     "apo_zero_unpaired": ("kto task.loss=apo_zero_unpaired", "kto", {"loss_type": "apo_zero_unpaired"}),
 }
 # Between them they have all that is not one function of scores, which test_pair_losses.py knows.
-USUAL = ("sigmoid", "robust", "ipo", "sigmoid_norm with nll", "simpo", "orpo", "reward", "kto", "apo_zero_unpaired")
+USUAL = (
+    "robust",
+    "ipo",
+    "sigmoid_norm with nll",
+    "a reference that follows",
+    "simpo",
+    "orpo",
+    "reward",
+    "kto",
+    "apo_zero_unpaired",
+)
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "grad_norm")
 
 
@@ -154,6 +169,20 @@ def test_a_run_goes_on_in_another_layout(single, tmp_path, model, rows):
     tune(run, model, rows["pairs"], 2, *saves[:-1], "strategy=pipeline")
     check_equal(run, single["dpo"])
     assert {path: path.read_bytes() for path in (run / "reference").iterdir()} == before
+
+
+@pytest.mark.parametrize(("first", "second"), [("fsdp2", "pipeline"), many("tensor", "zero3"), many("zero2", "ddp")])
+def test_a_reference_that_follows_the_model_is_in_checkpoints(tmp_path, model, rows, cache_dir, first, second):
+    """The second move of the reference is after the checkpoint from which the run goes on in another layout."""
+    own = (*DPO, "task.ref_model_sync_steps=1", "task.ref_model_mixup_alpha=0.3", "checkpoint.every=2")
+    saves = (*own, "checkpoint.keep=9")
+    reference = tune(tmp_path / "single", model, rows["pairs"], 1, *saves)
+    run = tune(tmp_path / "run", model, rows["pairs"], 2, *saves, f"strategy={first}")
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
+    shutil.rmtree(run / "model")
+    tune(run, model, rows["pairs"], 2, *saves, f"strategy={second}")
+    check_equal(run, reference)
+    assert not (run / "reference").exists()
 
 
 def test_a_resume_may_have_another_held_out_set(single, tmp_path, model, rows):

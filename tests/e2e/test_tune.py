@@ -28,6 +28,7 @@ TASKS = {
     "reward": ("dpo", "fsdp2", ()),
     "grpo": ("grpo", "ddp", REWARD),
     "rloo": ("grpo", "zero3", REWARD),
+    "online_dpo": ("grpo", "tensor", REWARD),
 }
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.tune.policy import REFERENCE_LOG_PROBABILITIES, PolicyGradient
-from hfdist.tune.rollout import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS
+from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, TRAINS
 from tests.distributed.policy_runs import write_model
 
 PROMPT, LENGTHS, MOST = 3, (5, 2, 4, 1, 5, 3), 5
@@ -75,24 +75,46 @@ def gradient(model, loss):
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
 
 
+GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15}
 CASES = {
     TaskLoss.grpo: ({}, {"loss_type": "dapo"}),
     TaskLoss.dapo: ({}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     TaskLoss.dr_grpo: ({}, {"loss_type": "dr_grpo"}),
-    TaskLoss.gspo: (
-        {"clip": 0.1, "clip_high": 0.15},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
-    ),
+    TaskLoss.gspo: ({"clip": 0.1, "clip_high": 0.15}, {"loss_type": "grpo", **GSPO}),
     TaskLoss.cispo: ({"clip_high": 0.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
     TaskLoss.sapo: ({}, {"loss_type": "sapo"}),
+    TaskLoss.vespo: ({}, {"loss_type": "vespo"}),
+    TaskLoss.luspo: ({"clip": 0.1, "clip_high": 0.15}, {"loss_type": "luspo", **GSPO}),
 }
-PLAIN = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}
+PLAIN = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0,
+         "off_policy_mask_threshold": None}  # fmt: skip
+UNBOUNDED = (TaskLoss.sapo, TaskLoss.vespo)
 
 
 @pytest.mark.parametrize(("beta", "spread", "masks"), [(0.0, 0.9, False), (0.7, 0.25, True)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks):
-    own, theirs = CASES[name]
+    compare(trainer, name, *CASES[name], beta=beta, spread=spread, masks=masks)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "theirs", "delta"),
+    [
+        (TaskLoss.grpo, {"delta": 1.3}, {"loss_type": "dapo"}, 1.3),
+        (TaskLoss.grpo, {"off_policy_mask_threshold": 0.1}, {"loss_type": "dapo", "off_policy_mask_threshold": 0.1}, 3),
+        (TaskLoss.vespo, {"off_policy_mask_threshold": 0}, {"loss_type": "vespo", "off_policy_mask_threshold": 0}, 3),
+    ],
+)
+def test_what_limits_older_answers_is_that_of_trl(trainer, monkeypatch, name, own, theirs, delta):
+    monkeypatch.setattr(trainer.args, "delta", delta)
+    limited = compare(trainer, name, own, theirs, spread=0.9)
+    assert (
+        limited - compare(trainer, name, {"delta": 3.0}, {"loss_type": theirs["loss_type"]}, spread=0.9, beside=False)
+    ).norm() > 1e-3
+
+
+def compare(trainer, name, own, theirs, *, beta=0.0, spread, masks=False, beside=True):
+    """Compare loss and gradient with TRL's, where `beside` says so; give the gradient."""
     vars(trainer).update(PLAIN | theirs | {"beta": beta})
     model = trainer.model.train()
     sampled = {"temperature": 1.3, "max_new_tokens": MOST, "generators": 1}
@@ -108,15 +130,18 @@ def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks):
         "old_per_token_logps": old[:, PROMPT:], "ref_per_token_logps": reference[:, PROMPT:],
         "num_items_in_batch": mask.sum(),
     }  # fmt: skip
-    wanted = trainer._compute_loss(model, inputs)
     loss, found, objective = ours(model, task, ids, is_target, advantages, old, reference, trains if masks else None)
+    if not beside:
+        return found
+    wanted = trainer._compute_loss(model, inputs)
     assert loss == pytest.approx(wanted.item(), rel=1e-5)
     assert torch.allclose(found, gradient(model, wanted), rtol=1e-4, atol=1e-6)
     assert found.norm() > 1e-3
     figures = objective.figures(trains=True)
     assert figures["mismatch"] == pytest.approx(distances[0][is_target].abs().mean().item(), rel=1e-4)
     assert objective._largest.item() == pytest.approx(distances[0][is_target].max().item(), rel=1e-4)
-    assert (figures["clipped_ratios"] > 0) is (name is not TaskLoss.sapo)
+    assert (figures["clipped_ratios"] > 0) is (name not in UNBOUNDED)
+    return found
 
 
 def test_rloo_takes_the_ratio_of_whole_answers(trainer):

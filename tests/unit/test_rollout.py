@@ -13,7 +13,9 @@ from hfdist.rewards.registry import Reward
 from hfdist.topology import Topology
 from hfdist.trainer.generation import greedy, sampling
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.tune.rollout import RolloutLines, Rollouts
+from hfdist.tune.rollout import Rollouts
+from hfdist.tune.rollout_lines import RolloutLines
+from hfdist.tune.rollout_rows import REWARDS
 
 _ = -100
 END = 0
@@ -48,9 +50,9 @@ def test_an_answer_is_as_long_in_an_evaluation_as_in_a_step(rollouts):
         "labels": torch.tensor([[_, _, 7]]),
         "attention_mask": torch.ones(1, 3, dtype=torch.int64),
     }
-    answered, rewards, figures = rollouts.answer([batch], lambda: nullcontext(None))
+    answered, figures = rollouts.answer([batch], lambda: nullcontext(None))
     assert answered[0]["labels"].tolist() == [[_, _, 1, 2, 3, END]] * 2
-    assert rewards.tolist() == [[1, 1]]
+    assert answered[0][REWARDS].tolist() == [[1], [1]]
     assert figures["completion_tokens"] == [4, 4]
     assert (figures["dead_groups"], figures["cut_off"]) == ([1, 1], [0, 0])
     assert rollouts.answer_held_out(None)["completion_tokens"] == [4]

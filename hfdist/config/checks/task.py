@@ -16,7 +16,10 @@ _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prom
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
 _SMOOTHED = (TaskLoss.robust, TaskLoss.exo_pair)
-_WITHOUT_BOUND = {TaskLoss.cispo: ("clip",), TaskLoss.sapo: ("clip", "clip_high")}
+_WITHOUT_BOUND = {
+    TaskLoss.cispo: ("clip",),
+    **dict.fromkeys((TaskLoss.sapo, TaskLoss.vespo), ("clip", "clip_high")),
+}
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 
 
@@ -39,8 +42,11 @@ def check_task(config: RunConfig) -> None:
         _check_teacher(config)
     elif task.name.traits.is_reinforcement:
         _check_reinforcement(config)
-    else:
-        _check_preference(config)
+    elif task.name is TaskName.reward:
+        _check_reward_model(config)
+    if "clip" not in task.name.traits.keys:
+        # The loss of a policy may do without a reference.
+        _check_pairs(config)
 
 
 def _check_answers(config: RunConfig) -> None:
@@ -110,8 +116,8 @@ def _check_rows(config: RunConfig) -> None:
             raise ConfigError(what, where=key, found=f"{found.value}, with {task}", allowed=allowed, hint=hint)
 
 
-def _check_preference(config: RunConfig) -> None:
-    task, adapter, name = config.task, config.adapter, config.task.name
+def _check_pairs(config: RunConfig) -> None:
+    task, name = config.task, config.task.name
     if task.label_smoothing and task.loss not in _SMOOTHED:
         error = _misfit(config, "task.label_smoothing", "0", "only robust and exo_pair, losses of dpo, smooth labels")
         if name is TaskName.dpo:
@@ -123,8 +129,10 @@ def _check_preference(config: RunConfig) -> None:
         raise _misfit(config, "task.margin", "0", "only simpo has a margin")
     if "beta" in name.traits.keys and not task.beta:
         raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
-    if name is not TaskName.reward:
-        return
+
+
+def _check_reward_model(config: RunConfig) -> None:
+    adapter = config.adapter
     for key in ("evaluate.prompts", "evaluate.metrics", "evaluate.lm_eval"):
         if getattr(config.evaluate, key.partition(".")[2]):
             raise _misfit(config, key, "[]", "a reward model writes no text")
@@ -142,6 +150,17 @@ def _check_reinforcement(config: RunConfig) -> None:
     for key in _WITHOUT_BOUND.get(config.task.loss, ()):
         if getattr(config.task, key) is not None:
             raise _misfit(config, f"task.{key}", "null", f"{config.task.loss.value} has no such bound of ratios")
+    if config.task.ref_model_sync_steps is not None and not config.task.beta:
+        raise _misfit(config, "task.ref_model_sync_steps", "null", "without task.beta there is no reference")
+    trained, read = config.task.trained_prompts, config.train.global_batch_size
+    if trained is not None and trained > read:
+        raise ConfigError(
+            "a step cannot train on more prompts than it reads",
+            where="task.trained_prompts",
+            found=f"{trained:,}, with train.global_batch_size={read:,}",
+            allowed="<= train.global_batch_size",
+            hint=f"train.global_batch_size={3 * trained}, or task.trained_prompts={read}",
+        )
     if config.task.reward_model is not None and REWARD_MODEL not in config.task.rewards:
         what, hint = "the reward model has no weight", f"'task.rewards={{{REWARD_MODEL}: 1.0}}'"
         found = ", ".join(config.task.rewards) or "none"

@@ -17,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
 from hfdist.config.composition.defaults_list import check_defaults_list
-from hfdist.config.composition.files import RUN_DEFAULTS, refuse_resolver, searching
+from hfdist.config.composition.earlier import as_now
+from hfdist.config.composition.files import RUN_DEFAULTS, read_config, refuse_resolver, searching
 from hfdist.config.composition.hydra_errors import explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
 from hfdist.config.composition.request import Request
@@ -30,7 +31,7 @@ from hfdist.config.paths import expand_user
 from hfdist.config.plain_values import flatten, plain
 from hfdist.config.rates import default_learning_rate
 from hfdist.config.run import RunConfig
-from hfdist.config.task import TaskLoss, present_policy
+from hfdist.config.task import TaskLoss
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = RUN_DEFAULTS[0]
@@ -110,7 +111,20 @@ def compose_request(request: Request) -> RunConfig:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
     _refuse_mixed_example(values, request)
+    _take_as_now(values, request)
     return complete(values, {override.key for override in request.overrides})
+
+
+def _take_as_now(values: RunConfig, request: Request) -> None:
+    """Say what the config of a run of an earlier version says of its loss as this version does."""
+    task, path = values.task, request.file(request.config_name)
+    if path is None or task.loss is not TaskLoss.sigmoid or not task.name.traits.is_reinforcement:
+        return
+    written = dict(flatten(read_config(path), ""))
+    now, given = as_now(written), {override.key for override in request.overrides}
+    if now != written and "task.loss" not in given:
+        task.loss = TaskLoss(now["task.loss"])
+        task.clip = task.clip if "task.clip" in given else now["task.clip"]
 
 
 def _refuse_mixed_example(values: RunConfig, request: Request) -> None:
@@ -175,10 +189,8 @@ def _switch_evaluation_off(config: RunConfig, given: Collection[str]) -> None:
 
 
 def _fit_to_task(config: RunConfig) -> None:
-    """Give `auto` the values that the task needs, and say what earlier versions said as this one does."""
+    """Give `auto` the values that the task needs."""
     data, task = config.data, config.task.name
-    loss, config.task.clip = present_policy(task.value, config.task.loss.value, config.task.clip)
-    config.task.loss = TaskLoss(loss)
     if data.format is RowFormat.auto:
         own = RowFormat.prompt_completion if task.traits.is_reinforcement else task.traits.row_format
         data.format = own or RowFormat.auto

@@ -5,16 +5,16 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.earlier import as_now
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.data import SourceConfig
 from hfdist.config.optimizer import Schedule
 from hfdist.config.plain_values import plain
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Compression
-from hfdist.config.task import present_policy
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.records.run_folder import RunFolder
 
@@ -71,7 +71,7 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
     """
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
     keys = [*dict.fromkeys([*new, *old])]
-    old, new = (_as_now(_defaults(keys, own) | own) for own in (old, new))
+    old, new = (_defaults(keys, own) | as_now(own) for own in (old, new))
     safe = {key for pattern in _SAFE for key in fnmatch.filter(keys, pattern)}
     if new.get(_COMPRESSION, Compression.none.name) != Compression.none.name:
         # It loses a part of the gradients; what goes on without it does not.
@@ -121,15 +121,6 @@ def _defaults(keys: Iterable[str], own: Iterable[str]) -> dict[str, object]:
         if section in names and section.rpartition(".")[0] in _SOURCES and leaf in of_source:
             known[key] = of_source[leaf]
     return {key: known[key] for key in keys if key in known}
-
-
-def _as_now(leaves: dict[str, Any]) -> dict[str, object]:
-    """Say what a config of an earlier version said as this one does."""
-    names = "task.name", "task.loss", "task.clip"
-    if not leaves.keys() >= {*names}:
-        return leaves
-    loss, clip = present_policy(*(leaves[name] for name in names))
-    return leaves | {"task.loss": loss, "task.clip": clip}
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:

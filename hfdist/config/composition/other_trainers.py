@@ -199,6 +199,7 @@ REASONS = {
     "datasets": "data=FILES, data=hub data.sources.hub.path=OWNER/NAME, or data=mixture for several",
     "pad_to_sequence_len": "data.packing=best_fit fills sequences with documents; data.packing=none: one in each",
     "max_prompt_length": "data.sequence_length=1024 holds a prompt, or a prompt with its answers",
+    "sync_ref_model": "task.ref_model_sync_steps=512 lets the reference follow the model",
     **dict.fromkeys(("ref_model", "reference_model"), "the reference is the model that the run begins with"),
     **dict.fromkeys(("saves_per_epoch", "evals_per_epoch"), "checkpoint.every=100 train.eval_every=100 count steps"),
     "local_rank": f"{_PROCESSES}; a launcher gives each its place",

@@ -68,7 +68,7 @@ def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCa
         base_model=base,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-classification" if config.task.name.traits.scores else "text-generation",
-        tags=["hfdist"] if config.task.name is TaskName.causal_lm else ["hfdist", config.task.name.value],
+        tags=["hfdist"] if config.task.name.traits.is_of_next_tokens else ["hfdist", config.task.name.value],
         datasets=[name for name in datasets if name is not None] or None,
         # What is None is left out.
         co2_eq_emissions=_emissions(config, record),
@@ -184,7 +184,7 @@ def describe_task(task: TaskConfig) -> str:
     if not name.traits.method:
         return ""
     words = [f"Trained {name.traits.method}."]
-    if name.traits.has_reference or name is TaskName.cpo:
+    if "beta" in name.traits.keys and not name.traits.is_reinforcement:
         margin = f", margin {task.margin:g}" if task.margin else ""
         reference = "; the reference is the model that it began as" if name.traits.has_reference else ""
         words.append(f"Loss `{task.loss.value}`, beta {task.beta:g}{margin}{reference}.")
@@ -192,7 +192,7 @@ def describe_task(task: TaskConfig) -> str:
         words.append(f"The loss of next tokens of the chosen answers is added with weight {task.nll_weight:g}.")
     if task.label_smoothing:
         words.append(f"Label smoothing {task.label_smoothing:g}.")
-    if name is TaskName.kto:
+    if "desirable_weight" in name.traits.keys:
         weights = f"{task.desirable_weight:g}, and {task.undesirable_weight:g} of the others"
         words.append(f"The weight of liked answers is {weights}.")
     if name.traits.has_teacher:
@@ -200,7 +200,8 @@ def describe_task(task: TaskConfig) -> str:
         words.append(f"Teacher: `{task.teacher}`; {what}.")
     if name.traits.is_reinforcement:
         rewards = ", ".join(f"`{own}` with weight {weight:g}" for own, weight in task.rewards.items())
-        words.append(f"Loss `{task.loss.value}`. Rewards: {rewards}.")
+        beta = f", beta {task.beta:g}" if task.beta else ""
+        words.append(f"Loss `{task.loss.value}`{beta}. Rewards: {rewards}.")
         sampled = f"{task.num_generations} answers to each prompt, of at most {task.max_new_tokens:,} tokens"
         words.append(f"{sampled}, at temperature {task.temperature:g}.")
     return " ".join(words)
@@ -215,7 +216,7 @@ def describe_progress(lines: Sequence[Mapping[str, object]], task: TaskName) -> 
     ]
     if not found:
         return "None was logged."
-    if task is TaskName.causal_lm:
+    if task.traits.is_of_next_tokens:
         titles = ["nats per token", "perplexity"]
         cells = [[f"{f['loss']:.4f}", f"{perplexity(f['loss']):.1f}"] for _, f in found]
     else:

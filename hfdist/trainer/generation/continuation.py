@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _LENGTH_STEP_TOKENS = 64
 """Sequences are padded to a multiple of it, so that few shapes occur."""
+_TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+"""What `can_generate` has found: rollouts and samples of one run ask for the same model."""
 
 
 def continue_rows(
@@ -100,19 +103,21 @@ def exchange(values: list[torch.Tensor], num_rows: int, num_tokens: int, topolog
 
 
 def can_generate(model: PreTrainedModel, topology: Topology) -> bool:
-    """Whether rows are continued with a cache. A collective, if there is a process group.
+    """Whether rows are continued with a cache. A collective, if there is a process group; a model is tried once.
 
     Context ranks read parts of sequences. Stages of a pipeline are tried at the first generation.
     """
     if topology.context > 1 or topology.pipeline > 1:
         return topology.context == 1
-    problem = find_cache_problem(model)
-    if dist.is_initialized():
-        # Ranks of different machines must not disagree.
-        problem = next((found for found in gather_json(problem) if found is not None), None)
-    if problem is not None and topology.is_main:
-        logger.warning("each new token is computed from all tokens before it, without a cache: %s", problem)
-    return problem is None
+    if model not in _TRIED:
+        problem = find_cache_problem(model)
+        if dist.is_initialized():
+            # Ranks of different machines must not disagree.
+            problem = next((found for found in gather_json(problem) if found is not None), None)
+        if problem is not None and topology.is_main:
+            logger.warning("each new token is computed from all tokens before it, without a cache: %s", problem)
+        _TRIED[model] = problem is None
+    return _TRIED[model]
 
 
 def _continue_in_slots(

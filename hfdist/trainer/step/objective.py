@@ -20,6 +20,7 @@ from hfdist.data.marks import split_labels
 from hfdist.models.loss import LossHead
 from hfdist.models.loss.lazy_logits import Logits, Reduce, reduce_token_losses
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
+from hfdist.trainer.checkpointing.checkpointer import OuterState
 from hfdist.trainer.step.loss import Convention
 from hfdist.trainer.training import Training
 
@@ -108,6 +109,10 @@ class Objective:
     def callbacks(self) -> list[TrainerCallback]:
         """Give what writes its files."""
         return []
+
+    def outer_state(self) -> OuterState | None:
+        """Give what a checkpoint holds besides model and optimizer, once the training has begun; None: nothing."""
+        return None
 
     def prepare(self, batch: Batch) -> Batch:
         """Add to a batch, on the CPU, what the loss needs besides."""

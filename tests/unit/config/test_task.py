@@ -28,12 +28,13 @@ def tune(*overrides):
         ("reward", RowFormat.preference, Packing.best_fit),
         ("grpo", RowFormat.prompt_completion, Packing.none),
         ("rloo", RowFormat.prompt_completion, Packing.none),
+        ("online_dpo", RowFormat.prompt_completion, Packing.none),
         ("causal_lm", RowFormat.auto, Packing.best_fit),
         ("distill", RowFormat.auto, Packing.best_fit),
     ],
 )
 def test_a_task_says_what_it_reads(task, row_format, packing):
-    own = {"grpo": REWARDED, "rloo": REWARDED, "distill": TAUGHT}.get(task, ())
+    own = {"grpo": REWARDED, "rloo": REWARDED, "online_dpo": REWARDED, "distill": TAUGHT}.get(task, ())
     data = tune(f"task={task}", *own).data
     assert (data.format, data.packing) == (row_format, packing)
 
@@ -57,6 +58,10 @@ REFUSED = {
     "task.teacher": ("task=distill",),
     "task.divergence_beta": ("task=grpo", *REWARDED, "task.divergence_beta=0.5"),
     "task.top_k": ("task=distill", *TAUGHT, "task.top_k=5"),
+    "task.trained_prompts": ("task=grpo", *REWARDED, "train.global_batch_size=8", "task.trained_prompts=9"),
+    "task.ref_model_sync_steps": ("task=grpo", *REWARDED, "task.ref_model_sync_steps=2"),
+    "task.clip_high": ("task=grpo", *REWARDED, "task.loss=vespo", "task.clip_high=0.3"),
+    "task.max_staleness": ("task=online_dpo", *REWARDED, "task.max_staleness=2"),
 }
 
 
@@ -87,10 +92,23 @@ def test_a_run_of_before_losses_had_bounds_of_their_own_goes_on(task):
     assert tune("task=grpo", "task.loss=gspo", *REWARDED).task.clip is None
 
 
+def test_pairs_of_own_answers_are_compared_with_a_reference():
+    with pytest.raises(ConfigError, match="would not count") as refused:
+        tune("task=online_dpo", *REWARDED, "task.beta=0")
+    assert refused.value.where == "task.beta"
+
+
 def test_a_loss_of_another_task_names_its_option():
     with pytest.raises(ConfigError) as refused:
         tune("task=dpo", "task.loss=orpo")
     assert "task=orpo" in refused.value.hint
+
+
+def test_a_new_run_has_no_loss_of_an_earlier_version():
+    """Only the config of an older run may call the loss of a policy sigmoid."""
+    with pytest.raises(ConfigError, match="other losses") as refused:
+        tune("task=grpo", *REWARDED, "task.loss=sigmoid")
+    assert refused.value.hint == "task.loss=grpo"
 
 
 def test_a_reward_model_has_a_weight_and_is_there(tmp_path):

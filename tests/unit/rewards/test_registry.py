@@ -21,6 +21,11 @@ def unknown(generations): return [float("nan") for one in generations]
 def nothing(generations): return [None for one in generations]
 def broken(generations): return [1 / 0 for one in generations]
 def late(generations): yield 1 / 0
+def steps(generations): return [[(len(one.text), 2)] for one in generations]
+def falling(generations): return [[(1, 0.5), (1, 0.5)] for one in generations]
+def beyond(generations): return [[(9, 0.5)] for one in generations]
+def empty(generations): return [[(0, 0.5)] for one in generations]
+def odd(generations): return [[1, 0.5] for one in generations]
 """
 TWO = [Generation(prompt="1 + 1", text=text, reference="2") for text in ("2", "three")]
 
@@ -28,6 +33,7 @@ TWO = [Generation(prompt="1 + 1", text=text, reference="2") for text in ("2", "t
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     names = ("length", "whole", "short", "words", "endless", "unknown", "nothing", "broken", "late")
+    names += ("steps", "falling", "beyond", "empty", "odd")
     install_package(tmp_path, monkeypatch, "toyrewards", SOURCE, GROUP, **{name: name for name in names})
 
 
@@ -38,6 +44,11 @@ def test_rewards_of_a_package_stand_beside_those_of_hfdist(package):
         ("length", -0.5, [1.0, 5.0]),
     ]
     assert all(type(score) is float for reward in rewards for score in reward(TWO))
+
+
+def test_a_reward_may_score_steps(package):
+    [reward] = load_rewards({"steps": 1.0})
+    assert reward(TWO) == [[(1, 2.0)], [(5, 2.0)]]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +62,10 @@ def test_rewards_of_a_package_stand_beside_those_of_hfdist(package):
         ("nothing", "score 0", "None"),
         ("broken", "the reward fails: ZeroDivisionError", None),
         ("late", "the reward fails: ZeroDivisionError", None),
+        ("falling", "no list of steps", "[(1, 0.5), (1, 0.5)]"),
+        ("beyond", "no list of steps", "[(9, 0.5)]"),
+        ("empty", "no list of steps", "[(0, 0.5)]"),
+        ("odd", "no list of steps", "[1, 0.5]"),
     ],
 )
 def test_what_is_no_score_is_said(package, name, what, found):

@@ -1,0 +1,62 @@
+"""Prompts out of a batch of the data, and a batch of answers with an answer in each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hfdist.config.batch import IGNORED
+from hfdist.data.documents.examples import Example
+from hfdist.strategies.engine import Batch
+
+REWARDS = "rewards"
+"""Key in a batch: the reward of each answer, or of each of its steps; shape [rows, 1] or [rows, steps]."""
+STEP_ENDS = "step_ends"
+"""Key in a batch, if a reward scores steps: the place of the token that ends a step; -1: none; shape of REWARDS."""
+ADVANTAGES = "advantages"
+"""Key in a batch: the advantage of each answer, or of each token; shape [rows] or [rows, tokens]."""
+TRAINS = "trains"
+"""Key in a batch, if answers that were cut off do not train: whether an answer trains; shape [rows]."""
+OLD_LOG_PROBABILITIES = "old_log_probabilities"
+"""Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
+
+
+def read_examples(batch: Batch, room: int | None) -> list[Example]:
+    """Split each row, of one document, at its first run of targets; of a longer prompt the last `room` tokens stay.
+
+    Nothing is the prompt of a row without targets.
+    """
+    found = []
+    masks = batch["attention_mask"].tolist()
+    for ids, labels, mask in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), masks, strict=True):
+        stop = sum(mask)
+        first = next((place for place in range(stop) if labels[place] != IGNORED), 0)
+        end = next((place for place in range(first, stop) if labels[place] == IGNORED), stop)
+        prompt = ids[:first] if room is None else ids[:first][-room:]
+        found.append(Example(prompt=prompt, reference=ids[first:end] if first else []))
+    return found
+
+
+def make_rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
+    """Make a batch with a prompt and its answer in each row."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    width = max(2, *lengths)
+    batch = {
+        "input_ids": torch.full((len(lengths), width), fill_id),
+        "labels": torch.full((len(lengths), width), IGNORED),
+        "position_ids": torch.zeros((len(lengths), width), dtype=torch.int64),
+    }
+    for row, (prompt, answer, length) in enumerate(zip(prompts, answers, lengths, strict=True)):
+        ids = torch.tensor([*prompt, *answer])
+        batch["input_ids"][row, :length] = ids
+        batch["labels"][row, len(prompt) : length] = ids[len(prompt) :]
+        batch["position_ids"][row] = torch.cat([torch.arange(length), torch.arange(width - length)])
+    return batch
+
+
+def at_targets(labels: torch.Tensor, values: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Put the values of each row where its targets are; 0 elsewhere."""
+    placed = torch.zeros(labels.shape)
+    placed[labels != IGNORED] = torch.tensor([value for row in values for value in row])
+    return placed
