@@ -20,6 +20,9 @@ from hfdist.pipeline.stage_io import Activations, Carry, P2PChannel, tensors_of,
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 
 
+_OUTPUTS = ("loss", "logits", "last_hidden_state")
+
+
 @dataclass(frozen=True)
 class ProbeResult:
     """What one rank saw."""
@@ -29,7 +32,7 @@ class ProbeResult:
     needed: frozenset[str]
     """Names of the parameters around the blocks that a gradient reaches in its stages."""
     checksum: float | None = None
-    """Sum of loss and logits, on the rank of the last stage, so that two runs can be compared."""
+    """Sum of loss and logits, or of hidden states, on the rank of the last stage, so that two runs can be compared."""
 
 
 def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], channel: P2PChannel) -> ProbeResult:
@@ -107,10 +110,10 @@ def _leaves(value: object) -> set[int]:
 
 
 def _outputs_of(value: Any) -> Sequence[torch.Tensor]:
-    """What goes to the next stage, or the loss and the logits, which models return by name or as a tuple."""
+    """What goes to the next stage, or the loss and the logits, or hidden states: models return them by name or in order."""
     if isinstance(value, Activations):
         return tensors_of(value)
-    return value[:2] if isinstance(value, tuple) else [value[key] for key in ("loss", "logits") if key in value]
+    return value[:2] if isinstance(value, tuple) else [value[key] for key in _OUTPUTS if key in value]
 
 
 @contextmanager

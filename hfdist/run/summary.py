@@ -188,7 +188,7 @@ def survey(
 
     Also that a step reads all of them several times, if it does; 0 tokens a step: not known.
     """
-    documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
+    documents = Documents(corpus, Encoders.of(tokenizer, config), open_token_cache(config), config)
     read = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
     rows = (row for chunk in read for row in zip(chunk.views(), chunk.fates, chunk.cut_tokens, strict=True))
     found = list(islice(rows, _SURVEYED_DOCUMENTS))

@@ -15,6 +15,7 @@ from hfdist.rewards.code import SANDBOXED
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
+from hfdist.tune.embed import Embeddings
 from hfdist.tune.learned_reward import LearnedReward
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
@@ -42,6 +43,8 @@ def make_objective(
             return KahnemanTversky(task, _table(config))
         case TaskName.reward:
             return RewardPairs()
+        case TaskName.embed:
+            return Embeddings(task)
         case TaskName.distill:
             assert task.teacher is not None  # checked with the config
             return Distillation(task, Teacher(task.teacher, layout=strategy, arguments=arguments))
