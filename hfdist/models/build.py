@@ -89,7 +89,7 @@ def check_weights(
     _check_not_quantized(architecture)
     assert config.name is not None  # checked with the config
     how = {"config": copy.deepcopy(architecture), "dtype": "auto", **_safely(config)}
-    names = read_names(_auto_class(head), config.name, where="model.name", head=head, **how)
+    names = read_names(auto_class(head), config.name, where="model.name", head=head, **how)
     _check_names(names, config, trained)
 
 
@@ -118,7 +118,7 @@ def make_without_values(
     """
     try:
         with no_init_weights():
-            model: PreTrainedModel = _auto_class(head).from_config(
+            model: PreTrainedModel = auto_class(head).from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
     except (HfdistError, MemoryError):
@@ -136,7 +136,7 @@ def make_without_values(
     return model
 
 
-def _auto_class(head: Head) -> Any:
+def auto_class(head: Head) -> Any:
     """Give transformers' class of models that end so."""
     classes = {Head.score: AutoModelForSequenceClassification, Head.none: AutoModel}
     return classes.get(head, AutoModelForCausalLM)
@@ -176,7 +176,7 @@ def _read(
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with reading_from_hub("model.name", config.name), _naming_memory(config.name):
-        model, about = _auto_class(head).from_pretrained(
+        model, about = auto_class(head).from_pretrained(
             config.name,
             output_loading_info=True,
             config=architecture,

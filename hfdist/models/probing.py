@@ -8,10 +8,11 @@ import re
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
+from hfdist.models.embeddings import has_no_head
 from hfdist.models.shrink import shrink
 
 
@@ -51,19 +52,9 @@ def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
     return float(loss.detach()), torch.cat(gradients)
 
 
-_HEADLESS = frozenset(
-    name for names in MODEL_MAPPING_NAMES.values() for name in ([names] if isinstance(names, str) else names)
-)
-
-
 def scores_sequences(model: PreTrainedModel) -> bool:
     """Whether the model is one for sequence classification: its labels are of sequences, not of tokens."""
     return type(model).__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
-
-
-def has_no_head(model: PreTrainedModel) -> bool:
-    """Whether the model gives hidden states, and takes no labels."""
-    return type(model).__name__ in _HEADLESS
 
 
 def probe_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], **more: object) -> torch.Tensor:

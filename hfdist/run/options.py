@@ -56,6 +56,7 @@ def make_options(run: RunState) -> RunOptions:
         replicate_every=checkpoint.replicate_every,
         save_in_background=checkpoint.background,
         objective=run.objective,
+        write_more=None if run.objective is None else run.objective.write_files,
         loss_head=choose_loss(config, run.model, run.strategy) if has_tokens else None,
         base_width=config.optimizer.base_width,
         limits=Tolerance(

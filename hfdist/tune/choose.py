@@ -44,7 +44,7 @@ def make_objective(
         case TaskName.reward:
             return RewardPairs()
         case TaskName.embed:
-            return Embeddings(task)
+            return Embeddings(task, config.data.texts, tokenizer)
         case TaskName.distill:
             assert task.teacher is not None  # checked with the config
             return Distillation(task, Teacher(task.teacher, layout=strategy, arguments=arguments))

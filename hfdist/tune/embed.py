@@ -11,17 +11,21 @@ al., 2021, arXiv 2101.06983: cached gradients). It costs one forward more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from hfdist.collectives import gather_json
+from hfdist.config.data import TextsConfig
 from hfdist.config.task import Pooling, TaskConfig, TaskLoss
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, Objective
+from hfdist.tune.embedding_folder import ending_texts, write_embedding_files
 from hfdist.tune.embedding_losses import (
     NEGATIVE,
     POSITIVE,
@@ -75,11 +79,17 @@ class Embeddings(Objective):
     names = ("recall_at_1", "mrr")
     evaluates_itself = True
 
-    def __init__(self, task: TaskConfig) -> None:
+    def __init__(self, task: TaskConfig, texts: TextsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
-        self._task = task
+        self._task, self._texts = task, texts
+        self._tokenizer = ending_texts(tokenizer, texts)
         self._held_out: list[float] = []
         """The loss of each held-out query of the evaluation that is on."""
+
+    def write_files(self, folder: Path) -> None:
+        """Write what sentence-transformers needs."""
+        width = self._training.model.config.get_text_config().hidden_size
+        write_embedding_files(folder, self._tokenizer, width=width, task=self._task, texts=self._texts)
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the queries that have a loss."""

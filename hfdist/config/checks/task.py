@@ -135,6 +135,8 @@ def _check_preference(config: RunConfig) -> None:
         raise _misfit(
             config, "adapter.modules_to_save", f"[{SCORE}]", "the layer that scores is new: it must be trained"
         )
+    if name is TaskName.reward and adapter.is_used and adapter.merge:
+        raise _misfit(config, "adapter.merge", "false", "a reward model is not merged in this version")
 
 
 def _check_without_text(config: RunConfig) -> None:
@@ -144,8 +146,6 @@ def _check_without_text(config: RunConfig) -> None:
             raise _misfit(config, key, "[]", why)
     if config.report.sample_prompt is not None:
         raise _misfit(config, "report.sample_prompt", "null", why)
-    if config.adapter.is_used and config.adapter.merge:
-        raise _misfit(config, "adapter.merge", "false", "only a model of tokens is merged in this version")
 
 
 def _check_embeddings(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -108,6 +109,9 @@ class Objective:
     def callbacks(self) -> list[TrainerCallback]:
         """Give what writes its files."""
         return []
+
+    def write_files(self, folder: Path) -> None:
+        """Add to a folder of the model, on rank 0, what whoever opens it needs besides."""
 
     def prepare(self, batch: Batch) -> Batch:
         """Add to a batch, on the CPU, what the loss needs besides."""
