@@ -1,4 +1,4 @@
-"""`task.*`: what is trained: the next token, a teacher's, preferences, a reward, a policy by its rewards, embeddings."""
+"""`task.*`: what is trained: next tokens, a teacher's, preferences, a reward, a policy by its rewards, embeddings."""
 
 from __future__ import annotations
 

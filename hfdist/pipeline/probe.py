@@ -19,7 +19,6 @@ from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import Activations, Carry, P2PChannel, tensors_of, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 
-
 _OUTPUTS = ("loss", "logits", "last_hidden_state")
 
 
@@ -110,7 +109,7 @@ def _leaves(value: object) -> set[int]:
 
 
 def _outputs_of(value: Any) -> Sequence[torch.Tensor]:
-    """What goes to the next stage, or the loss and the logits, or hidden states: models return them by name or in order."""
+    """What goes to the next stage, or loss and logits, or hidden states: models return them by name or in order."""
     if isinstance(value, Activations):
         return tensors_of(value)
     return value[:2] if isinstance(value, tuple) else [value[key] for key in _OUTPUTS if key in value]

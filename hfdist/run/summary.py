@@ -171,7 +171,9 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig
             piece = _safe(text[len(before) :])
             shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
             before = text
-        told = "" if task.name.traits.row_format is None else f"{_NAMES[task.name is TaskName.embed][int(is_rejected)]}: "
+        told = (
+            "" if task.name.traits.row_format is None else f"{_NAMES[task.name is TaskName.embed][int(is_rejected)]}: "
+        )
         lines.append(f"  {told}{shown}".replace("\n", "\n  "))
     return "\n  --\n".join(lines)
 

@@ -1,9 +1,9 @@
-"""What a folder of an embedding model holds besides the model, so that sentence-transformers opens it as it was trained.
+"""What a folder of an embedding model holds besides the model, so that sentence-transformers opens it.
 
-    modules.json                        Transformer (the folder itself), 1_Pooling, and 2_Normalize where asked
-    1_Pooling/config.json               last token, or mean
-    config_sentence_transformers.json   prompts of queries and documents, and the similarity
-    tokenizer.json                      ends each text with the end token, as in training; AutoTokenizer does so, too
+modules.json                        Transformer (the folder itself), 1_Pooling, and 2_Normalize where asked
+1_Pooling/config.json               last token, or mean
+config_sentence_transformers.json   prompts of queries and documents, and the similarity
+tokenizer.json                      ends each text with the end token, as in training; AutoTokenizer does so, too
 """
 
 from __future__ import annotations

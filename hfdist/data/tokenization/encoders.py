@@ -45,9 +45,7 @@ def _has_examples(shard: Shard) -> bool:
 class Encoders:
     """Makes tokens of documents and of examples; the tokenizer must have an end-of-text token."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, texts: TextsConfig | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, texts: TextsConfig | None = None) -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
         self._texts = TextsConfig() if texts is None else texts
 

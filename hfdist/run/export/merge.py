@@ -34,8 +34,8 @@ def write_merged(
     """Open the base as it is in its files, merge a PEFT folder, and write a Hub model of the base's type.
 
     An older model in `folder` is replaced; `config`, `generation` and `tokenizer` are those of the trained model, which
-    ends in `head`. `write_more` adds files. Gives whether PEFT can merge this adapter; otherwise nothing is written, and
-    the log says why.
+    ends in `head`. `write_more` adds files. Gives whether PEFT can merge this adapter; otherwise nothing is written,
+    and the log says why.
     """
     try:
         merged = _open_merged(adapter, base, config, head)
