@@ -66,7 +66,7 @@ class RowFormat(Enum):
     retrieval = "retrieval"
 
 
-NEGATIVES = ("negative", *(f"negative_{number}" for number in range(1, 33)), "negatives", "neg")
+NEGATIVES = ("negative", *(f"negative_{number}" for number in range(1, 17)), "negatives", "neg")
 """Columns of texts, or of lists of them, that do not belong to a query, in their order."""
 _TOLD_APART = {
     RowFormat.text: ("text",),

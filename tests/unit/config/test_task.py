@@ -30,6 +30,7 @@ def tune(*overrides):
         ("rloo", RowFormat.prompt_completion, Packing.none),
         ("causal_lm", RowFormat.auto, Packing.best_fit),
         ("distill", RowFormat.auto, Packing.best_fit),
+        ("embed", RowFormat.retrieval, Packing.best_fit),
     ],
 )
 def test_a_task_says_what_it_reads(task, row_format, packing):
@@ -56,6 +57,11 @@ REFUSED = {
     "task.reward_model": ("task=rloo", "task.rewards={reward_model: 1.0}"),
     "task.teacher": ("task=distill",),
     "task.divergence_beta": ("task=grpo", *REWARDED, "task.divergence_beta=0.5"),
+    "task.scale": ("task=dpo", "task.scale=10"),
+    "task.matryoshka": ("task=embed", "task.matryoshka=[8,8]"),
+    "data.texts.max_tokens": ("task=embed", "data.texts.max_tokens=2000"),
+    "data.texts.query_prompt": ("task=dpo", "data.texts.query_prompt=query"),
+    "report.sample_prompt": ("task=embed", "report.sample_prompt=a"),
     "task.top_k": ("task=distill", *TAUGHT, "task.top_k=5"),
 }
 
@@ -85,6 +91,14 @@ def test_a_run_of_before_losses_had_bounds_of_their_own_goes_on(task):
     now = tune(f"task={task}")
     assert find_changes(to_values(tune(f"task={task}", "task.clip=0.2")), to_values(now)) == []
     assert tune("task=grpo", "task.loss=gspo", *REWARDED).task.clip is None
+
+
+@pytest.mark.parametrize("words", [("task.loss=triplet",), ("task.margin=1",)])
+def test_only_triplets_have_a_margin_and_they_need_one(words):
+    with pytest.raises(ConfigError) as refused:
+        tune("task=embed", *words)
+    assert refused.value.where == "task.margin"
+    tune("task=embed", *words, refused.value.hint)
 
 
 def test_a_loss_of_another_task_names_its_option():
