@@ -38,17 +38,18 @@ def ending_texts(tokenizer: PreTrainedTokenizerBase, texts: TextsConfig) -> PreT
         ConfigError: it cannot be told to, or its class forgets it when it is read again.
     """
     wanted = Encoder(tokenizer).encode([_SAMPLE])[0].tolist()
-    for change in (_leave, _set_flag, _add_processor):
+    for change in (_leave, _set_flag, _add_to_template):
         ending = copy.deepcopy(tokenizer)
         change(ending)
+        with tempfile.TemporaryDirectory() as folder:
+            ending.save_pretrained(folder)
+            if AutoTokenizer.from_pretrained(folder)(_SAMPLE)["input_ids"] != wanted:
+                continue
         if ending.pad_token is None:
             ending.pad_token = ending.eos_token
         if texts.max_tokens is not None:
             ending.model_max_length = texts.max_tokens
-        with tempfile.TemporaryDirectory() as folder:
-            ending.save_pretrained(folder)
-            if AutoTokenizer.from_pretrained(folder)(_SAMPLE)["input_ids"] == wanted:
-                return ending
+        return ending
     what = "the tokenizer cannot be told to end each text with its end token, as it is trained"
     raise ConfigError(what, where="model.tokenizer.name", found=type(tokenizer).__name__, hint="a fast tokenizer")
 
@@ -62,16 +63,22 @@ def _set_flag(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.add_eos_token = True
 
 
-def _add_processor(tokenizer: PreTrainedTokenizerBase) -> None:
+def _add_to_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Classes without the flag, or that lose a beginning by it, keep what `tokenizers` does after a text."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return
-    end = str(tokenizer.eos_token)
-    template = processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A {end} $B:1 {end}:1", special_tokens=[(end, tokenizer.eos_token_id)]
-    )
-    before = backend.post_processor
+    end, number, before = str(tokenizer.eos_token), tokenizer.eos_token_id, backend.post_processor
+    told = json.loads(backend.to_str())
+    found = told["post_processor"] or {"type": "none"}
+    steps = found["processors"] if found["type"] == "Sequence" else [found]
+    if templates := [step for step in steps if step["type"] == "TemplateProcessing"]:
+        # A second one would take what the first has put in front for a text of its own.
+        templates[-1]["single"].append({"SpecialToken": {"id": end, "type_id": 0}})
+        templates[-1]["special_tokens"][end] = {"id": end, "ids": [number], "tokens": [end]}
+        backend.post_processor = type(backend).from_str(json.dumps(told)).post_processor
+        return
+    template = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, number)])
     backend.post_processor = template if before is None else processors.Sequence([before, template])
 
 
