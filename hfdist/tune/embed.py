@@ -147,7 +147,8 @@ class Embeddings(Objective):
 
     def _note_places(self, texts: Texts) -> None:
         """Note where queries find their positives; all ranks note the same."""
-        found = places(similarities(first_dimensions(texts, None, self._task)).detach())
+        whole = first_dimensions(texts, texts.embeddings.shape[1], self._task)
+        found = places(similarities(whole).detach())
         figures = {"recall_at_1": (found == 1).float(), "mrr": 1 / found}
         self._note(torch.ones_like(found, dtype=torch.bool), figures)
 

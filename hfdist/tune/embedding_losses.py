@@ -88,12 +88,13 @@ def losses_of(texts: Texts, task: TaskConfig) -> torch.Tensor:
         texts: their embeddings of any length.
         task: the loss and its settings.
     """
-    losses = [LOSSES[task.loss](first_dimensions(texts, size, task), task) for size in task.matryoshka or [None]]
+    sizes = task.matryoshka or [texts.embeddings.shape[1]]
+    losses = [LOSSES[task.loss](first_dimensions(texts, size, task), task) for size in sizes]
     return torch.stack(losses).sum(0)
 
 
-def first_dimensions(texts: Texts, size: int | None, task: TaskConfig) -> Texts:
-    """Give the texts with the first `size` dimensions of their embeddings (None: all), of length 1 if the task asks."""
+def first_dimensions(texts: Texts, size: int, task: TaskConfig) -> Texts:
+    """Give the texts with the first `size` dimensions of their embeddings, of length 1 if the task asks."""
     embeddings = texts.embeddings[:, :size]
     return Texts(normalize(embeddings, dim=-1) if task.normalize else embeddings, texts.kinds)
 

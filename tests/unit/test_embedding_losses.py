@@ -93,7 +93,7 @@ def test_places_count_what_is_nearer_and_what_is_as_near():
     texts = Texts(corners, torch.tensor([QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE]))
     assert places(similarities(texts)).tolist() == [2, 1]
     same = Texts(torch.ones(5, 2), texts.kinds)
-    assert places(similarities(first_dimensions(same, None, task("infonce")))).tolist() == [3, 3]
+    assert places(similarities(first_dimensions(same, 2, task("infonce")))).tolist() == [3, 3]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="sentence-transformers is asked")
@@ -109,5 +109,5 @@ def test_sentence_transformers_has_the_same(loss, kind):
     ours = losses_of(Texts(embeddings, torch.tensor([QUERY, POSITIVE, NEGATIVE] * 4)), task(loss))
     assert ours.mean().item() == pytest.approx(theirs.item(), rel=1e-6)
     assert torch.allclose(cosine_similarity(columns[0], columns[1]), similarities(
-        first_dimensions(Texts(embeddings, torch.tensor([QUERY, POSITIVE, NEGATIVE] * 4)), None, task(loss))
+        first_dimensions(Texts(embeddings, torch.tensor([QUERY, POSITIVE, NEGATIVE] * 4)), 8, task(loss))
     ).diagonal())  # fmt: skip

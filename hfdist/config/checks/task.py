@@ -170,7 +170,7 @@ def _check_embeddings(config: RunConfig) -> None:
             where="data.texts.max_tokens",
             found=f"{most}, with data.sequence_length={config.data.sequence_length}",
             allowed=f"<= {config.data.sequence_length // 2}",
-            hint=f"data.sequence_length={2 * most}",
+            hint=f"data.texts.max_tokens={config.data.sequence_length // 2}",
         )
 
 
