@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.collectives import gather_json
 from hfdist.config.data import TextsConfig
@@ -88,7 +88,8 @@ class Embeddings(Objective):
 
     def write_files(self, folder: Path) -> None:
         """Write what sentence-transformers needs."""
-        width = self._training.model.config.get_text_config().hidden_size
+        config = cast(PreTrainedModel, self._training.model).config
+        width = config.get_text_config().hidden_size
         write_embedding_files(folder, self._tokenizer, width=width, task=self._task, texts=self._texts)
 
     def count(self, batch: Batch) -> torch.Tensor:

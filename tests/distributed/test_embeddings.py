@@ -96,7 +96,7 @@ def check_equal(run, reference):
         ("short", "ddp train.micro_batch_size=1", 2),
         ("lora", "zero2", 2),
         many("mean", "pipeline strategy.schedule=zbv", 2),
-        many("mean", "tensor strategy.sequence=true", 2),
+        many("mean", "tensor", 2),
         many("last", "ddp", 2),
         many("last", "fsdp2 strategy.tensor=2", 4),
         many("last", "3d train.micro_batch_size=1", 8),

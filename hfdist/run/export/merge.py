@@ -47,7 +47,8 @@ def write_merged(
 
     def write(unfinished: Path) -> None:
         merged.save_pretrained(unfinished)
-        merged.generation_config = generation
+        if generation is not None:
+            merged.generation_config = generation
         write_hub_files(merged, tokenizer, unfinished)
         if write_more is not None:
             write_more(unfinished)
