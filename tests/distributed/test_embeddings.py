@@ -88,7 +88,7 @@ def check_equal(run, reference):
 @pytest.mark.parametrize(
     ("form", "layout", "num_ranks"),
     [
-        ("last", "single train.micro_batch_size=1", 1),
+        many("last", "single train.micro_batch_size=1", 1),
         ("last", "zero3", 2),
         ("last", "tensor train.micro_batch_size=4", 2),
         ("last", "pipeline", 2),
