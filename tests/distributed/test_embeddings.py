@@ -101,7 +101,7 @@ def check_equal(run, reference):
         many("last", "fsdp2 strategy.tensor=2", 4),
         many("last", "3d train.micro_batch_size=1", 8),
         many("short", "pipeline", 2),
-        many("short", "zero3", 4),
+        many("short", "zero3 train.micro_batch_size=1", 4),
         many("triplet", "ddp", 2),
         many("lora", "pipeline", 2),
     ],
